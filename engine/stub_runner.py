@@ -1,15 +1,13 @@
 """Runner of the stub model: takes a configured time, and its tokens reveal any corrupted KV, hidden state or token.
 
-Every position has a state, a hash of all tokens up to it. The state is written into the position's KV slots, XORed with
-another constant for every layer, KV head, K and V. The token sampled from a row follows from the state of its last
-position and from a digest of the states of all its positions, read from the pages: the sum over the query heads, each
-with a weight of its own, of what they read from their KV heads. So a wrong, stale or misplaced page, a lost hidden
-state, a token of another row, or a head that is lost, doubled or at the wrong rank yields another token; chunking,
-batching, paging, the pipeline split and tensor parallelism do not: integers add up to the same bits in any order.
+The token sampled from a row follows from the state of its last position and from a digest of the states of all its
+positions, read from the pages (stub_states.py). So a wrong, stale or misplaced page, a lost hidden state, a token of
+another row, or a head that is lost, doubled or at the wrong rank yields another token; chunking, batching, paging, the
+pipeline split and tensor parallelism do not: integers add up to the same bits in any order.
 
     hidden state of a position:   [8 elements: bytes of its state][8 elements: bytes of the digest][zeros]
 
-All arithmetic is on integers modulo 2^64. Every dtype of hidden states represents a byte exactly.
+Every dtype of hidden states represents a byte exactly.
 """
 
 import random
@@ -20,6 +18,7 @@ from functools import partial
 import msgspec
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from headrace.core.config import EngineConfig, ModelConfig
@@ -41,7 +40,7 @@ from headrace.engine.kv.memory_plan import plan_memory, stage_geometry
 from headrace.engine.kv.pool import Allocate, KVPool
 from headrace.engine.layers.exchange.base import Exchange
 from headrace.engine.layers.expert_rows import ExpertRows
-from headrace.engine.model.sharding import Shard, split_model
+from headrace.engine.model.sharding import split_model
 from headrace.engine.model.stub import END, parse_stub
 from headrace.engine.row_sampler import PlanResult, reported_states
 from headrace.engine.runner import WARM_UP_REQUEST, HiddenSpec
@@ -51,6 +50,7 @@ from headrace.engine.sampling.logprobs import draft_tokens, prompt_logprobs, tok
 from headrace.engine.sampling.sampler import Sampler
 from headrace.engine.stub_experts import StubExperts, StubTime, mixed
 from headrace.engine.stub_faults import fault_in, have_fault
+from headrace.engine.stub_states import StubStates, to_bytes, to_words
 
 LONG_SLEEP_S = 0.5  # a longer one is taken in steps, one for each layer
 CERTAIN = 40.0  # logit of the next token; all others are 0
@@ -98,18 +98,7 @@ class StubRunner:
         self._first, self._last = layers.start == 0, layers.stop == spec.layers
         self._tp = tp
         self._share = len(layers) / spec.layers * len(shard.heads) / spec.heads
-        self._positions = length
-        # [pages, layers, 2, kv_heads, page_size, words of 8 bytes in a slot]
-        self._words = self.pool.tensor.view(torch.int64)
-        # XORed into a state in the slots of a layer's K or V: int64 [layers, 2, kv_heads].
-        masks = [
-            self._numbers(range((head << 20) + 2 * layers.start, (head << 20) + 2 * layers.stop), 1)
-            for head in shard.kv_heads
-        ]
-        self._masks = torch.stack(masks, 1).view(len(layers), 2, len(masks))
-        # Of the query heads of each KV head: int64 [kv_heads].
-        self._head_weights = self._weights_of(shard, spec.heads // spec.kv_heads)
-        self._weights = self._numbers(range(length), 2) | 1  # int64 [positions], odd
+        self._states = StubStates(self.pool, layers, shard, spec.heads // spec.kv_heads, length)
         self._sampler = Sampler(random.SystemRandom())
         self._random = random.Random(layers.start)
         self._grammars = GrammarStates(partial(GrammarCompiler, model.model, engine.cache_dir, spec.vocab_size))
@@ -167,7 +156,7 @@ class StubRunner:
         if self._last and not self._tp.rank:
             self._grammars.begin(rows)
         result = torch.zeros(count, self.hidden_spec.size, dtype=self.hidden_spec.dtype, device=self.hidden_spec.device)
-        incoming = None if hidden is None else _words(hidden[:, :16])
+        incoming = None if hidden is None else to_words(hidden[:, :16])
         if self._experts is None:
             finish(self._steps(rows, incoming, result))
             self._take_time(started, rows)
@@ -189,19 +178,22 @@ class StubRunner:
         stage, int64 [tokens, 2]."""
         ends = np.cumsum([row.count for row in rows]).tolist()
         states = []
-        pages = [self._pages(row) for row in rows]
+        pages = [self._states.pages(row) for row in rows]
         for row, page_ids, end in zip(rows, pages, ends, strict=True):
-            states.append(self._states(row, page_ids) if incoming is None else incoming[end - row.count : end, 0])
-            self._write(row, page_ids, states[-1])
-        digests = [self._digests(row, page_ids) for row, page_ids in zip(rows, pages, strict=True)]
+            if incoming is None:
+                states.append(self._states.compute(row, page_ids, self._tokens(row)))
+            else:
+                states.append(incoming[end - row.count : end, 0])
+            self._states.write(row, page_ids, states[-1])
+        digests = [self._states.digests(row, page_ids) for row, page_ids in zip(rows, pages, strict=True)]
         digest = self._tp.all_reduce(torch.cat(digests)).wait()
-        if incoming is not None:  # unchanged where this stage's digest equals it, else a value that no stage computed
-            digest = incoming[:, 1] + (digest - incoming[:, 1]) * self._numbers([0], 3)
+        if incoming is not None:
+            digest = self._states.merge(incoming[:, 1], digest)
         if self._experts is not None:
-            exchange_s = self._model.us_per_exchange * 1e-6 * len(self._masks) / self._model.layers
+            exchange_s = self._model.us_per_exchange * 1e-6 * self.geometry.layers / self._model.layers
             took = self._experts.steps(torch.cat(states), half, self._due_us(rows) * 1e-6 * self._share, exchange_s)
             digest = digest + (yield from took)
-        result[:, :16] = _bytes(torch.stack((torch.cat(states), digest), 1)).to(self.hidden_spec.dtype)
+        result[:, :16] = to_bytes(torch.stack((torch.cat(states), digest), 1)).to(self.hidden_spec.dtype)
 
     def sample(self, rows: Sequence[PlanRow], hidden: Tensor) -> PlanResult:
         """See Runner. Results are never nonfinite: all arithmetic is on integers."""
@@ -244,7 +236,7 @@ class StubRunner:
     def _logits(self, hidden: Tensor) -> Tensor:
         """Hidden states [positions, hidden size] → logits [positions, vocabulary]: one token is certain, and never
         END."""
-        words = _words(hidden[:, :16]).cpu().numpy().view(np.uint64)
+        words = to_words(hidden[:, :16]).cpu().numpy().view(np.uint64)
         values = mixed(words[:, 0] ^ mixed(words[:, 1]))
         tokens = (values % np.uint64(self.vocab_size - 1)).astype(np.int64)
         tokens += tokens >= END
@@ -252,64 +244,15 @@ class StubRunner:
         logits[torch.arange(len(tokens)), torch.from_numpy(tokens)] = CERTAIN
         return logits
 
-    def _states(self, row: PlanRow, pages: Tensor) -> Tensor:
-        """States int64 [count] of a row's positions: the previous position's state plus token times position weight."""
+    def _tokens(self, row: PlanRow) -> NDArray[np.int64]:
+        """The token ids of a row: int64 [count]."""
         if row.tokens:
             ids = np.frombuffer(row.tokens, dtype="<i4").astype(np.int64)
         else:
             ids = np.array([self._sampled[row.request]] if row.request in self._sampled else [], np.int64)
         if len(ids) != row.count or row.count < 1:
             raise ValueError(f"request {row.request} has {len(ids)} tokens for {row.count} positions at {row.start}")
-        weighted = (torch.from_numpy(ids).to(self.hidden_spec.device) + 1) * self._weights[
-            row.start : row.start + row.count
-        ]
-        previous: Tensor | int = 0
-        if row.start:
-            page, slot = divmod(row.start - 1, self.geometry.page_size)
-            previous = self._words[pages[page], 0, 0, 0, slot, 0] ^ self._masks[0, 0, 0]
-        return weighted.cumsum(0) + previous
-
-    def _write(self, row: PlanRow, pages: Tensor, states: Tensor) -> None:
-        positions = torch.arange(row.start, row.start + row.count, device=self.hidden_spec.device)
-        page, slot = pages[positions // self.geometry.page_size], positions % self.geometry.page_size
-        self._words[page, :, :, :, slot] = (states[:, None, None, None] ^ self._masks)[..., None]
-
-    def _digests(self, row: PlanRow, pages: Tensor) -> Tensor:
-        """For each position of a row that samples, a hash of the states up to it as read from the pages by this shard's
-        heads: int64 [count].
-
-        Of every position one layer's K or V is read, in turn, of every KV head. Zeros for rows that are asked for
-        nothing.
-        """
-        if row.sample is None and row.prompt_logprobs is None and not row.hidden:
-            return torch.zeros(row.count, dtype=torch.int64, device=self.hidden_spec.device)
-        end, size = row.start + row.count, self.geometry.page_size
-        positions = torch.arange(end, device=self.hidden_spec.device)
-        layer, kind = positions // 2 % self.geometry.layers, positions % 2
-        words = self._words[pages[positions // size], layer, kind, :, positions % size, -1] ^ self._masks[layer, kind]
-        read = ((words ^ (words >> 29)) * self._head_weights).sum(1)
-        return (read * self._weights[:end]).cumsum(0)[row.start :]
-
-    def _weights_of(self, shard: Shard, group: int) -> Tensor:
-        """For each KV head of a shard the sum of its query heads' weights: int64 [kv_heads]. The weight of the first
-        query head is 1, so that a model of one head has the digests of its states."""
-        weights = self._numbers(shard.heads, 4) | 1
-        if shard.first:
-            weights[0] = 1
-        totals = torch.zeros(len(shard.kv_heads), dtype=torch.int64, device=self.hidden_spec.device)
-        of = torch.tensor([head // group - shard.kv_heads.start for head in shard.heads], device=totals.device)
-        return totals.index_add(0, of, weights)
-
-    def _pages(self, row: PlanRow) -> Tensor:
-        pages = np.frombuffer(row.pages, dtype="<i4").astype(np.int64)
-        end = row.start + row.count
-        if end > self._positions:
-            raise ValueError(f"request {row.request} has {end} positions, and the model {self._positions}")
-        if len(pages) < self.geometry.pages_for(end):
-            raise ValueError(f"request {row.request} has {len(pages)} pages for {end} positions")
-        if pages.min() < 0 or pages.max() >= self.pool.pages:
-            raise IndexError(f"request {row.request} names a page outside the pool of {self.pool.pages}")
-        return torch.from_numpy(pages).to(self.hidden_spec.device)
+        return ids
 
     def _take_time(self, started: float, rows: Sequence[PlanRow]) -> None:
         """Sleep until the configured time since started has passed."""
@@ -338,12 +281,6 @@ class StubRunner:
         self.progress.step()
         self._overslept_s = min(max(0.0, time.perf_counter() - until), due_s)
 
-    def _numbers(self, keys: Sequence[int], series: int) -> Tensor:
-        """A pseudo-random 64-bit number for each key: int64 [keys]. series: keys of different series are
-        independent."""
-        numbers = mixed(np.asarray(keys, np.uint64) + np.uint64(series << 40))
-        return torch.from_numpy(numbers.view(np.int64)).to(self.hidden_spec.device)
-
 
 def _halves(rows: Sequence[PlanRow], cut: int) -> list[list[PlanRow]]:
     """The rows of the first cut tokens, and those of the rest. A row that samples does so in the half of its end."""
@@ -356,16 +293,6 @@ def _part(row: PlanRow, first: int, count: int) -> PlanRow:
         return row
     tokens = packed.pack(packed.unpack(row.tokens)[first : first + count].tolist())
     return msgspec.structs.replace(row, start=row.start + first, count=count, tokens=tokens)
-
-
-def _words(numbers: Tensor) -> Tensor:
-    """[n, 16] elements that hold a byte each → int64 [n, 2]."""
-    return numbers.to(torch.uint8).contiguous().view(torch.int64)
-
-
-def _bytes(words: Tensor) -> Tensor:
-    """int64 [n, 2] → uint8 [n, 16]: the inverse of _words."""
-    return words.contiguous().view(torch.uint8)
 
 
 def _logprob(logits: Tensor, token: int, alternatives: int | None) -> TokenLogprob | None:
