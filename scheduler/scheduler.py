@@ -26,9 +26,7 @@ from headrace.core.messages.frontend import (
 )
 from headrace.core.messages.kv_events import ReplicaKvEvent
 from headrace.core.messages.membership import JoinProgress
-from headrace.core.messages.orders import ShutdownStage
 from headrace.core.messages.peers import (
-    EndPeer,
     PeerCancelled,
     PeerEvent,
     PeerGone,
@@ -42,7 +40,7 @@ from headrace.core.messages.peers import (
     TicketFailed,
     TicketFinished,
 )
-from headrace.core.messages.replies import Drained, StatsReply, StatusReply
+from headrace.core.messages.replies import StatsReply, StatusReply
 from headrace.core.messages.stage_events import (
     ChunkAcked,
     ChunkReceived,
@@ -69,7 +67,7 @@ from headrace.core.messages.stage_events import (
     StageSilence,
 )
 from headrace.core.stats import Stats
-from headrace.core.types.errors import CANCELLED, DEADLINE, DRAINING, ErrorInfo
+from headrace.core.types.errors import CANCELLED, DEADLINE, ErrorInfo
 from headrace.scheduler.admission import Admission
 from headrace.scheduler.batching.lockstep import LockstepPlanner
 from headrace.scheduler.batching.page_copies import PageCopies
@@ -78,6 +76,7 @@ from headrace.scheduler.batching.stages import StageGroup
 from headrace.scheduler.decode.fetch import RemoteFetch
 from headrace.scheduler.decode.generation import TokenGeneration
 from headrace.scheduler.decode.prefill_sessions import PrefillSessions
+from headrace.scheduler.draining import Draining
 from headrace.scheduler.lifecycle import integrity
 from headrace.scheduler.lifecycle.completion import Completion, release_ticket
 from headrace.scheduler.lifecycle.idle_check import IdleCheck
@@ -119,7 +118,7 @@ class Scheduler:
         self._stages = StageGroup(state, self._completion, self._generation)
         self._copies = [PageCopies(state, replica, self._completion) for replica in state.replicas]
         self._tracing = Tracing(state)
-        self._drained = False
+        self._draining = Draining(state, self._rendezvous, self._stages)
         self._problems: list[str] = []
         self._idle_check = IdleCheck()
 
@@ -153,8 +152,7 @@ class Scheduler:
         return self._conclude(now)
 
     def plan(self, now: float) -> list[Effect]:
-        """At most one Forward of each replica and what belongs to it; nothing when there is nothing to do or no credit
-        left."""
+        """At most one Forward of each replica, and what belongs to it; nothing without work, or a credit left."""
         if self._lockstep is not None:
             self._lockstep.plan(now)
         else:
@@ -211,9 +209,9 @@ class Scheduler:
             case EndTrace():
                 self._tracing.end(event, now)
             case Drain():
-                self._drain(now)
+                self._draining.begin()
             case Shutdown():
-                self._shutdown(now)
+                self._draining.shut_down(now)
 
     def _stage_event(self, event: StageEvent, now: float) -> None:
         match event:
@@ -226,8 +224,7 @@ class Scheduler:
             case SendFailed():
                 self._handoff.send_failed(event, now)
             case PeerLost():
-                reason = f"{self._state.config.layout.name(event.stage)}: {event.reason}"
-                self._state.out.add(EndPeer(session=event.session, reason=reason, backend_failed=True))
+                self._stages.peer_lost(event)
             case ReceivePrepared():
                 self._fetch.receive_prepared(event)
             case ChunkReceived():
@@ -295,8 +292,7 @@ class Scheduler:
         for copies in self._copies:
             copies.order(now)
         self._tracing.observe(now)
-        if state.draining and not self._drained and self.idle:
-            self._check_drained(now)
+        self._draining.check(now)
         for replica in state.replicas:
             if replica.cache_events is not None:
                 for event in replica.cache_events.take():
@@ -322,33 +318,6 @@ class Scheduler:
         else:
             error = event.error or ErrorInfo(code=CANCELLED, message="the request was cancelled", status=499)
             self._completion.fail(request, error, now)
-
-    def _drain(self, now: float) -> None:
-        """Refuse new requests, and prompts for which peers have reserved pages. A held request is waited for as long as
-        its lease lasts: its client was answered, and sends a peer for it."""
-        error = ErrorInfo(code=DRAINING, message="the server is draining", status=503, retry_after_s=1.0)
-        self._state.draining = True
-        self._stages.announce("draining")
-        self._rendezvous.drop_reservations(error)
-
-    def _check_drained(self, now: float) -> None:
-        """No request is left: the drain is over when no peer comes for a first token any more, either."""
-        state = self._state
-        until = state.tickets.first_tokens_until(now)
-        if until > now:
-            state.deadlines.set(Timer.DRAIN, 0, until)
-            return
-        self._drained = True
-        state.out.add(Drained())
-
-    def _shutdown(self, now: float) -> None:
-        state = self._state
-        error = ErrorInfo(code="shutdown", message="the server is shutting down", status=503)
-        state.draining = True
-        self._rendezvous.drop_reservations(error)
-        self._stages.stop(error, now)
-        self._stages.announce("shutdown")
-        state.out.add(ShutdownStage(seq=state.out.next_seq()))
 
     def _expire(self, timer: Timer, key: Key, now: float) -> None:
         if timer in (Timer.ORDER, Timer.DRAIN):

@@ -4,7 +4,7 @@ from headrace.core.messages.membership import JoinProgress
 from headrace.core.messages.orders import BeginEpoch
 from headrace.core.messages.peers import EndPeer
 from headrace.core.messages.replies import EngineState, StageDown
-from headrace.core.messages.stage_events import PlanDone, StageLoading, StageReady, StageSilence
+from headrace.core.messages.stage_events import PeerLost, PlanDone, StageLoading, StageReady, StageSilence
 from headrace.core.types.backends import writes_directly
 from headrace.core.types.errors import STAGE_FAILED, ErrorInfo
 from headrace.scheduler.decode.generation import TokenGeneration
@@ -177,6 +177,11 @@ class StageGroup:
         served = self._served or elsewhere
         self._state.out.add(StageDown(stage=stage, message=message, epoch=self._epoch, served=served))
         self._served = False
+
+    def peer_lost(self, event: PeerLost) -> None:
+        """A write into a peer's pages was lost on its way: its session has to end."""
+        reason = f"{self._state.config.layout.name(event.stage)}: {event.reason}"
+        self._state.out.add(EndPeer(session=event.session, reason=reason, backend_failed=True))
 
     def stop(self, error: ErrorInfo, now: float) -> None:
         """Fail every request with this error, without waiting for the stages. This does not confirm to peers that

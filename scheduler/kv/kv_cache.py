@@ -12,6 +12,7 @@ leased = private pages of leases + pages of the tree that some lease has locked
 
 from array import array
 from collections.abc import Callable, Iterator, Sequence
+from itertools import takewhile
 
 from headrace.core.config.scheduler import Eviction
 from headrace.core.types.geometry import ceil_div
@@ -20,7 +21,7 @@ from headrace.core.types.packed import ITEM_BYTES
 from headrace.scheduler.kv.cache_events import CacheEventLog
 from headrace.scheduler.kv.eviction import SHORT_TOKENS, make_ranking
 from headrace.scheduler.kv.lease import Lease
-from headrace.scheduler.kv.node import Node, PageCopy, PageStore
+from headrace.scheduler.kv.node import Node, PageCopy, PageStore, load_of
 from headrace.scheduler.kv.page_allocator import PageAllocator
 from headrace.scheduler.kv.page_digests import page_digests
 from headrace.scheduler.kv.prefix_tree import PrefixTree, next_turn, pages_of
@@ -160,8 +161,7 @@ class KvCache:
         self._load(further, pages)
         path.extend(further)
         short = turn == 0 and length <= self._short_tokens
-        copies = path[-1].copies if path else None
-        loading = None if copies is None else copies.load
+        loading = load_of(path[-1]) if path else None
         lease = Lease(self._owners, salt, table, path, len(path), loading, turn, short)
         self._leases[lease.owner] = lease
         return lease
@@ -192,7 +192,7 @@ class KvCache:
                 content = None if self.tiers is None else self._page_tokens(tokens, index)
                 node = self._tree.insert(parent, lease.salt, key, page, content)
                 self.version += 1
-            elif node.copies is not None and node.copies.load is not None:
+            elif load_of(node) is not None:
                 return  # an equal page is being loaded, and it is not certain that it can be
             self._tree.lock([node])
             lease.path.append(node)
@@ -346,7 +346,4 @@ class KvCache:
 
 def _filled(path: list[Node]) -> list[Node]:
     """The part of a path that is not being loaded."""
-    end = next(
-        (i for i, node in enumerate(path) if node.copies is not None and node.copies.load is not None), len(path)
-    )
-    return path[:end]
+    return list(takewhile(lambda node: load_of(node) is None, path))

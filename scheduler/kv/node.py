@@ -118,6 +118,11 @@ def slot_of(node: Node, tier: Tier) -> int:
     return NONE if node.copies is None else node.copies.slots[tier]
 
 
+def load_of(node: Node) -> PageLoad | None:
+    """The operation that is filling the node's page; None if none is."""
+    return None if node.copies is None else node.copies.load
+
+
 def has_copy(node: Node) -> bool:
     """Whether the node has a page in the pool or a copy in a tier."""
     return node.page != NONE or (node.copies is not None and node.copies.any)

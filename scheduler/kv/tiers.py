@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 
 from headrace.core.types.kv_tiers import PageHeader, Tier
 from headrace.scheduler.kv.cache_events import CacheEventLog
-from headrace.scheduler.kv.node import NONE, TIERS, Node, PageCopy, PageLoad, PageStore, has_copy, slot_of
+from headrace.scheduler.kv.node import NONE, TIERS, Node, PageCopy, PageLoad, PageStore, has_copy, load_of, slot_of
 from headrace.scheduler.kv.prefix_tree import PrefixTree
 from headrace.scheduler.kv.tier_check import check_tiers
 from headrace.scheduler.kv.tier_slots import TierSlots
@@ -99,7 +99,7 @@ class KvTiers:
             if slot_of(node, "disk") != NONE:
                 anchor = node
                 continue
-            if self.archiving + len(store.nodes) >= limit or (node.copies is not None and node.copies.load is not None):
+            if self.archiving + len(store.nodes) >= limit or load_of(node) is not None:
                 break
             if not slots.free():
                 if (victim := slots.coldest()) is None or victim is anchor or victim.rank > node.rank:
@@ -112,7 +112,7 @@ class KvTiers:
 
     def loadable(self, known: Sequence[Node], resident: int) -> list[Node]:
         """The nodes of a path beyond its pages in the pool that can be loaded."""
-        if resident and (last := known[resident - 1].copies) is not None and last.load is not None:
+        if resident and load_of(known[resident - 1]) is not None:
             return []
         nodes = list(known[resident:])
         end = next(
