@@ -10,9 +10,9 @@ from headrace.core.runtime.rate_limit import TokenBucket
 from headrace.core.types.errors import CANCELLED, ErrorInfo
 from headrace.core.types.outcomes import HANDOFF, End, end_of, end_of_answer
 from headrace.core.types.request import SamplingParams
-from headrace.server.frontend.generation_request import GenerationResult
-from headrace.server.frontend.recent_events import RecentEvents
-from headrace.server.frontend.request_context import RequestContext
+from headrace.server.frontend.request.generation_request import GenerationResult
+from headrace.server.frontend.request.request_context import RequestContext
+from headrace.server.frontend.status.recent_events import RecentEvents
 from headrace.server.telemetry.spans import ServedSpan
 
 log = logging.getLogger(__name__)

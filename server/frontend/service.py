@@ -15,19 +15,19 @@ from headrace.core.runtime.clock import Clock, SystemClock
 from headrace.core.runtime.liveness import Activity
 from headrace.core.types.allow_list import allowed_prefills
 from headrace.core.types.errors import DRAINING, ErrorInfo
-from headrace.server.frontend.completions import Completions
-from headrace.server.frontend.control_address import ControlAddress
-from headrace.server.frontend.generation import GenerationRunner
-from headrace.server.frontend.readiness import Readiness
-from headrace.server.frontend.recent_events import RecentEvents
-from headrace.server.frontend.request_context import TraceSampler
-from headrace.server.frontend.scheduler_client import SchedulerClient
-from headrace.server.frontend.scheduler_link import SchedulerLink
+from headrace.server.frontend.generation.completions import Completions
+from headrace.server.frontend.generation.runner import GenerationRunner
+from headrace.server.frontend.link.control_address import ControlAddress
+from headrace.server.frontend.link.scheduler_client import SchedulerClient
+from headrace.server.frontend.link.scheduler_link import SchedulerLink
+from headrace.server.frontend.request.request_context import TraceSampler
 from headrace.server.frontend.served_model import ServedModel
-from headrace.server.frontend.server_status import StatusCollector
-from headrace.server.frontend.statistics_log import StatisticsLog
-from headrace.server.frontend.stats_collector import StatsCollector
-from headrace.server.frontend.status_query import StatusQuery
+from headrace.server.frontend.status.readiness import Readiness
+from headrace.server.frontend.status.recent_events import RecentEvents
+from headrace.server.frontend.status.server_status import StatusCollector
+from headrace.server.frontend.status.statistics_log import StatisticsLog
+from headrace.server.frontend.status.stats_collector import StatsCollector
+from headrace.server.frontend.status.status_query import StatusQuery
 from headrace.server.telemetry.prometheus import FrontMetrics
 from headrace.server.telemetry.span_exporter import SpanExporter, SpanSink
 from headrace.server.telemetry.spans import RecordSpan

@@ -14,7 +14,7 @@ from headrace.core.runtime.frames import FrameSocket
 from headrace.core.runtime.process import max_http_connections, say
 from headrace.core.runtime.process_activity import read_activity
 from headrace.server.app import create_app, create_bootstrap_app
-from headrace.server.frontend.scheduler_link import SocketLink
+from headrace.server.frontend.link.scheduler_link import SocketLink
 from headrace.server.frontend.service import Service
 from headrace.server.launch.http_listeners import HttpListeners
 from headrace.server.launch.http_protocol import ACCEPTED_AT_ONCE, HttpConnections, HttpProtocol, HttpServer, LoopErrors

@@ -27,11 +27,11 @@ from headrace.server.api.response.hidden_format import base64_object, draft_obje
 from headrace.server.api.response.large_json import made_aside
 from headrace.server.api.response.streaming import EventStream, EventWriter, JsonAnswer, json_response
 from headrace.server.api.response.usage import handoff_report, timing_report
-from headrace.server.frontend.completions import Completions
-from headrace.server.frontend.control_address import ControlAddress, wrong_role
-from headrace.server.frontend.generation_request import Emit, GenerationDelta, GenerationRequest, discard_events
+from headrace.server.frontend.generation.completions import Completions
+from headrace.server.frontend.link.control_address import ControlAddress, wrong_role
+from headrace.server.frontend.request.generation_request import Emit, GenerationDelta, GenerationRequest, discard_events
 from headrace.server.frontend.served_model import ServedModel
-from headrace.server.frontend.stats_collector import StatsCollector
+from headrace.server.frontend.status.stats_collector import StatsCollector
 from headrace.server.tokenizer.logprobs import native_entries, native_entry
 from headrace.server.tokenizer.tokenizer import Tokenizer
 from headrace.server.upstream.handoff_params import MAX_TICKET_CHARS

@@ -6,7 +6,7 @@ from typing import Any, Protocol
 from headrace.core.types.request import FinishReason, TokenLogprob
 from headrace.server.api.openai.echo import Echo
 from headrace.server.api.response.choices import Choice
-from headrace.server.frontend.generation_request import GenerationDelta, GenerationResult
+from headrace.server.frontend.request.generation_request import GenerationDelta, GenerationResult
 from headrace.server.tokenizer.logprobs import chat_logprobs, completion_logprobs, native_entries
 from headrace.server.tokenizer.tokenizer import Tokenizer
 

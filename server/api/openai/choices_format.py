@@ -16,7 +16,7 @@ from headrace.server.api.response.error_response import write_error_event
 from headrace.server.api.response.large_json import made_aside
 from headrace.server.api.response.streaming import EventWriter
 from headrace.server.api.response.usage import headrace_report, usage_report
-from headrace.server.frontend.generation_request import GenerationDelta, GenerationResult
+from headrace.server.frontend.request.generation_request import GenerationDelta, GenerationResult
 
 
 class ChoicesFormat:

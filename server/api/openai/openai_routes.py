@@ -42,7 +42,7 @@ from headrace.server.api.request.tools import (
 from headrace.server.api.response.completion_endpoint import CompletionEndpoint
 from headrace.server.api.response.handoff_response import lift_limits
 from headrace.server.api.response.streaming import json_response
-from headrace.server.frontend.generation_request import GenerationRequest
+from headrace.server.frontend.request.generation_request import GenerationRequest
 from headrace.server.frontend.served_model import ServedModel
 from headrace.server.upstream.handoff_params import prompt_ids
 

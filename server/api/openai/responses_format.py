@@ -18,7 +18,7 @@ from headrace.server.api.request.schema import ResponsesBody
 from headrace.server.api.response.choices import Choice, Output
 from headrace.server.api.response.streaming import EventWriter
 from headrace.server.api.response.usage import headrace_report
-from headrace.server.frontend.generation_request import GenerationDelta, GenerationResult
+from headrace.server.frontend.request.generation_request import GenerationDelta, GenerationResult
 from headrace.server.frontend.served_model import ServedModel
 
 

@@ -7,7 +7,7 @@ from headrace.core.types.request import FinishReason
 from headrace.server.api.openai.choice_forms import ChatForm
 from headrace.server.api.request.tools import ToolUse
 from headrace.server.api.response.choices import Choice
-from headrace.server.frontend.generation_request import GenerationDelta, GenerationResult
+from headrace.server.frontend.request.generation_request import GenerationDelta, GenerationResult
 from headrace.server.tokenizer.tokenizer import Tokenizer
 from headrace.server.tools.call_form import CallForm, new_call_id
 from headrace.server.tools.call_parser import ToolCallParser

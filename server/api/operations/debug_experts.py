@@ -7,7 +7,7 @@ from starlette.responses import Response
 from headrace.core.types.expert_load import total_rows
 from headrace.server.api.description.operation import described
 from headrace.server.api.response.streaming import JsonAnswer
-from headrace.server.frontend.stats_collector import StatsCollector
+from headrace.server.frontend.status.stats_collector import StatsCollector
 
 
 class LayerRows(msgspec.Struct, frozen=True):

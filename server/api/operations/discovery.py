@@ -15,12 +15,12 @@ from headrace.server.api.description import replies
 from headrace.server.api.description.operation import WORK_ERRORS, described
 from headrace.server.api.response.error_response import error_response
 from headrace.server.api.response.streaming import JsonAnswer, json_response
-from headrace.server.frontend.completions import Completions
-from headrace.server.frontend.control_address import ControlAddress, wrong_role
-from headrace.server.frontend.generation_request import GenerationRequest, discard_events
-from headrace.server.frontend.readiness import Readiness
+from headrace.server.frontend.generation.completions import Completions
+from headrace.server.frontend.link.control_address import ControlAddress, wrong_role
+from headrace.server.frontend.request.generation_request import GenerationRequest, discard_events
 from headrace.server.frontend.served_model import ServedModel
-from headrace.server.frontend.stats_collector import StatsCollector
+from headrace.server.frontend.status.readiness import Readiness
+from headrace.server.frontend.status.stats_collector import StatsCollector
 from headrace.server.version import headrace_version
 
 PROBE_TIMEOUT_S = 20.0

@@ -11,8 +11,8 @@ from headrace.server.api.description import replies
 from headrace.server.api.description.operation import described
 from headrace.server.api.response.error_response import error_response
 from headrace.server.api.response.streaming import json_response
-from headrace.server.frontend.readiness import Readiness
-from headrace.server.frontend.stats_collector import StatsCollector
+from headrace.server.frontend.status.readiness import Readiness
+from headrace.server.frontend.status.stats_collector import StatsCollector
 from headrace.server.telemetry.exposition import CONTENT_TYPE, render
 from headrace.server.telemetry.kv_event_publisher import publisher_endpoint
 

@@ -11,7 +11,7 @@ from headrace.core.types.errors import ErrorInfo, HeadraceError
 from headrace.server.api.description.operation import HTML, described
 from headrace.server.api.operations.html_page import HtmlPage
 from headrace.server.api.response.streaming import JsonAnswer
-from headrace.server.frontend.server_status import ServerStatus, StatusCollector
+from headrace.server.frontend.status.server_status import ServerStatus, StatusCollector
 
 PAGE = "data/page.html"
 FOR_OPERATORS = "for_operators"  # 403

@@ -7,7 +7,7 @@ from headrace.core.config import ServerConfig
 from headrace.core.types.errors import invalid, shown
 from headrace.core.types.tenants import priority_ranges
 from headrace.server.api.request.ranges import MAX_INT32, MAX_OBJECTIVE_MS
-from headrace.server.frontend.generation_request import GenerationRequest
+from headrace.server.frontend.request.generation_request import GenerationRequest
 from headrace.server.frontend.request_log import RequestRecord
 
 SLO_HEADER = "x-llm-d-slo-ttft-ms"

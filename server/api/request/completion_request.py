@@ -9,7 +9,7 @@ from headrace.core.config import ServerConfig
 from headrace.core.types.errors import ErrorInfo, HeadraceError, invalid
 from headrace.server.api.request.sampling import seeded
 from headrace.server.api.request.tools import ToolUse
-from headrace.server.frontend.generation_request import GenerationRequest
+from headrace.server.frontend.request.generation_request import GenerationRequest
 from headrace.server.upstream.handoff_params import (
     BOOTSTRAP_PORT,
     BatchShape,

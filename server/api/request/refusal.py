@@ -13,7 +13,7 @@ from headrace.core.runtime.codec import NO_MESSAGE
 from headrace.core.types.errors import HeadraceError
 from headrace.server.api.request.body import SMALL, parse_body
 from headrace.server.api.request.completion_request import request_sources
-from headrace.server.frontend.completions import Completions
+from headrace.server.frontend.generation.completions import Completions
 from headrace.server.upstream.handoff_params import BatchShape, HandoffParams, kv_sinks
 
 

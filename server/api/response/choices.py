@@ -6,8 +6,8 @@ from typing import Any, TypeVar
 
 from headrace.core.messages.replies import Progress
 from headrace.core.types.request import TokenLogprob
-from headrace.server.frontend.completions import Completions
-from headrace.server.frontend.generation_request import GenerationDelta, GenerationRequest, GenerationResult
+from headrace.server.frontend.generation.completions import Completions
+from headrace.server.frontend.request.generation_request import GenerationDelta, GenerationRequest, GenerationResult
 
 T = TypeVar("T")
 EmitChoice = Callable[[int, Progress | GenerationDelta], Awaitable[None]]

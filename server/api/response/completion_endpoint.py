@@ -23,9 +23,9 @@ from headrace.server.api.request.schema import GenerateBody, OpenAIBody
 from headrace.server.api.response.choices import Choice, Output, collect_choices, run_choices
 from headrace.server.api.response.handoff_response import prefill_choices, transfer_params
 from headrace.server.api.response.streaming import EventStream, EventWriter, JsonAnswer
-from headrace.server.frontend.completions import Completions
-from headrace.server.frontend.control_address import ControlAddress
-from headrace.server.frontend.generation_request import GenerationDelta, GenerationRequest, GenerationResult
+from headrace.server.frontend.generation.completions import Completions
+from headrace.server.frontend.link.control_address import ControlAddress
+from headrace.server.frontend.request.generation_request import GenerationDelta, GenerationRequest, GenerationResult
 from headrace.server.frontend.served_model import ServedModel
 
 

@@ -10,9 +10,9 @@ from headrace.core.messages.replies import Tokens
 from headrace.core.types.packed import pack, prompt_hash
 from headrace.server.api.request.schema import SamplingBody
 from headrace.server.api.response.choices import Choice, Output, run_all
-from headrace.server.frontend.completions import Completions
-from headrace.server.frontend.control_address import ControlAddress
-from headrace.server.frontend.generation_request import (
+from headrace.server.frontend.generation.completions import Completions
+from headrace.server.frontend.link.control_address import ControlAddress
+from headrace.server.frontend.request.generation_request import (
     GenerationDelta,
     GenerationRequest,
     GenerationResult,

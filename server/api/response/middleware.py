@@ -9,9 +9,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from headrace.core.runtime.clock import Clock
 from headrace.core.types.errors import ErrorInfo
 from headrace.server.api.response.error_response import error_response
-from headrace.server.frontend.recent_events import RecentEvents
-from headrace.server.frontend.request_context import REQUEST_ID_HEADER, TraceSampler, read_context
+from headrace.server.frontend.request.request_context import REQUEST_ID_HEADER, TraceSampler, read_context
 from headrace.server.frontend.request_log import RequestLog, RequestRecord
+from headrace.server.frontend.status.recent_events import RecentEvents
 from headrace.server.telemetry.prometheus import FrontMetrics
 from headrace.server.telemetry.routes import PROMPT_ROUTES
 from headrace.server.telemetry.spans import RecordSpan

@@ -3,7 +3,7 @@
 from typing import Any
 
 from headrace.core.types.request import Timing, Usage
-from headrace.server.frontend.generation_request import GenerationResult
+from headrace.server.frontend.request.generation_request import GenerationResult
 
 
 def usage_report(usages: list[Usage], completion_tokens: int) -> dict[str, Any]:

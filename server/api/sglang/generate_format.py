@@ -13,7 +13,7 @@ from headrace.server.api.response.error_response import write_error_event
 from headrace.server.api.response.hidden_format import nested_lists
 from headrace.server.api.response.large_json import made_aside
 from headrace.server.api.response.streaming import EventWriter
-from headrace.server.frontend.generation_request import GenerationDelta, GenerationRequest, GenerationResult
+from headrace.server.frontend.request.generation_request import GenerationDelta, GenerationRequest, GenerationResult
 from headrace.server.tokenizer.logprobs import top_logprobs
 
 

@@ -16,16 +16,12 @@ from headrace.server.api.description.operation import GENERATION_ERRORS, GENERAT
 from headrace.server.api.request.completion_request import CompletionRequest
 from headrace.server.api.request.constraint import generate_constraint
 from headrace.server.api.request.prompts import MAX_PROMPTS, Prompt, check_model, encode_all
-from headrace.server.api.request.sampling import (
-    prefix_salt,
-    request_fields,
-    sampling_params,
-)
+from headrace.server.api.request.sampling import prefix_salt, request_fields, sampling_params
 from headrace.server.api.request.schema import GenerateBody, GenerateSampling, OpenAIBody
 from headrace.server.api.response.completion_endpoint import CompletionEndpoint
 from headrace.server.api.response.handoff_response import lift_limits
 from headrace.server.api.sglang.generate_format import GenerateFormat
-from headrace.server.frontend.generation_request import GenerationRequest
+from headrace.server.frontend.request.generation_request import GenerationRequest
 from headrace.server.frontend.served_model import ServedModel
 from headrace.server.upstream.handoff_params import prompt_ids
 

@@ -13,7 +13,7 @@ from headrace.core.types.errors import ErrorInfo
 from headrace.core.types.packed import pack, prompt_hash, unpack
 from headrace.core.types.request import Discard, SendTo, Timing, Usage
 from headrace.server.api.request.body import SMALL
-from headrace.server.frontend.control_address import reachable_host
+from headrace.server.frontend.link.control_address import reachable_host
 from headrace.server.tokenizer.tokenizer import Tokenizer
 from tests.server.fakes import FakeLink, client, finished, in_loop, json_of, made_up_logprob, running, ticket_of
 

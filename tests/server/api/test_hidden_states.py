@@ -193,7 +193,7 @@ async def test_more_than_the_limit_is_refused_before_anything_is_computed(tokeni
 
 @in_loop
 async def test_open_requests_share_a_bound(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("headrace.server.frontend.hidden_states.LEAST_TOTAL_BYTES", 30 * HIDDEN_SIZE * 4)
+    monkeypatch.setattr("headrace.server.frontend.request.hidden_states.LEAST_TOTAL_BYTES", 30 * HIDDEN_SIZE * 4)
     script = computing(tokenizer)
     link = FakeLink(script)
     body = {"prompt_token_ids": [1] * 20, "handoff": "none", "hidden_states": "all"}

@@ -5,8 +5,8 @@ import msgspec
 from headrace.core.types.request import SamplingParams
 from headrace.server.api.request.sampling import sampling_params
 from headrace.server.api.request.schema import PrefillBody
-from headrace.server.frontend.generation_request import GenerationRequest
-from headrace.server.frontend.prefill_body import prefill_body
+from headrace.server.frontend.generation.prefill_body import prefill_body
+from headrace.server.frontend.request.generation_request import GenerationRequest
 
 FIRST_RELEASE = {"rid", "ticket", "prompt_token_ids", "stop", "ignore_eos", "priority", "cache_salt", "stream"}
 

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.server.frontend.request_context import RequestContext, TraceSampler, read_context
+from headrace.server.frontend.request.request_context import RequestContext, TraceSampler, read_context
 
 TRACE = "4bf92f3577b34da6a3ce929d0e0e4736"
 PARENT = f"00-{TRACE}-00f067aa0ba902b7-01"

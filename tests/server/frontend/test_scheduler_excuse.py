@@ -7,7 +7,7 @@ import pytest
 from headrace.core.messages.frontend import QueryStats
 from headrace.core.runtime.clock import VirtualClock
 from headrace.core.runtime.liveness import Activity
-from headrace.server.frontend.scheduler_client import LATE_S, LOST_S, PROBE_S, SILENT_S, SUSPECT_S, SchedulerClient
+from headrace.server.frontend.link.scheduler_client import LATE_S, LOST_S, PROBE_S, SILENT_S, SUSPECT_S, SchedulerClient
 from tests.server.fakes import FakeLink, in_loop
 
 HANG_S = 60.0

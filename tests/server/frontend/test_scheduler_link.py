@@ -11,7 +11,7 @@ from headrace.core.messages.replies import AnySchedulerReply, Drained, StatsRepl
 from headrace.core.runtime.codec import Codec
 from headrace.core.runtime.frames import FrameSocket
 from headrace.core.stats import Stats
-from headrace.server.frontend.scheduler_link import SocketLink
+from headrace.server.frontend.link.scheduler_link import SocketLink
 from tests.server.fakes import in_loop
 
 

@@ -12,8 +12,8 @@ from headrace.core.runtime.clock import VirtualClock
 from headrace.core.stats import Counters, Sample, Stats
 from headrace.core.types.errors import ErrorInfo, HeadraceError
 from headrace.core.types.request import FetchFrom, SamplingParams
-from headrace.server.frontend.generation_request import GenerationRequest, discard_events
-from headrace.server.frontend.scheduler_client import LOST_S, SILENT_S
+from headrace.server.frontend.link.scheduler_client import LOST_S, SILENT_S
+from headrace.server.frontend.request.generation_request import GenerationRequest, discard_events
 from headrace.server.frontend.service import Service
 from headrace.server.tokenizer.tokenizer import Tokenizer
 from tests.server.fake_prefills import ONE, Prefills, welcoming

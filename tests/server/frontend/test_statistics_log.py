@@ -7,8 +7,8 @@ import pytest
 
 from headrace.core.runtime.clock import SystemClock
 from headrace.core.stats import Sample, Stats
-from headrace.server.frontend import statistics_log
-from headrace.server.frontend.statistics_log import StatisticsLog, summary, values
+from headrace.server.frontend.status import statistics_log
+from headrace.server.frontend.status.statistics_log import StatisticsLog, summary, values
 from tests.server.fakes import in_loop
 
 KV = (Sample("kv_pages", 50, ("free",)), Sample("kv_pages", 30, ("cached",)), Sample("kv_pages", 20, ("leased",)))

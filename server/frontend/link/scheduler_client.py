@@ -32,8 +32,8 @@ from headrace.core.runtime.liveness import Activity, Cause, Finding, Limits, Sil
 from headrace.core.stats import Stats
 from headrace.core.types.errors import CANCELLED, TICKET_IN_USE, ErrorInfo, HeadraceError, unavailable
 from headrace.core.types.expert_load import ExpertLoad
-from headrace.server.frontend.call import Call
-from headrace.server.frontend.scheduler_link import SchedulerLink
+from headrace.server.frontend.link.call import Call
+from headrace.server.frontend.link.scheduler_link import SchedulerLink
 
 log = logging.getLogger(__name__)
 

@@ -9,8 +9,8 @@ from headrace.core.types.constraint import Constraint
 from headrace.core.types.draft import HiddenStates
 from headrace.core.types.errors import PREFILL_FAILED, ErrorInfo, HeadraceError
 from headrace.core.types.request import Timing
-from headrace.server.frontend.generation_request import GenerationRequest, GenerationResult
-from headrace.server.frontend.hidden_states import joined
+from headrace.server.frontend.request.generation_request import GenerationRequest, GenerationResult
+from headrace.server.frontend.request.hidden_states import joined
 from headrace.server.upstream.prefill_call import PrefillResponse
 
 

@@ -3,7 +3,7 @@
 from headrace.core.messages.replies import ServerInfo, StagePools
 from headrace.core.types.addresses import is_wildcard
 from headrace.core.types.errors import NOT_READY, ErrorInfo, HeadraceError, unavailable
-from headrace.server.frontend.scheduler_client import SchedulerClient
+from headrace.server.frontend.link.scheduler_client import SchedulerClient
 
 
 class ControlAddress:

@@ -1,7 +1,7 @@
 """A call to a prefill server as a part of the request's trace."""
 
 from headrace.core.runtime.clock import Clock
-from headrace.server.frontend.request_context import RequestContext
+from headrace.server.frontend.request.request_context import RequestContext
 from headrace.server.telemetry.spans import CalledSpan, RecordSpan
 
 

@@ -10,8 +10,8 @@ from headrace.core.runtime.clock import Clock, wall_time
 from headrace.core.status import PeerLink, PeerNote, SchedulerStatus
 from headrace.core.types.errors import ErrorInfo
 from headrace.server.config.settings import SETTINGS
-from headrace.server.frontend.readiness import Readiness
-from headrace.server.frontend.recent_events import (
+from headrace.server.frontend.status.readiness import Readiness
+from headrace.server.frontend.status.recent_events import (
     EndedRequest,
     FirstTokens,
     Level,
@@ -19,7 +19,7 @@ from headrace.server.frontend.recent_events import (
     RecentEvents,
     first_tokens,
 )
-from headrace.server.frontend.status_query import StatusQuery
+from headrace.server.frontend.status.status_query import StatusQuery
 from headrace.server.upstream.prefill_pool import PrefillPool
 from headrace.server.version import headrace_version
 

@@ -5,7 +5,7 @@ from contextlib import contextmanager
 
 from headrace.core.types.draft import HiddenStates
 from headrace.core.types.errors import QUEUE_FULL, ErrorInfo, HeadraceError, invalid
-from headrace.server.frontend.generation_request import GenerationRequest
+from headrace.server.frontend.request.generation_request import GenerationRequest
 
 VALUE_BYTES = 4  # of one element, as limits count it, whatever the dtype
 LEAST_TOTAL_BYTES = 128 << 20  # of all open requests together, or the most of one, if that is more

@@ -8,17 +8,17 @@ from headrace.core.messages.replies import Progress, Tokens
 from headrace.core.runtime.clock import Clock
 from headrace.core.types.errors import QUEUE_FULL, ErrorInfo, HeadraceError
 from headrace.core.types.request import SamplingParams
-from headrace.server.frontend.generation import GenerationRunner
-from headrace.server.frontend.generation_request import (
+from headrace.server.frontend.generation.runner import GenerationRunner
+from headrace.server.frontend.link.scheduler_client import SchedulerClient
+from headrace.server.frontend.request.generation_request import (
     Emit,
     GenerationDelta,
     GenerationRequest,
     GenerationResult,
     RequestObserver,
 )
-from headrace.server.frontend.hidden_states import HiddenLimits
-from headrace.server.frontend.readiness import Readiness
-from headrace.server.frontend.scheduler_client import SchedulerClient
+from headrace.server.frontend.request.hidden_states import HiddenLimits
+from headrace.server.frontend.status.readiness import Readiness
 from headrace.server.telemetry.prometheus import FrontMetrics
 from headrace.server.telemetry.token_times import TokenTimes
 from headrace.server.upstream.handoff_params import KvSource

@@ -1,7 +1,7 @@
 """Liveness and readiness: whether the server works, and whether it would accept a request now."""
 
 from headrace.core.types.errors import DRAINING, NOT_READY, ErrorInfo, unavailable
-from headrace.server.frontend.scheduler_client import SchedulerClient
+from headrace.server.frontend.link.scheduler_client import SchedulerClient
 from headrace.server.frontend.served_model import ServedModel
 from headrace.server.upstream.prefill_pool import NO_PREFILL_SERVER, PrefillPool
 

@@ -16,7 +16,7 @@ from headrace.core.runtime.clock import Clock
 from headrace.core.runtime.log_throttle import LogThrottle, printable
 from headrace.core.types.errors import DEADLINE, ErrorInfo, HeadraceError
 from headrace.scheduler.routing.failover import MoveReason, PrefillAttempts, PrefillFailure
-from headrace.server.frontend.generation_request import GenerationRequest, GenerationResult
+from headrace.server.frontend.request.generation_request import GenerationRequest, GenerationResult
 from headrace.server.telemetry.prometheus import FrontMetrics
 from headrace.server.upstream.prefill_pool import Choice, PrefillPool
 

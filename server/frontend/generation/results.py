@@ -6,7 +6,7 @@ from headrace.core.messages.replies import Held, RequestFinished, Tokens
 from headrace.core.types.draft import HiddenStates
 from headrace.core.types.outcomes import HELD
 from headrace.core.types.request import FinishReason, SamplingParams
-from headrace.server.frontend.generation_request import GenerationDelta, GenerationResult
+from headrace.server.frontend.request.generation_request import GenerationDelta, GenerationResult
 from headrace.server.tokenizer.detokenizer import TextStream
 
 

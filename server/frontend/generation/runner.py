@@ -20,14 +20,19 @@ from headrace.core.types import packed
 from headrace.core.types.draft import HiddenStates
 from headrace.core.types.errors import GRAMMAR_REJECTED, NONFINITE, ErrorInfo, HeadraceError
 from headrace.core.types.request import AnyRoute, DecodeHere, Discard, FetchFrom, PromptPosting, SamplingParams, SendTo
-from headrace.server.frontend.call import Call
-from headrace.server.frontend.call_span import CallSpan
-from headrace.server.frontend.generation_request import Emit, GenerationDelta, GenerationRequest, GenerationResult
-from headrace.server.frontend.generation_result import delta_of, finish_reason, held_result, result_of, stop_reason
-from headrace.server.frontend.hidden_states import joined
-from headrace.server.frontend.prefill_body import prefill_body, with_prefill_response
-from headrace.server.frontend.prefill_failover import PrefillFailover, remaining
-from headrace.server.frontend.scheduler_client import SchedulerClient
+from headrace.server.frontend.generation.call_span import CallSpan
+from headrace.server.frontend.generation.prefill_body import prefill_body, with_prefill_response
+from headrace.server.frontend.generation.prefill_failover import PrefillFailover, remaining
+from headrace.server.frontend.generation.results import delta_of, finish_reason, held_result, result_of, stop_reason
+from headrace.server.frontend.link.call import Call
+from headrace.server.frontend.link.scheduler_client import SchedulerClient
+from headrace.server.frontend.request.generation_request import (
+    Emit,
+    GenerationDelta,
+    GenerationRequest,
+    GenerationResult,
+)
+from headrace.server.frontend.request.hidden_states import joined
 from headrace.server.frontend.served_model import ServedModel
 from headrace.server.telemetry.prometheus import FrontMetrics
 from headrace.server.telemetry.spans import RecordSpan

@@ -1,0 +1,1 @@
+"""The link to the scheduler: its socket, the client of it, calls."""

@@ -1,0 +1,1 @@
+"""What this server says of itself: readiness, statistics, status."""
