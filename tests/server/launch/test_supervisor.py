@@ -1,6 +1,7 @@
 """The supervisor with real child processes that exit."""
 
 import asyncio
+import errno
 import logging
 import time
 from collections.abc import Callable, Coroutine
@@ -193,6 +194,26 @@ def test_stages_that_cannot_be_started_now_are_started_later(
     with caplog.at_level(logging.ERROR):
         asyncio.run(asyncio.wait_for(main(), 60))
     assert len([record for record in caplog.records if "cannot be started" in record.getMessage()]) == 1, "said once"
+
+
+@timed
+async def test_stages_that_find_no_free_port_are_started_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To look for one takes a descriptor, before a process is started."""
+    monkeypatch.setattr(module, "FIRST_PAUSE_S", 0.001)
+    monkeypatch.setattr(module, "LONGEST_PAUSE_S", 0.01)
+
+    def plan(epoch: int) -> list[int | None]:
+        if 0 < epoch <= 2 * MAX_RESTARTS:
+            raise OSError(errno.EMFILE, "Too many open files")
+        return [None] if epoch else [7]
+
+    site = Site(plan, served=True)
+    await site.start()
+    await until(lambda: len(children()) == 2 and site.starts[-1] == 2 * MAX_RESTARTS + 1)
+    assert not site.supervisor.fatal.done()
+    assert len([why for _, why in site.lost if "cannot be started: [Errno 24]" in why]) == 2 * MAX_RESTARTS
+    site.supervisor.fatal.set_result(0)
+    await site.supervisor.end()
 
 
 @timed
