@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from headrace.server.tokenizer.tokenizer import Tokenizer
+from headrace.server.tokenizer.tokenizer import Tokenizer, check_text_bytes
 
 THREADS = 2
 MAX_CACHED_STOPS = 1024
@@ -42,7 +42,10 @@ class AsyncTokenizer:
         length = sum(len(message["content"] or "") for message in messages)
         others = [*tools, *(message["tool_calls"] for message in messages if "tool_calls" in message)]
         with suppress(RecursionError):  # rendering says so
-            length += len(msgspec.json.encode(others))
+            size = len(msgspec.json.encode(others))
+            length += size
+            if self._limit:  # a filter of the template may hold the GIL for all of them
+                check_text_bytes(size, self._limit, field, " of tools and calls")
         encode = self.tokenizer.encode_chat
         return await asyncio.get_running_loop().run_in_executor(
             self._fit(length), encode, messages, self._limit, field, tools

@@ -136,9 +136,7 @@ class Tokenizer:
         size = len(text) if text.isascii() else len(text.encode())
         if self._bound is not None and (least := self._bound.least_tokens(text)) >= limit:
             raise too_long(field, f"{size} bytes, which are at least {least} tokens", limit)
-        longest = max(SHORT_TEXT_BYTES, TEXT_BYTES_PER_TOKEN * limit)
-        if size > longest:
-            raise too_long(field, f"{size} bytes, and no text of more than {longest} is tokenized", limit)
+        check_text_bytes(size, limit, field)
 
     @cached_property
     def _bound(self) -> TokenBound | None:
@@ -171,6 +169,13 @@ class _PartlySpecial:
         """Text of token ids."""
         shown = [token for token in ids if not (skip_special and token in self._hidden)]
         return self._tokenizer.decode(shown, skip_special=False)
+
+
+def check_text_bytes(size: int, limit: int, field: str, what: str = "") -> None:
+    """Raises HeadraceError (400) for a text of so many bytes that takes too long to tokenize. what: it is made of."""
+    longest = max(SHORT_TEXT_BYTES, TEXT_BYTES_PER_TOKEN * limit)
+    if size > longest:
+        raise too_long(field, f"{size} bytes{what}, and no text of more than {longest} is tokenized", limit)
 
 
 def too_long(field: str, what: str, limit: int) -> HeadraceError:

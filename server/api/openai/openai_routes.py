@@ -175,7 +175,7 @@ async def _check_response(model: ServedModel, body: ResponsesBody) -> Completion
     if given := prompt_ids(body, 1):
         tokens = await encode(model, given[0], "input")
     else:
-        messages, places = input_messages(body)
+        messages, places = await input_messages(body)
         functions = tools.functions if tools else {}
         tokens = await encode_chat(
             model, messages, "input", instructions=body.instructions, functions=functions, places=places

@@ -3,6 +3,7 @@ requests."""
 
 import itertools
 from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -15,7 +16,8 @@ from headrace.server.api.openai.response_items import Event, OutputItems
 from headrace.server.api.request.completion_request import CompletionRequest
 from headrace.server.api.request.sampling import refuse_fields
 from headrace.server.api.request.schema import ResponsesBody
-from headrace.server.api.response.choices import Choice, Output
+from headrace.server.api.response.choices import Choice, Output, positions
+from headrace.server.api.response.large_json import made_aside
 from headrace.server.api.response.streaming import EventWriter
 from headrace.server.api.response.usage import headrace_report
 from headrace.server.frontend.request.generation_request import GenerationDelta, GenerationResult
@@ -43,10 +45,7 @@ class ResponsesFormat:
     async def body(self, outputs: Sequence[Output]) -> dict[str, Any]:
         """The finished response."""
         ((choice, result),) = outputs
-        for character in choice.text:  # as in a stream, so that items have the same order
-            list(self._items.push(character))
-        list(self._items.finish(_status(result)))
-        return self._finished(result)
+        return await made_aside(partial(self._whole, choice, result), positions(choice, result))
 
     async def write_progress(self, events: EventWriter, index: int, progress: Progress) -> None:
         """This API has no such event."""
@@ -58,7 +57,7 @@ class ResponsesFormat:
     async def write_finished(self, events: EventWriter, index: int, choice: Choice, result: GenerationResult) -> None:
         """The events that close the items and the response."""
         await self._write_items(events, self._items.finish(_status(result)))
-        response = self._finished(result)
+        response = await made_aside(partial(self._finished, result), positions(choice, result))
         await self._write(events, f"response.{response['status']}", response=response)
 
     async def write_end(self, events: EventWriter, results: Sequence[GenerationResult]) -> None:
@@ -79,6 +78,12 @@ class ResponsesFormat:
 
     async def _write(self, events: EventWriter, kind: str, **fields: Any) -> None:
         await events.data({"type": kind, "sequence_number": next(self._sequence_numbers), **fields}, kind)
+
+    def _whole(self, choice: Choice, result: GenerationResult) -> dict[str, Any]:
+        for piece in choice.text if self._body.tools else (choice.text,):  # calls as in a stream: items in that order
+            list(self._items.push(piece))
+        list(self._items.finish(_status(result)))
+        return self._finished(result)
 
     def _finished(self, result: GenerationResult) -> dict[str, Any]:
         status = _status(result)

@@ -23,6 +23,7 @@ _NAMES = {
 }
 _MOST = (1 << 63) - 1  # no bound but that of the number's size
 _LONG = 24  # digits of a number that is repeated
+LOOKED_AT = 1 << 20  # bytes of a body that is decoded again for the value that it has: other clients wait meanwhile
 
 Number = inspect.IntType | inspect.FloatType
 Sized = inspect.StrType | inspect.ListType | inspect.DictType
@@ -48,9 +49,10 @@ def out_of_range(complaint: str, body: bytes | bytearray, kind: type[msgspec.Str
 
 def _not_among(value: bytes | None, types: Iterator[inspect.Type]) -> str | None:
     choices = [json.dumps(each) for found in types if isinstance(found, inspect.LiteralType) for each in found.values]
-    if value is None or not choices:
+    if not choices:
         return None
-    return f"is {shown(value.decode(), _LONG)}; it has to be {' or '.join(choices)}"
+    text = "" if value is None else f"is {shown(value.decode(), _LONG)}; it "
+    return f"{text}has to be {' or '.join(choices)}"
 
 
 def _types_at(start: inspect.Type, steps: list[str]) -> Iterator[inspect.Type]:
@@ -71,8 +73,8 @@ def _types_at(start: inspect.Type, steps: list[str]) -> Iterator[inspect.Type]:
 
 
 def _value_at(body: bytes | bytearray, steps: list[str]) -> bytes | None:
-    """The text of a value; None where msgspec does not say which it is, or the body ends in no JSON."""
-    if "..." in steps:
+    """The text of a value; None where msgspec does not say which it is, the body is large, or ends in no JSON."""
+    if "..." in steps or len(body) > LOOKED_AT:
         return None
     with suppress(*NO_MESSAGE):
         return bytes(_part(msgspec.Raw(body), steps)).strip()

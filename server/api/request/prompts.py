@@ -8,7 +8,7 @@ from typing import Any, cast
 from headrace.core.types.errors import ErrorInfo, HeadraceError, invalid, shown
 from headrace.server.api.request.conversation_schema import ChatMessage, Function
 from headrace.server.api.request.schema import PrefillBody
-from headrace.server.api.request.tools import check_results, template_calls, template_tools
+from headrace.server.api.request.tools import check_arguments, check_results, template_calls, template_tools
 from headrace.server.frontend.served_model import ServedModel
 from headrace.server.tokenizer.tokenizer import too_long
 
@@ -82,6 +82,7 @@ async def encode_chat(
     for content other than text."""
     if not messages:
         raise invalid(field, f"{field} is empty", code="empty_prompt")
+    await check_arguments((call.function.arguments for each in messages for call in each.tool_calls or ()), field)
     if not places:
         check_results(messages, field)
         places = [f"{field}[{index}]" for index in range(len(messages))]

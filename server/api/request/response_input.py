@@ -7,7 +7,7 @@ import msgspec
 from headrace.core.types.errors import invalid, shown
 from headrace.server.api.request.conversation_schema import CalledFunction, ChatMessage, ToolCall
 from headrace.server.api.request.schema import InputItem, ResponsesBody
-from headrace.server.api.request.tools import checked_arguments
+from headrace.server.api.request.tools import check_arguments, checked_arguments
 
 _FIELDS: Mapping[str, tuple[str, ...]] = {
     "message": ("role", "content", "name"),
@@ -16,12 +16,13 @@ _FIELDS: Mapping[str, tuple[str, ...]] = {
 }
 
 
-def input_messages(body: ResponsesBody) -> tuple[list[ChatMessage], list[str]]:
+async def input_messages(body: ResponsesBody) -> tuple[list[ChatMessage], list[str]]:
     """The messages, and the item of the input that each begins with. Calls become a message of the assistant with
     tool_calls, results one of role tool. Raises HeadraceError (400) for other items, and for calls and results that are
     wrong."""
     if isinstance(body.input, str):
         return ([ChatMessage("user", body.input)], ["input"]) if body.input else ([], [])
+    await check_arguments((item.arguments for item in body.input), "input")
     messages: list[ChatMessage] = []
     places: list[str] = []
     made: set[str] = set()

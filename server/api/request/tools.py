@@ -1,7 +1,8 @@
 """Tools of a chat: the functions that are offered, which of them have to be called, and calls in messages."""
 
+import asyncio
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
@@ -12,6 +13,7 @@ from headrace.core.types.errors import invalid, shown
 from headrace.engine.grammar.compiler import WHITESPACE
 from headrace.server.api.request.conversation_schema import ChatMessage, Function, Tool, ToolCall, ToolChoice
 from headrace.server.api.request.schema import ChatBody, ResponsesBody, ResponseTool, ResponseToolChoice
+from headrace.server.api.request.structure import SLICE, excess, limits
 from headrace.server.frontend.served_model import ServedModel
 from headrace.server.tools.call_form import MARKS, MAX_FORCED_CALLS, CallForm, calls_grammar, opening_mark
 from headrace.server.tools.call_parser import MAX_NAME
@@ -19,6 +21,7 @@ from headrace.server.tools.call_parser import MAX_NAME
 MAX_TOOLS = 128
 MAX_CALLS = 128  # in one message
 MAX_ID_CHARS = 128
+ARGUMENTS = limits(1 << 22)  # of the arguments of all calls in one body: they are JSON in its texts
 _NAME = re.compile(rf"[a-zA-Z0-9_.-]{{1,{MAX_NAME}}}")
 NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
 
@@ -205,6 +208,18 @@ def shown_tokens(model: ServedModel, use: ToolUse | None) -> frozenset[int]:
         return frozenset()
     ids = [model.tokenizer.added_id(mark) for mark in MARKS]
     return frozenset(token for token in ids if token is not None)
+
+
+async def check_arguments(calls: Iterable[str | None], field: str) -> None:
+    """Raises HeadraceError (413) for arguments, in their order, that have too many parts to be decoded. They may be no
+    JSON, which decoding says: whatever follows that is not decoded."""
+    text = ",".join(filter(None, calls)).encode(errors="surrogatepass")
+    if not text:
+        return
+    over = await asyncio.to_thread(excess, text, ARGUMENTS) if len(text) > SLICE else excess(text, ARGUMENTS)
+    if over is not None:
+        message = f"{field}: the arguments of tool calls have more than {over.most} {over.what}, which is the limit"
+        raise invalid(field, message, code="body_too_large", status=413)
 
 
 def template_calls(message: ChatMessage, place: str, form: CallForm | None) -> dict[str, Any]:

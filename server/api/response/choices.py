@@ -9,6 +9,7 @@ from headrace.core.types.request import TokenLogprob
 from headrace.server.frontend.generation.completions import Completions
 from headrace.server.frontend.request.generation_request import GenerationDelta, GenerationRequest, GenerationResult
 
+CHARS, PROMPT_TOKENS = 64, 16  # that take as long to put into a response as the logprobs of one position
 T = TypeVar("T")
 EmitChoice = Callable[[int, Progress | GenerationDelta], Awaitable[None]]
 
@@ -58,8 +59,10 @@ async def run_all(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
 
 
 def positions(choice: Choice, result: GenerationResult) -> int:
-    """Positions whose logprobs are in the response."""
-    return len(result.prompt_logprobs) + len(choice.logprobs)
+    """How long it takes to put a choice into the response, in positions whose logprobs are in it. A text may have to be
+    looked through for calls, and a prompt may be repeated."""
+    logprobs = len(result.prompt_logprobs) + len(choice.logprobs)
+    return logprobs + len(choice.text) // CHARS + result.usage.prompt_tokens // PROMPT_TOKENS
 
 
 async def run_choices(

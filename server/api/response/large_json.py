@@ -14,8 +14,10 @@ PART = 64  # items of a list that are encoded at once; the event loop gets its t
 
 
 async def made_aside(make: Callable[[], dict[str, Any]], positions: int) -> dict[str, Any]:
-    """What make returns; its long lists are JSON already if it is about many positions. make may run in a thread."""
+    """What make returns; its long lists are JSON already if it is about many positions. make may run in a thread. A
+    response may have thousands of small choices: others get their turn before each."""
     if positions <= LARGE:
+        await asyncio.sleep(0)
         return make()
     return await asyncio.to_thread(lambda: {key: encode_lists(value) for key, value in make().items()})
 

@@ -36,7 +36,8 @@ class GenerateFormat:
     async def write_delta(self, events: EventWriter, index: int, choice: Choice, delta: GenerationDelta) -> None:
         """An object with the text so far."""
         if delta.text:
-            await self._write(events, index, self._object(self._requests[index], choice, None))
+            make = partial(self._object, self._requests[index], choice, None)
+            await self._write(events, index, await made_aside(make, len(choice.logprobs)))
 
     async def write_finished(self, events: EventWriter, index: int, choice: Choice, result: GenerationResult) -> None:
         """An object with the whole text and the finish reason."""

@@ -7,6 +7,7 @@ import pytest
 
 from headrace.core.types.errors import HeadraceError
 from headrace.server.api.request.body import parse_body
+from headrace.server.api.request.bounds import LOOKED_AT
 from headrace.server.api.request.schema import CompletionBody, GenerateBody, ResponsesBody
 
 INT64 = (1 << 63) - 1
@@ -52,3 +53,18 @@ def test_a_body_that_ends_in_no_json_has_the_range_alone() -> None:
         "temperature",
         "temperature has to be from 0 to 2",
     )
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        (b'"temperature":3', ("temperature", "temperature has to be from 0 to 2")),
+        (
+            b'"stop_token_ids":[%s0]' % (b"0," * LOOKED_AT),
+            ("stop_token_ids", "stop_token_ids has to have at most 4096 items"),
+        ),
+    ],
+)
+def test_a_large_body_is_not_decoded_again_for_the_value(fields: bytes, expected: tuple[str, str]) -> None:
+    body = b'{"prompt":"%s",%s}' % (b"x" * LOOKED_AT, fields)
+    assert refused(body, CompletionBody) == expected

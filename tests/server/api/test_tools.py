@@ -14,10 +14,11 @@ from headrace.core.messages.frontend import Submit
 from headrace.core.types import packed
 from headrace.engine.grammar.checker import CheckerConfig
 from headrace.engine.model.stub import CHAT_TEMPLATE, END, stub_tokenizer
+from headrace.server.api.request.tools import ARGUMENTS
 from headrace.server.frontend.grammar_checker import GrammarChecker
 from headrace.server.frontend.service import Service
 from headrace.server.tokenizer.chat_template import ChatTemplate
-from headrace.server.tokenizer.tokenizer import Tokenizer, load_tokenizer
+from headrace.server.tokenizer.tokenizer import SHORT_TEXT_BYTES, Tokenizer, load_tokenizer
 from tests.server.api.test_fields import AnyConstraint
 from tests.server.fakes import FakeLink, Script, client, in_loop, json_of, listening, running, saying
 
@@ -39,9 +40,11 @@ CALL = {"id": "c1", "type": "function", "function": {"name": "get_weather", "arg
 
 
 @asynccontextmanager
-async def served(script: Script, tokenizer: Tokenizer = STUB) -> AsyncIterator[tuple[Service, FakeLink]]:
+async def served(
+    script: Script, tokenizer: Tokenizer = STUB, length: int = 4000
+) -> AsyncIterator[tuple[Service, FakeLink]]:
     link = FakeLink(script)
-    async with running(link, tokenizer, length=4000) as service:
+    async with running(link, tokenizer, length=length) as service:
         service.model._grammars = AnyConstraint()
         yield service, link
 
@@ -354,3 +357,56 @@ async def test_a_model_whose_template_has_no_tools_is_refused(tokenizer: Tokeniz
         assert answer.status_code == 200
         answer = await http.post("/tokenize", json={"prompt": "x", "tools": [WEATHER]})
         assert json_of(answer)["error"]["param"] == "tools"
+
+
+def called(*arguments: str) -> list[dict[str, Any]]:
+    """Calls of the assistant with these arguments."""
+    return [CALL | {"function": {"name": "get_weather", "arguments": given}} for given in arguments]
+
+
+MOST_LISTS = ARGUMENTS[0].most
+MANY = MOST_LISTS // 2 + 1  # lists in one of two calls
+LISTS = '{"a": [' + ",".join(["[]"] * MANY) + "]}"
+QUOTED = json.dumps({"code": "[" * 3 * MOST_LISTS + '"\\{'})  # no lists, but a text with brackets
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status"),
+    [((LISTS, LISTS), 413), ((LISTS, '{"a', LISTS), 400), ((LISTS,), 200), ((QUOTED,) * 2, 200)],
+)
+@in_loop
+async def test_arguments_of_calls_are_bounded_before_they_are_decoded(arguments: tuple[str, ...], status: int) -> None:
+    """They are JSON in a text of the body, whose own bounds they are not counted in."""
+    messages = [USER, {"role": "assistant", "content": None, "tool_calls": called(*arguments)}]
+    items = [
+        {"type": "function_call", "call_id": "c1", "name": "get_weather", "arguments": given} for given in arguments
+    ]
+    bodies: dict[str, dict[str, Any]] = {
+        CHAT: {"messages": messages, "max_tokens": 1},
+        "/tokenize": {"messages": messages},
+        "/v1/responses": {"input": [USER, *items], "max_output_tokens": 1},
+    }
+    async with served(saying(STUB, "x"), length=100_000) as (service, _), client(service) as http:
+        for path, body in bodies.items():
+            answer = await http.post(path, json=body)
+            assert answer.status_code == status, (path, answer.text)
+            if status == 413:
+                assert f"more than {MOST_LISTS} lists and objects" in json_of(answer)["error"]["message"]
+
+
+@pytest.mark.parametrize("path", [CHAT, "/v1/responses", "/tokenize"])
+@in_loop
+async def test_tools_that_cannot_fit_are_not_rendered(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A filter of the chat template holds up all other clients while it writes them."""
+    monkeypatch.setattr(ChatTemplate, "render", lambda *_: pytest.fail("they are rendered"))
+    parameters = {"type": "object", "properties": {"a": {"enum": [0] * (SHORT_TEXT_BYTES // 2)}}}
+    function = {"name": "f", "parameters": parameters}
+    given = {"tools": [{"type": "function", "function": function}], "messages": [USER]}
+    if path == "/v1/responses":
+        given = {"tools": [{"type": "function", **function}], "input": "hi"}
+    async with served(saying(STUB, "x")) as (service, _), client(service) as http:
+        answer = await http.post(path, json=given)
+    assert answer.status_code == 400
+    error = json_of(answer)["error"]
+    assert error["code"] == "prompt_too_long"
+    assert "bytes of tools and calls" in error["message"]
