@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 from fastapi import APIRouter, FastAPI
 
+from headrace.core.runtime.process import max_http_connections
 from headrace.core.types.tenants import tenant_keys
 from headrace.server.api.native.prefill_routes import handoff_routes, prefill_routes
 from headrace.server.api.openai.openai_routes import openai_routes
@@ -72,7 +73,9 @@ def _app(title: str, routers: Sequence[APIRouter], service: Service) -> FastAPI:
     for router in routers:
         app.include_router(router)
     server = service.config.server
-    app.add_middleware(ApiKeys, keys=server.api_keys, tenants=tenant_keys(server.tenant_keys))
+    app.add_middleware(
+        ApiKeys, keys=server.api_keys, tenants=tenant_keys(server.tenant_keys), max_open=max_http_connections() // 2
+    )
     app.add_middleware(
         RequestMetrics,
         metrics=service.metrics,

@@ -38,13 +38,14 @@ async def read_body(request: Request, limit: int, budget: BodyBudget) -> bytearr
     """The whole body. Raises HeadraceError: 413 for one over the limit (without reading it if it declares its size) or
     with too many parts, 503 if the budget for bodies that are being received is used up, 408 for one that stalls, 499
     if the client disconnects."""
+    tenant = request.scope.get("state", {}).get("tenant", "")
     declared = request.headers.get("content-length", "")
     size = int(declared) if declared.isdigit() else None
     if size is not None and size > limit:
         raise _too_large(f"the body has {declared} bytes", limit)
     if size is not None and size > SMALL:
-        budget.check(size)
-    share = BodyShare(budget)
+        budget.check(size, tenant)
+    share = BodyShare(budget, tenant)
     try:
         body = await _received(request, limit, size, share)
         bounds = limits(limit)

@@ -7,7 +7,8 @@ from starlette.routing import BaseRoute
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from headrace.core.runtime.clock import Clock
-from headrace.core.types.errors import ErrorInfo
+from headrace.core.types.errors import QUEUE_FULL, ErrorInfo
+from headrace.scheduler.state.shares import Shares
 from headrace.server.api.response.error_response import error_response
 from headrace.server.frontend.request.request_context import REQUEST_ID_HEADER, TraceSampler, read_context
 from headrace.server.frontend.request_log import RequestLog, RequestRecord
@@ -23,12 +24,15 @@ CLIENT_DISCONNECTED = 499  # counted as the status if no response was started
 class ApiKeys:
     """Refuses requests without one of the keys as a bearer token (401). Passes everything if there are no keys.
 
-    The name of the tenant whose key it is goes into the state of the request.
+    The name of the tenant whose key it is goes into the state of the request. Once as many requests are open as may be,
+    those of a tenant with an equal share of them are refused (429), so that connections are left for the others.
     """
 
-    def __init__(self, app: ASGIApp, keys: Sequence[str], tenants: Mapping[str, str]) -> None:
-        """tenants: more keys, by the name of the tenant."""
+    def __init__(self, app: ASGIApp, keys: Sequence[str], tenants: Mapping[str, str], max_open: int) -> None:
+        """tenants: more keys, by the name of the tenant. max_open: requests with a key that may be open at a time."""
         self._app = app
+        self._max_open = max_open
+        self._open = Shares()  # requests, by tenant
         self._keys = [("", key.encode()) for key in keys] + [(name, key.encode()) for name, key in tenants.items()]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -38,14 +42,27 @@ class ApiKeys:
             return
         if (tenant := self._tenant(scope)) is not None:
             scope.setdefault("state", {})["tenant"] = tenant
-            await self._app(scope, receive, send)
-            return
-        message = "a valid API key is required: send the header 'Authorization: Bearer KEY'"
-        error = ErrorInfo(code="invalid_api_key", message=message, status=401)
+            if self._open.total < self._max_open or self._open.within_equal_share(tenant, 1, self._max_open):
+                await self._counted(tenant, scope, receive, send)
+                return
+            message = (
+                f"{self._open.used(tenant)} requests of this API key are open, of {self._open.total} in all; retry"
+            )
+            error = ErrorInfo(code=QUEUE_FULL, message=message, status=429, retry_after_s=1.0)
+        else:
+            message = "a valid API key is required: send the header 'Authorization: Bearer KEY'"
+            error = ErrorInfo(code="invalid_api_key", message=message, status=401)
         record: RequestRecord | None = scope.get("state", {}).get("record")
         if record is not None:
             record.answered(error)
         await error_response(error)(scope, receive, send)
+
+    async def _counted(self, tenant: str, scope: Scope, receive: Receive, send: Send) -> None:
+        self._open.add(tenant, 1)
+        try:
+            await self._app(scope, receive, send)
+        finally:
+            self._open.add(tenant, -1)
 
     def _tenant(self, scope: Scope) -> str | None:
         """The tenant whose key the request has, "" for a key without a name; None for no key."""

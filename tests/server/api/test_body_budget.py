@@ -175,3 +175,16 @@ def test_how_much_room_there_is(largest: int, monkeypatch: pytest.MonkeyPatch) -
     budget.take(room)
     with pytest.raises(HeadraceError, match=f"take {room} bytes, and the limit for all of them is {room}"):
         budget.take(1)
+
+
+def test_a_tenant_with_all_of_the_room_leaves_some_for_another() -> None:
+    budget = BodyBudget(LARGEST)
+    budget.take(ROOM, "greedy")
+    with pytest.raises(HeadraceError, match="bodies that are being received"):
+        budget.check(1, "greedy")
+    budget.take(LARGEST, "modest")
+    with pytest.raises(HeadraceError):
+        budget.check(LARGEST, "modest")
+    budget.give_back(LARGEST, "modest")
+    budget.give_back(ROOM, "greedy")
+    budget.check(ROOM, "greedy")
