@@ -20,7 +20,7 @@ from headrace.engine.native.int8 import Int8Record, PackedInt8, pack_int8
 
 log = logging.getLogger(__name__)
 
-STEP = 8  # as in attention_bfloat16.h: head_dim has to be a multiple of it
+STEP = 8  # as in bfloat16_panel.h: head_dim has to be a multiple of it
 ALL_SEGMENTS = -1  # as in attention.h
 POOL_DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # as numbered in simd.h
 _I, _P, _F = ctypes.c_int64, ctypes.c_void_p, ctypes.c_float
