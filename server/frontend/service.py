@@ -105,25 +105,7 @@ class Service:
         )
         self._statistics_log: asyncio.Task[None] | None = None
         self.control = ControlAddress(self._client, config.transfer.host)
-        local = config.server.fallback == "local"
-        self.completions = Completions(
-            self._client,
-            GenerationRunner(
-                self._client,
-                self.model,
-                self.prefills,
-                self.metrics,
-                self.clock,
-                local=local,
-                record_span=self.record_span,
-            ),
-            self.readiness,
-            self.prefills,
-            self.metrics,
-            self.clock,
-            max_open=config.scheduler.max_queued_requests,
-            hidden=self.model.hidden,
-        )
+        self.completions = self._make_completions()
 
     async def start(self) -> None:
         """Connect to the scheduler, load the tokenizer, find the prefill servers. Raises ConfigError."""
@@ -182,6 +164,27 @@ class Service:
     def shut_down(self) -> None:
         """End the scheduler and its stages; unfinished requests fail, peers are told."""
         self._client.post(Shutdown())
+
+    def _make_completions(self) -> Completions:
+        runner = GenerationRunner(
+            self._client,
+            self.model,
+            self.prefills,
+            self.metrics,
+            self.clock,
+            local=self.config.server.fallback == "local",
+            record_span=self.record_span,
+        )
+        return Completions(
+            self._client,
+            runner,
+            self.readiness,
+            self.prefills,
+            self.metrics,
+            self.clock,
+            max_open=self.config.scheduler.max_queued_requests,
+            hidden=self.model.hidden,
+        )
 
     def _open_spans(self) -> SpanSink:
         """Called in the exporter's thread."""

@@ -91,11 +91,9 @@ async def _until_stopped(
 async def _serve(
     config: Config, memory: Sequence[str], listeners: HttpListeners, folder: Path, stop: StopSignals
 ) -> int:
-    stage_endpoint = f"{UNIX}{folder}/stages"
     ours, theirs = socket.socketpair()
     external = config.group.start == "external"
-    if external:
-        stage_endpoint = _tcp(config.group.host, config.group.port)
+    stage_endpoint = _tcp(config.group.host, config.group.port) if external else f"{UNIX}{folder}/stages"
     supervisor = Supervisor(
         _scheduler(config, theirs, stage_endpoint),
         None if external else partial(_stages, config, stage_endpoint),
@@ -111,9 +109,8 @@ async def _serve(
         log.error("%s", error)
         return 1
     theirs.close()
-    from headrace.server.launch.frontend_process import (
-        FrontEnd,  # most of what this process loads, while the children load theirs
-    )
+    # Most of what this process loads, while the children load theirs:
+    from headrace.server.launch.frontend_process import FrontEnd
 
     front = FrontEnd(
         config,
