@@ -7,7 +7,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from headrace.core.messages.frontend import AnySchedulerReply, Submit, Tokens
+from headrace.core.messages.frontend import Submit
+from headrace.core.messages.replies import AnySchedulerReply, Tokens
 from headrace.core.types.packed import unpack
 from headrace.core.types.request import TokenLogprob
 from headrace.server.api.openai import responses_format
