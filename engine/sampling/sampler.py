@@ -16,6 +16,7 @@ import xxhash
 from torch import Tensor
 
 from headrace.core.types.request import SamplingParams
+from headrace.engine.sampling.filtered import column, draw_filtered, invert
 
 GREEDY_BELOW = 1e-5  # lower temperatures mean greedy: dividing by them would overflow
 NO_TOKEN = -1  # in place of the token of a row whose logits are not finite
@@ -48,13 +49,17 @@ class Sampler:
         if logits is not given:
             finite &= given.amax(dim=-1).isfinite()
         drawn = [index for index, row in enumerate(rows) if row.params.temperature >= GREEDY_BELOW]
-        for filtered in (False, True):  # unfiltered rows need no sorting
+        for filtered in (False, True):  # unfiltered rows need no order
             chosen = [index for index in drawn if _is_filtered(rows[index].params) is filtered]
             if chosen:
                 params = [rows[index].params for index in chosen]
-                uniform = [self._uniform(rows[index]) for index in chosen]
-                draw = _draw_filtered if filtered else _draw
-                tokens[chosen] = draw(logits[chosen], params, torch.tensor(uniform, dtype=torch.float64))
+                uniform = column([self._uniform(rows[index]) for index in chosen], logits)[:, 0]
+                of_chosen = logits[chosen]
+                weights = _probabilities(of_chosen, params)
+                if filtered:
+                    tokens[chosen] = draw_filtered(of_chosen, weights, params, uniform)
+                else:
+                    tokens[chosen] = invert(weights, uniform)
         return torch.where(finite, tokens, NO_TOKEN).tolist()
 
     def _uniform(self, row: SampleRow) -> float:
@@ -109,41 +114,5 @@ def _is_filtered(params: SamplingParams) -> bool:
     return params.top_k > 0 or params.top_p < 1.0 or params.min_p > 0.0
 
 
-def _scaled(logits: Tensor, params: Sequence[SamplingParams]) -> Tensor:
-    return logits.double() / _column([entry.temperature for entry in params], logits)
-
-
-def _draw(logits: Tensor, params: Sequence[SamplingParams], uniform: Tensor) -> Tensor:
-    return _invert(torch.softmax(_scaled(logits, params), dim=-1), uniform.to(logits.device))
-
-
-def _draw_filtered(logits: Tensor, params: Sequence[SamplingParams], uniform: Tensor) -> Tensor:
-    # Stable, so that equal logits keep the order of their ids.
-    ordered, ids = logits.sort(dim=-1, descending=True, stable=True)
-    probabilities = torch.softmax(_scaled(ordered, params), dim=-1)
-    keep = probabilities >= _column([entry.min_p for entry in params], logits) * probabilities[:, :1]
-    ranks = torch.arange(logits.shape[-1], device=logits.device)
-    keep &= ranks < _column([entry.top_k or logits.shape[-1] for entry in params], logits)
-    probabilities = probabilities.masked_fill(~keep, 0.0)
-    probabilities /= probabilities.sum(dim=-1, keepdim=True)
-    better = probabilities.cumsum(dim=-1) - probabilities  # probability mass of higher-ranked tokens
-    top_p = _column([entry.top_p for entry in params], logits)
-    keep = (better < top_p) | (top_p >= 1.0)
-    keep[:, 0] = True
-    choice = _invert(probabilities.masked_fill(~keep, 0.0), uniform.to(logits.device))
-    return ids.gather(-1, choice[:, None])[:, 0]
-
-
-def _invert(weights: Tensor, uniform: Tensor) -> Tensor:
-    """Inverse transform sampling: per row the first index whose cumulative weight exceeds uniform times the total.
-
-    weights: [rows, n]; uniform: [rows] in [0, 1). Returns int64 [rows]; never an index of weight zero. If weights
-    are NaN, any valid index of the row.
-    """
-    cumulative = weights.cumsum(dim=-1)
-    target = uniform[:, None] * cumulative[:, -1:]
-    return torch.searchsorted(cumulative, target, right=True)[:, 0].clamp(max=weights.shape[-1] - 1)
-
-
-def _column(values: Sequence[float], like: Tensor) -> Tensor:
-    return torch.tensor(values, dtype=torch.float64, device=like.device)[:, None]
+def _probabilities(logits: Tensor, params: Sequence[SamplingParams]) -> Tensor:
+    return torch.softmax(logits.double() / column([entry.temperature for entry in params], logits), dim=-1)

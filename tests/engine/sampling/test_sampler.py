@@ -72,6 +72,53 @@ def test_every_row_of_a_batch_follows_the_reference(batch: list[tuple[SamplingPa
         assert sample(logits[row : row + 1], rows[row : row + 1]) == [expected]  # alone as in company
 
 
+WIDE = 5003
+filtered_of = st.builds(
+    SamplingParams,
+    temperature=st.sampled_from([0.2, 1.0, 1.9]),
+    top_k=st.sampled_from([0, 1, 50, 64, 65, 700, 5002, 9000]),
+    top_p=st.sampled_from([0.013, 0.37, 0.93, 0.9999, 1.0]),
+    min_p=st.sampled_from([0.0, 0.001, 0.13]),
+    seed=st.integers(0, 2**64 - 1),
+).filter(lambda params: params.top_k or params.top_p < 1.0 or params.min_p)
+
+
+def sorted_whole(logits: torch.Tensor, params: SamplingParams, uniform: float) -> int:
+    """The token of one row by putting its whole vocabulary in order."""
+    ordered, ids = logits.sort(descending=True, stable=True)
+    weights = torch.softmax(ordered.double() / params.temperature, -1)
+    weights[weights < params.min_p * weights[0]] = 0.0
+    weights[params.top_k or WIDE :] = 0.0
+    weights /= weights.sum()
+    if params.top_p < 1.0:
+        weights[weights.cumsum(0) - weights >= params.top_p] = 0.0
+    running = weights.cumsum(0)
+    return int(ids[torch.searchsorted(running, uniform * running[-1], right=True)])
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    batch=st.lists(st.tuples(filtered_of, st.sampled_from([0.0, 0.05, 1.0, 4.0, 30.0])), min_size=1, max_size=4),
+    levels=st.sampled_from([0, 1, 8]),
+    seed=st.integers(0, 99),
+)
+def test_a_part_of_the_order_gives_the_tokens_of_all_of_it(
+    batch: list[tuple[SamplingParams, float]], levels: int, seed: int
+) -> None:
+    """From the first ranks alone to all of them, with many equal logits (levels in each unit) and without."""
+    logits = torch.randn(len(batch), WIDE, generator=torch.Generator().manual_seed(seed))
+    logits *= torch.tensor([scale for _, scale in batch])[:, None]
+    if levels:
+        logits = (logits * levels).round() / levels
+    rows = [SampleRow(params, 11, 0) for params, _ in batch]
+    tokens = sample(logits, rows)
+    for row, (params, _) in enumerate(batch):
+        assert params.seed is not None
+        expected = sorted_whole(logits[row], params, seeded_uniform(params.seed, 11))
+        assert tokens[row] == expected
+        assert sample(logits[row : row + 1], rows[row : row + 1]) == [expected]
+
+
 def test_unseeded_draws_follow_the_distribution() -> None:
     logits = random_logits(1, 4)
     rows = [SampleRow(SamplingParams(temperature=0.8), 0, 0)] * 4000
