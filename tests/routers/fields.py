@@ -16,3 +16,14 @@ BEHIND_ROUTERS: dict[tuple[str, str], dict[str, str]] = {
     ("xpyd", CHAT): LOST,
 }
 """By name of the router in tests/routers/fleet.py, and route."""
+REQUEST_ID, TRACE = "X-Request-Id", "traceparent"
+PASSED_ON: dict[str, tuple[str, ...]] = {
+    "vllm-nixl": (TRACE,),
+    "vllm-mooncake": (TRACE,),
+    "vllm-mini-lb": (),
+    "sglang": (REQUEST_ID, TRACE),
+    "sglang-mini-lb": (),
+    "xpyd": (REQUEST_ID,),
+}
+"""By name of the router, the ids of a client's request that come to both servers; others come to none: a part of
+docs/routers.md."""
