@@ -7,6 +7,7 @@ remote:    Submit(ticket) ─► Reserved ─► POST /v1/prefill there ─► T
 posted:    Submit(ticket), a router has sent the prompt there ───► Tokens ... RequestFinished
 """
 
+import asyncio
 import logging
 import secrets
 from collections.abc import Callable
@@ -43,6 +44,7 @@ from headrace.server.upstream.prefill_pool import Choice, PrefillPool
 
 log = logging.getLogger(__name__)
 
+FEW_LOGPROBS = 256  # positions of a prompt whose logprobs are made ours on the event loop; more take a thread
 RETRYABLE = (429, 502, 503, 504)  # statuses of a prefill server after which computing the prompt here can help
 
 
@@ -176,7 +178,10 @@ class GenerationRunner:
             except HeadraceError as error:
                 raise HeadraceError(await prefill.cause(error.info)) from error
             result = msgspec.structs.replace(result, peer=choice.server.url)
-            return with_prefill_response(request, result, await prefill.response())
+            response = await prefill.response()
+            if response is None or len(response.prompt_logprobs or ()) <= FEW_LOGPROBS:
+                return with_prefill_response(request, result, response)
+            return await asyncio.to_thread(with_prefill_response, request, result, response)
 
     async def _fetch_posted(
         self, request: GenerationRequest, emit: Emit, pool: PrefillPool, source: KvSource

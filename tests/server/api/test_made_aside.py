@@ -4,6 +4,7 @@ import asyncio
 import threading
 from typing import Any
 
+import httpx
 import msgspec
 import pytest
 
@@ -16,9 +17,12 @@ from headrace.server.api.openai.echo import Echo
 from headrace.server.api.openai.response_items import OutputItems
 from headrace.server.api.response.large_json import made_aside
 from headrace.server.api.sglang.generate_format import GenerateFormat
+from headrace.server.frontend.generation.runner import FEW_LOGPROBS
+from headrace.server.tokenizer.logprobs import LogprobEntry
 from headrace.server.tokenizer.tokenizer import load_tokenizer
 from headrace.server.tools.call_parser import ToolCallParser
-from tests.server.fakes import FakeLink, client, finished, in_loop, running
+from tests.server.fake_prefills import ANSWER, Prefills, decode, fetched
+from tests.server.fakes import FakeLink, client, finished, in_loop, json_of, running
 
 STUB = load_tokenizer("stub:vocab=300", "")  # a token a character
 TEXT = "hello " * 4000
@@ -80,3 +84,22 @@ async def test_others_have_their_turn_between_thousands_of_small_choices() -> No
         await made_aside(dict, 1)
     serving.cancel()
     assert turns > 900
+
+
+@in_loop
+async def test_logprobs_of_a_prefill_server_are_made_ours_in_another_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    threads, made = [], LogprobEntry.plain
+
+    def watched(entry: LogprobEntry) -> TokenLogprob:
+        threads.append(threading.current_thread())
+        return made(entry)
+
+    monkeypatch.setattr(LogprobEntry, "plain", watched)
+    entry = {"id": 1, "text": "x", "logprob": -0.5, "top_logprobs": []}
+    answer = ANSWER | {"prompt_logprobs": [None, *[entry] * 2 * FEW_LOGPROBS]}
+    prefills = Prefills(lambda _body: httpx.Response(200, json=answer))
+    async with decode(FakeLink(fetched(STUB)), STUB, prefills, length=100_000) as (_, http):
+        response = await http.post("/v1/completions", json={"prompt": "x", "prompt_logprobs": 0})
+    assert len(json_of(response)["choices"][0]["prompt_logprobs"]) == 2 * FEW_LOGPROBS + 1
+    assert len(threads) == 2 * FEW_LOGPROBS
+    assert threading.current_thread() not in threads
