@@ -6,7 +6,7 @@ import shlex
 from tests.deployment.files import ROOT
 
 README = ROOT / "README.md"
-PROGRAMS = ("headrace", "make", "pip", "docker", "curl", "vllm-router", "sglang-router")
+PROGRAMS = ("headrace", "make", "pip", "docker", "curl", "prometheus", "vllm-router", "sglang-router")
 PREFILL = "headrace serve --role prefill --port 8000 --model smollm2"
 DECODE = "headrace serve --role decode --port 8001 --model smollm2 --prefill http://127.0.0.1:8000"
 SKY = "Why is the sky blue?"
@@ -19,6 +19,7 @@ ROUTERS = "tests/routers/test_readme.py::test_a_router_as_the_readme_starts_it"
 WHEEL = "tests/deployment/test_wheel.py::test_a_pair_runs_among_modules_of_other_projects"
 BASE = "tests/deployment/test_wheel.py::test_the_base_is_a_peer_without_torch_and_fastapi"
 TARGET = "tests/deployment/test_readme.py::test_targets_of_make"
+PROMETHEUS = "prometheus --config.file=configs/prometheus-local.yml --storage.tsdb.path=/tmp/headrace-prometheus"
 URLS = ("http://127.0.0.1:8000", "http://127.0.0.1:8001")
 RUN_BY = {
     PREFILL: PAIR,
@@ -40,6 +41,7 @@ RUN_BY = {
     "headrace simulate TRACE": "tests/server/simulate/test_command.py",
     "headrace bench serve URL": "tests/server/bench",
     "docker compose up": "tests/deployment/test_containers.py::test_a_pair_runs_is_watched_and_drains",
+    PROMETHEUS: "tests/prometheus/test_readme.py::test_the_pair_of_the_readme_is_scraped",
     f"vllm-router --vllm-pd-disaggregation --prefill {URLS[0]} --decode {URLS[1]}": ROUTERS,
     f"sglang-router launch --pd-disaggregation --prefill {URLS[0]} 8998 --decode {URLS[1]}": ROUTERS,
 }

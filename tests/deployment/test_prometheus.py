@@ -3,6 +3,9 @@
 import re
 from typing import Any
 
+import pytest
+import yaml
+
 from tests.deployment.files import COMPOSE, PROMETHEUS, ROOT, RULES, load_yaml, promtool
 
 
@@ -10,8 +13,15 @@ def rules() -> list[dict[str, Any]]:
     return [rule for group in load_yaml(RULES)["groups"] for rule in group["rules"]]
 
 
-def test_configuration_is_valid() -> None:
-    promtool("check", "config", "configs/prometheus.yml")
+@pytest.mark.parametrize("name", ["prometheus", "prometheus-local"])
+def test_configuration_is_valid(name: str) -> None:
+    promtool("check", "config", f"configs/{name}.yml")
+
+
+def test_the_local_one_is_the_same_but_for_the_servers() -> None:
+    """Which are those of the README."""
+    text = PROMETHEUS.with_stem("prometheus-local").read_text().replace("127.0.0.1:8000", "prefill:8000")
+    assert yaml.safe_load(text.replace("127.0.0.1:8001", "decode:8000")) == load_yaml(PROMETHEUS)
 
 
 def test_rules_are_valid() -> None:
