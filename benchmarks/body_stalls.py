@@ -1,4 +1,4 @@
-"""How long one request body holds up the front end: the longest wait of another client meanwhile.
+"""How long one request body holds up the front end, or its answer: the longest wait of another client meanwhile.
 
 `python -m benchmarks.body_stalls` starts a server with a model that computes nothing and sends it the bodies that take
 longest to read, one at a time, each several times. Another process asks GET /health all the time, over one connection.
@@ -45,6 +45,7 @@ def bodies() -> dict[str, tuple[str, bytes]]:
         "empty lists": ("/v1/completions", b'{"prompt":[%s]}' % b",".join([b"[]"] * (LIMIT // 3))),
         "deep lists": ("/v1/completions", b"[" * LIMIT),
         "a schema": ("/v1/completions", body(prompt="x", response_format=_schema(12_000))),
+        "prompt logprobs": ("/v1/completions", body(prompt=[5] * 60_000, max_tokens=1, prompt_logprobs=20)),
         "text to tokenize": ("/tokenize", body(prompt="a b " * (LIMIT // 4))),
     }
 

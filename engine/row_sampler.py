@@ -13,6 +13,7 @@ from headrace.core.messages.orders import PlanRow
 from headrace.core.messages.stage_events import PromptLogprobs, RowHidden, SampledToken
 from headrace.core.types.constraint import GrammarRejection
 from headrace.core.types.draft import DraftTokens, HiddenStates
+from headrace.core.types.prompt_logprobs import pack_runs
 from headrace.core.types.request import TokenLogprob
 from headrace.engine.decoder import Decoder
 from headrace.engine.dtypes import DTYPE_NAMES
@@ -163,7 +164,7 @@ class RowSampler:
                     self._decoder.logits(rows_of)  # gathered in the slices in which prompt_logprobs() asks for them
                 continue
             entries = prompt_logprobs(rows_of, targets, row.prompt_logprobs, self._decoder.logits)
-            results.append(PromptLogprobs(row.request, first, tuple(entries)))
+            results.append(PromptLogprobs(row.request, pack_runs(first, entries)))
         return results
 
 

@@ -28,6 +28,7 @@ from headrace.core.runtime.progress import Progress
 from headrace.core.types import packed
 from headrace.core.types.constraint import GrammarRejection
 from headrace.core.types.coordinate import Agreement, halves
+from headrace.core.types.prompt_logprobs import pack_runs
 from headrace.core.types.request import SamplingParams, TokenLogprob
 from headrace.engine.collectives.alone import ALONE
 from headrace.engine.collectives.base import Collectives
@@ -231,7 +232,7 @@ class StubRunner:
         entries = prompt_logprobs(
             hidden[first - row.start - 1 :][: len(targets)], targets, row.prompt_logprobs or 0, self._logits
         )
-        return PromptLogprobs(row.request, first, tuple(entries))
+        return PromptLogprobs(row.request, pack_runs(first, entries))
 
     def _logits(self, hidden: Tensor) -> Tensor:
         """Hidden states [positions, hidden size] → logits [positions, vocabulary]: one token is certain, and never

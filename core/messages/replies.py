@@ -8,6 +8,7 @@ from headrace.core.trace import RequestSpan, SchedulerTrace
 from headrace.core.types.draft import DraftTokens, HiddenStates
 from headrace.core.types.errors import ErrorInfo
 from headrace.core.types.expert_load import ExpertLoad
+from headrace.core.types.prompt_logprobs import LogprobRun
 from headrace.core.types.request import HandoffStats, Timing, TokenLogprob, Usage
 
 
@@ -111,6 +112,14 @@ class HiddenPart(SchedulerReply, frozen=True, kw_only=True):
     states: HiddenStates
 
 
+class LogprobPart(SchedulerReply, frozen=True, kw_only=True):
+    """Logprobs of prompt tokens of a request that asked for them, as they are computed. All of them come before its end
+    is reported, or that it is held."""
+
+    rid: str
+    run: LogprobRun
+
+
 class Held(SchedulerReply, frozen=True, kw_only=True):
     """The prompt of a held request (SendTo.hold) is computed. RequestFinished or RequestFailed follows when its KV is
     fetched or released."""
@@ -121,7 +130,6 @@ class Held(SchedulerReply, frozen=True, kw_only=True):
 
     usage: Usage
     timing: Timing
-    prompt_logprobs: tuple[TokenLogprob | None, ...] = ()
 
 
 class RequestFinished(SchedulerReply, frozen=True, kw_only=True):
@@ -134,8 +142,6 @@ class RequestFinished(SchedulerReply, frozen=True, kw_only=True):
     handoff: HandoffStats = HandoffStats()
     peer: str = ""
     """Name of the decode server that the KV went to."""
-
-    prompt_logprobs: tuple[TokenLogprob | None, ...] = ()
 
 
 class RequestFailed(SchedulerReply, frozen=True, kw_only=True):
@@ -215,6 +221,7 @@ AnySchedulerReply = (
     | Progress
     | Tokens
     | HiddenPart
+    | LogprobPart
     | Held
     | RequestFinished
     | RequestFailed

@@ -18,6 +18,7 @@ from headrace.core.types.draft import DraftTokens, HiddenStates
 from headrace.core.types.expert_load import ExpertLoad
 from headrace.core.types.geometry import Geometry
 from headrace.core.types.kv_tiers import PageHeader, Tier
+from headrace.core.types.prompt_logprobs import LogprobRun
 from headrace.core.types.request import FirstToken, TokenLogprob
 
 GIB = 1 << 30
@@ -103,11 +104,10 @@ class SampledToken(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class PromptLogprobs(msgspec.Struct, frozen=True):
-    """Logprobs of prompt tokens at positions [start, start + len(entries))."""
+    """Logprobs of prompt tokens that a row has computed."""
 
     request: int
-    start: int
-    entries: tuple[TokenLogprob, ...]
+    runs: tuple[LogprobRun, ...]
 
 
 class RowHidden(msgspec.Struct, frozen=True):

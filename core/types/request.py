@@ -142,7 +142,7 @@ class TokenHistory(msgspec.Struct, frozen=True, omit_defaults=True):
     """Packed ids of the tokens that were generated before, elsewhere or before a preemption."""
 
 
-class TokenLogprob(msgspec.Struct, frozen=True):
+class TokenLogprob(msgspec.Struct, frozen=True, gc=False):
     """Natural-log probability of a token, and of the most likely ones at its position, best first."""
 
     token: int

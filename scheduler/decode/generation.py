@@ -1,7 +1,7 @@
 """The results of plans: computed positions, sampled tokens, decoding here, and preemption when pages run out."""
 
-from headrace.core.messages.replies import HiddenPart, Progress, Tokens
-from headrace.core.messages.stage_events import PlanDone, RowHidden, SampledToken
+from headrace.core.messages.replies import HiddenPart, LogprobPart, Progress, Tokens
+from headrace.core.messages.stage_events import PlanDone, PromptLogprobs, RowHidden, SampledToken
 from headrace.core.types.errors import GRAMMAR_REJECTED, NONFINITE, STAGE_FAILED, ErrorInfo
 from headrace.core.types.outcomes import DISCARDED
 from headrace.core.types.request import FetchFrom, SendTo
@@ -25,9 +25,7 @@ class TokenGeneration:
         """The last stage has computed the plan. Rows of requests that have ended meanwhile only free their pages; those
         that came out NaN or infinite keep them out of the prefix cache, as pages of earlier chunks may be in it."""
         for logprobs in event.prompt_logprobs:
-            request = self._state.requests.by_serial(logprobs.request)
-            if request is not None:
-                request.prompt_logprobs.update(enumerate(logprobs.entries, logprobs.start))
+            self._logprobs(logprobs)
         for reported in event.hidden:
             self._hidden(reported)
         samples = {sampled.request: sampled for sampled in event.samples}
@@ -145,6 +143,13 @@ class TokenGeneration:
         draft = None if sampled.draft is None else sampled.draft.best(request.submit.sampling.draft_top_k)
         self._state.out.add(Tokens(rid=request.rid, tokens=(sampled.token,), logprobs=logprobs, draft=draft))
         return reason or ""
+
+    def _logprobs(self, row: PromptLogprobs) -> None:
+        """Report logprobs of prompt tokens to the client."""
+        request = self._state.requests.by_serial(row.request)
+        if request is not None and not request.ended:
+            for run in row.runs:
+                self._state.out.add(LogprobPart(rid=request.rid, run=run))
 
     def _hidden(self, row: RowHidden) -> None:
         """Report hidden states to a client that asks for them, and keep that of the last prompt token for a peer."""

@@ -56,7 +56,6 @@ class Completion:
                 timing=request.timing(),
                 handoff=request.handoff(self._state.config.page_size),
                 peer=self._state.peers.name_of(request),
-                prompt_logprobs=request.all_prompt_logprobs(),
             )
         )
         outgoing = request.outgoing

@@ -41,7 +41,6 @@ class HeldRequests:
                 lease_s=lease_s,
                 usage=request.usage(),
                 timing=request.timing(),
-                prompt_logprobs=request.all_prompt_logprobs(),
             )
         )
 

@@ -135,7 +135,6 @@ class Request:
     span_log: SpanLog | None = None
     """Set for a request that is part of a distributed trace."""
 
-    prompt_logprobs: dict[int, TokenLogprob] = field(default_factory=dict)
     """By position in the prompt."""
 
     last_hidden: HiddenStates | None = None
@@ -338,9 +337,3 @@ class Request:
     def make_first_token(self, token: int, logprob: TokenLogprob | None, reason: str) -> FirstToken:
         """What the metadata row says of this first token."""
         return FirstToken(token, self.prompt_tokens, self.cached_tokens, logprob, reason)
-
-    def all_prompt_logprobs(self) -> tuple[TokenLogprob | None, ...]:
-        """One entry per prompt token (None for the first), or nothing when none were computed."""
-        if not self.prompt_logprobs:
-            return ()
-        return tuple(self.prompt_logprobs.get(position) for position in range(self.prompt_tokens))

@@ -153,9 +153,9 @@ def test_logprobs_are_those_of_a_certain_model() -> None:
     assert sampled.logprob is not None
     assert sampled.token == sampled.logprob.top_ids[0]
     assert sampled.logprob.logprob == pytest.approx(0, abs=1e-6)
-    assert [entry.token for entry in prompt_logprobs.entries] == [2, 3]
+    assert [entry.token for entry in prompt_logprobs.runs[0].entries()] == [2, 3]
     follow = through([made], [row(2, 0, prompt[:1], [1], sample=True)])[2]
-    [entry] = made.execute([PlanRow(3, 0, 2, pack([2]), pack([1, follow]), prompt_logprobs=0)])[1][0].entries
+    [entry] = made.execute([PlanRow(3, 0, 2, pack([2]), pack([1, follow]), prompt_logprobs=0)])[1][0].runs[0].entries()
     assert entry.logprob == pytest.approx(0, abs=1e-6)
 
 

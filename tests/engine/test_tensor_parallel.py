@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from headrace.core.messages.orders import PlanRow
-from headrace.core.messages.stage_events import SampledToken
+from headrace.core.messages.stage_events import PromptLogprobs, SampledToken
 from headrace.core.types.request import SamplingParams, TokenHistory
 from headrace.engine.collectives.alone import Alone
 from headrace.engine.collectives.base import Collectives
@@ -106,13 +106,17 @@ def compute(tp: Collectives, folder: Path, chunk: int, **options: Any) -> Comput
         hidden = runner.forward([row])
         result = runner.sample([row], hidden)
         seen += result.samples
-        for report in result.prompt_logprobs:
-            entries += [_by_id(entry.top_ids, entry.top_logprobs) for entry in report.entries]
+        entries += _entries(result.prompt_logprobs)
     kv = pool_tokens(runner, prompt.pages, LENGTH).clone()
     [tokens] = texts.decode([prompt], DECODED, [PLAIN])
     first = runner.geometry.head_start
     heads = range(first, first + runner.geometry.kv_heads)
     return Computed([reported_logprobs(each) for each in seen], entries, tokens, kv, heads, hidden)
+
+
+def _entries(reports: Sequence[PromptLogprobs]) -> list[Tensor]:
+    runs = [run for report in reports for run in report.runs]
+    return [_by_id(entry.top_ids, entry.top_logprobs) for run in runs for entry in run.entries()]
 
 
 def _by_id(ids: Sequence[int], values: Sequence[float]) -> Tensor:
@@ -188,7 +192,7 @@ def test_prompt_logprobs_of_more_positions_than_a_tile(reshaped: Models) -> None
         whole = runner.execute([prompt.row(0, 129, prompt_logprobs=VOCABULARY, next_token=prompt.tokens[129])])
         last = runner.execute([prompt.row(129, 1, prompt_logprobs=VOCABULARY)])
         reports = [*whole.prompt_logprobs, *last.prompt_logprobs]
-        return [_by_id(entry.top_ids, entry.top_logprobs) for report in reports for entry in report.entries]
+        return _entries(reports)
 
     found, others, _ = run_ranks(3, work)
     assert_close(torch.stack(found), reference(saved.model, prompt.tokens)[0][:-1])

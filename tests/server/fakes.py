@@ -3,7 +3,7 @@
 import asyncio
 import functools
 import socket
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from typing import Any, ParamSpec
 
@@ -19,6 +19,7 @@ from headrace.core.messages.replies import (
     AnySchedulerReply,
     Drained,
     EngineState,
+    LogprobPart,
     RequestFailed,
     RequestFinished,
     Reserved,
@@ -33,6 +34,7 @@ from headrace.core.stats import Stats
 from headrace.core.status import SchedulerStatus
 from headrace.core.types.errors import CANCELLED, ErrorInfo
 from headrace.core.types.expert_load import ExpertLoad
+from headrace.core.types.prompt_logprobs import pack_runs
 from headrace.core.types.request import FetchFrom, HandoffStats, SendTo, Timing, TokenLogprob, Usage
 from headrace.server.app import create_app
 from headrace.server.frontend.service import Service
@@ -191,6 +193,11 @@ def saying(tokenizer: Tokenizer, text: str, reason: str = "length", *, cached: i
         yield finished(submit.rid, reason, prompt=count, completion=len(sent), cached=cached)
 
     return script
+
+
+def logprob_parts(rid: str, entries: Sequence[TokenLogprob], start: int = 1) -> list[LogprobPart]:
+    """Logprobs of prompt tokens from position start on, as the scheduler reports them."""
+    return [LogprobPart(rid=rid, run=run) for run in pack_runs(start, entries)]
 
 
 def made_up_logprob(token: int, alternatives: int) -> TokenLogprob:

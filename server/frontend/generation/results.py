@@ -5,9 +5,11 @@ import msgspec
 from headrace.core.messages.replies import Held, RequestFinished, Tokens
 from headrace.core.types.draft import HiddenStates
 from headrace.core.types.outcomes import HELD
-from headrace.core.types.request import FinishReason, SamplingParams
+from headrace.core.types.request import FinishReason, SamplingParams, TokenLogprob
 from headrace.server.frontend.request.generation_request import GenerationDelta, GenerationResult
 from headrace.server.tokenizer.detokenizer import TextStream
+
+PromptLogprobs = tuple[TokenLogprob | None, ...]  # one for each prompt token if requested, else empty
 
 
 def stop_reason(text: TextStream, sampling: SamplingParams) -> int | str | None:
@@ -36,7 +38,11 @@ def finish_reason(reason: str) -> FinishReason | None:
 
 
 def result_of(
-    event: RequestFinished, reason: FinishReason | None, completion_tokens: int, hidden: HiddenStates | None
+    event: RequestFinished,
+    reason: FinishReason | None,
+    completion_tokens: int,
+    hidden: HiddenStates | None,
+    logprobs: PromptLogprobs,
 ) -> GenerationResult:
     """How a request ended. reason: None if its prompt does not go on here."""
     return GenerationResult(
@@ -46,19 +52,19 @@ def result_of(
         timing=event.timing,
         handoff=event.handoff,
         peer=event.peer,
-        prompt_logprobs=event.prompt_logprobs,
+        prompt_logprobs=logprobs,
         hidden=hidden,
     )
 
 
-def held_result(event: Held, hidden: HiddenStates | None) -> GenerationResult:
+def held_result(event: Held, hidden: HiddenStates | None, logprobs: PromptLogprobs) -> GenerationResult:
     """How a request ended whose KV is held for a peer."""
     return GenerationResult(
         finish_reason=None,
         kv=HELD,
         usage=event.usage,
         timing=event.timing,
-        prompt_logprobs=event.prompt_logprobs,
+        prompt_logprobs=logprobs,
         hidden=hidden,
         lease_s=event.lease_s,
     )

@@ -15,15 +15,15 @@ from collections.abc import Callable
 import msgspec
 
 from headrace.core.messages.frontend import Submit
-from headrace.core.messages.replies import Held, HiddenPart, Progress, RequestFinished, Reserved, Tokens
+from headrace.core.messages.replies import Held, HiddenPart, LogprobPart, Progress, RequestFinished, Reserved, Tokens
 from headrace.core.runtime.clock import Clock
 from headrace.core.types import packed
-from headrace.core.types.draft import HiddenStates
 from headrace.core.types.errors import GRAMMAR_REJECTED, NONFINITE, ErrorInfo, HeadraceError
 from headrace.core.types.request import AnyRoute, DecodeHere, Discard, FetchFrom, PromptPosting, SamplingParams, SendTo
 from headrace.server.frontend.generation.call_span import CallSpan
 from headrace.server.frontend.generation.prefill_body import prefill_body, with_prefill_response
 from headrace.server.frontend.generation.prefill_failover import PrefillFailover, remaining
+from headrace.server.frontend.generation.prompt_parts import PromptParts
 from headrace.server.frontend.generation.results import delta_of, finish_reason, held_result, result_of, stop_reason
 from headrace.server.frontend.link.call import Call
 from headrace.server.frontend.link.scheduler_client import SchedulerClient
@@ -33,7 +33,6 @@ from headrace.server.frontend.request.generation_request import (
     GenerationRequest,
     GenerationResult,
 )
-from headrace.server.frontend.request.hidden_states import joined
 from headrace.server.frontend.served_model import ServedModel
 from headrace.server.telemetry.prometheus import FrontMetrics
 from headrace.server.telemetry.spans import RecordSpan
@@ -110,15 +109,15 @@ class GenerationRunner:
         is held for a peer. Raises HeadraceError; cancelling it cancels the request.
         """
         first: Tokens | None = None
-        hidden: list[HiddenStates] = []
+        parts = PromptParts()
         submit = _submit(request, await self._merge_stops(request), _outgoing_route(request))
         async with self._client.open(submit) as call:
             while True:
                 event = await call.next()
                 if isinstance(event, Tokens) and first is None:
                     first = event
-                elif isinstance(event, HiddenPart):
-                    hidden.append(event.states)
+                elif isinstance(event, HiddenPart | LogprobPart):
+                    parts.add(event)
                 elif isinstance(event, Progress):
                     await emit(event)
                 elif isinstance(event, Held):
@@ -129,10 +128,10 @@ class GenerationRunner:
         if first is None or not first.tokens:
             message = f"request {request.rid} ended without a first token"
             raise HeadraceError(ErrorInfo(code="internal_error", message=message, status=500))
-        states = joined(hidden, len(request.prompt))
+        states, logprobs = parts.hidden(len(request.prompt)), await parts.logprobs(len(request.prompt))
         if isinstance(event, Held):
-            return first, held_result(event, states)
-        result = result_of(event, finish_reason(event.reason), event.usage.completion_tokens, states)
+            return first, held_result(event, states, logprobs)
+        result = result_of(event, finish_reason(event.reason), event.usage.completion_tokens, states, logprobs)
         return first, msgspec.structs.replace(result, lease_s=0.0 if request.hold else None)
 
     async def _prefill_anywhere(
@@ -254,7 +253,7 @@ class GenerationRunner:
         )
         hidden_ends = frozenset() if request.keep_stop else ends
         stopped, seen = False, 0
-        hidden: list[HiddenStates] = []
+        parts = PromptParts()
         while True:
             event = await call.next()
             match event:
@@ -262,8 +261,8 @@ class GenerationRunner:
                     on_reserved()
                 case Progress():
                     await emit(event)
-                case HiddenPart():
-                    hidden.append(event.states)
+                case HiddenPart() | LogprobPart():
+                    parts.add(event)
                 case Tokens() if not seen and not forbidden.isdisjoint(event.tokens[:1]):
                     raise FirstTokenForbidden
                 case Tokens() if not stopped:
@@ -278,8 +277,9 @@ class GenerationRunner:
                     if not stopped and (rest := text.flush()):
                         await emit(GenerationDelta(rest))
                     reason = "stop" if stopped else finish_reason(event.reason) or "stop"
-                    states = joined(hidden, len(request.prompt) + max(0, text.tokens - 1))
-                    result = result_of(event, reason, text.tokens, states)
+                    states = parts.hidden(len(request.prompt) + max(0, text.tokens - 1))
+                    logprobs = await parts.logprobs(len(request.prompt))
+                    result = result_of(event, reason, text.tokens, states, logprobs)
                     return msgspec.structs.replace(result, stop_reason=stop_reason(text, request.sampling))
 
 

@@ -7,12 +7,21 @@ from types import TracebackType
 from typing import Protocol, Self
 
 from headrace.core.messages.frontend import Abort, AnyFrontendRequest, Submit
-from headrace.core.messages.replies import Held, HiddenPart, Progress, RequestFailed, RequestFinished, Reserved, Tokens
+from headrace.core.messages.replies import (
+    Held,
+    HiddenPart,
+    LogprobPart,
+    Progress,
+    RequestFailed,
+    RequestFinished,
+    Reserved,
+    Tokens,
+)
 from headrace.core.types.errors import CANCELLED, ErrorInfo, HeadraceError
 from headrace.core.types.request import FetchFrom
 
 CLIENT_DISCONNECTED = ErrorInfo(code=CANCELLED, message="the client disconnected", status=499)
-CallEvent = Progress | Tokens | HiddenPart | Reserved | Held | RequestFinished
+CallEvent = Progress | Tokens | HiddenPart | LogprobPart | Reserved | Held | RequestFinished
 
 
 class CallTable(Protocol):

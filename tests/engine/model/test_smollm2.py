@@ -121,7 +121,7 @@ def test_bfloat16_is_as_accurate_as_that_of_transformers(
             following = tokens[end] if end < LENGTH else None
             row = prompt.row(first, end - first, prompt_logprobs=SEEN, next_token=following, sample=None)
             with flash_on_cpu():
-                found += runner.execute([row])[1][0].entries
+                found += [entry for run in runner.execute([row])[1][0].runs for entry in run.entries()]
     shape = (STRETCHES, LENGTH - 1, SEEN)
     ids = torch.tensor([entry.top_ids for entry in found]).view(shape)
     values = torch.tensor([entry.top_logprobs for entry in found]).view(shape)

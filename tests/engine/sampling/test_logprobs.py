@@ -24,8 +24,9 @@ def test_prompt_logprobs_equal_the_full_softmax(saved: Models, chunk: int) -> No
         following = prompt.tokens[start + count] if start + count < 150 else None
         reports = runner.execute([prompt.row(start, count, prompt_logprobs=2, next_token=following)]).prompt_logprobs
         assert reports[0].request == 3
-        assert reports[0].start == start + 1
-        found.update({reports[0].start + index: entry for index, entry in enumerate(reports[0].entries)})
+        assert reports[0].runs[0].start == start + 1
+        for run in reports[0].runs:
+            found.update(enumerate(run.entries(), run.start))
     assert sorted(found) == list(range(1, 150))
     for position, entry in found.items():
         row = expected[position - 1]
@@ -39,7 +40,7 @@ def test_prompt_logprobs_start_where_they_are_asked_to(saved: Models, start: int
     """At chunk edges and between them, the same as without a start."""
     runner = make_runner(saved("llama").folder)
     prompt = Prompt(3, random_tokens(150), list(range(10)), 16)
-    whole = runner.execute([prompt.row(0, 150, prompt_logprobs=2)]).prompt_logprobs[0].entries
+    whole = runner.execute([prompt.row(0, 150, prompt_logprobs=2)]).prompt_logprobs[0].runs[0].entries()
     found = {}
     for first in range(0, 150, 40):
         count = min(40, 150 - first)
@@ -47,8 +48,8 @@ def test_prompt_logprobs_start_where_they_are_asked_to(saved: Models, start: int
             continue
         following = prompt.tokens[first + count] if first + count < 150 else None
         row = prompt.row(first, count, prompt_logprobs=2, next_token=following, prompt_logprobs_start=start)
-        report = runner.execute([row]).prompt_logprobs[0]
-        found.update(enumerate(report.entries, report.start))
+        for run in runner.execute([row]).prompt_logprobs[0].runs:
+            found.update(enumerate(run.entries(), run.start))
     assert sorted(found) == list(range(max(1, start), 150))
     for position, entry in found.items():
         expected = whole[position - 1]

@@ -4,8 +4,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace.core.messages.orders import Forward, ReleaseRequest
-from headrace.core.messages.replies import Progress, RequestFinished
+from headrace.core.messages.replies import LogprobPart, Progress, RequestFinished
 from headrace.core.messages.stage_events import PlanDone, PromptLogprobs, SampledToken
+from headrace.core.types.prompt_logprobs import pack_runs, unpacked
 from headrace.core.types.request import Discard, TokenLogprob
 from tests.scheduler.bench import Bench, ids, only
 
@@ -185,7 +186,10 @@ def test_prompt_logprobs_skip_the_prefix_and_come_back_in_order() -> None:
     serial = first.rows[0].request
     bench.do(
         PlanDone(
-            stage=0, seq=first.seq, duration_s=0.1, prompt_logprobs=(PromptLogprobs(serial, 1, tuple(entries[1:5])),)
+            stage=0,
+            seq=first.seq,
+            duration_s=0.1,
+            prompt_logprobs=(PromptLogprobs(serial, pack_runs(1, entries[1:5])),),
         )
     )
     bench.do(
@@ -194,10 +198,17 @@ def test_prompt_logprobs_skip_the_prefix_and_come_back_in_order() -> None:
             seq=second.seq,
             duration_s=0.1,
             samples=(SampledToken(serial, 3),),
-            prompt_logprobs=(PromptLogprobs(serial, 5, (entries[5],)),),
+            prompt_logprobs=(PromptLogprobs(serial, pack_runs(5, entries[5:])),),
         )
     )
-    assert bench.finished("b").prompt_logprobs == (None, *entries[1:])
+    assert reported_logprobs(bench, "b", 6) == (None, *entries[1:])
+
+
+def reported_logprobs(bench: Bench, rid: str, tokens: int) -> tuple[TokenLogprob | None, ...]:
+    """Of a prompt of so many tokens; all of them are reported before the end of the request."""
+    order = [effect for effect in bench.seen if isinstance(effect, LogprobPart | RequestFinished) and effect.rid == rid]
+    assert [type(effect) for effect in order].index(RequestFinished) == len(order) - 1
+    return unpacked((part.run for part in bench.all(LogprobPart) if part.rid == rid), tokens)
 
 
 def scored(token: int) -> TokenLogprob:
@@ -226,14 +237,14 @@ def test_prompt_logprobs_from_a_position_on(start: int, chunk: int, shared: int)
             first, targets = row.prompt_targets()
             reported += range(first, first + len(targets))
             assert targets == prompt[first : first + len(targets)]
-            found = (PromptLogprobs(row.request, first, tuple(map(scored, targets))),)
+            found = (PromptLogprobs(row.request, pack_runs(first, list(map(scored, targets)), most=3)),)
         samples = () if row.sample is None else (SampledToken(row.request, 1),)
         bench.do(PlanDone(stage=0, seq=forward.seq, duration_s=0.1, samples=samples, prompt_logprobs=found))
     assert reported == list(range(max(1, start), 14))
     cached = min(shared, 13, max(0, start - 1)) // 4 * 4
     assert bench.metric("cached_tokens_total") - before == cached == starts[0]
     entries = [scored(token) if at >= max(1, start) else None for at, token in enumerate(prompt)]
-    assert bench.finished("b").prompt_logprobs == (tuple(entries) if reported else ())
+    assert reported_logprobs(bench, "b", 14) == (tuple(entries) if reported else ())
 
 
 def test_progress_only_where_asked_for() -> None:

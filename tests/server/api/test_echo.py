@@ -7,11 +7,11 @@ import msgspec
 import pytest
 
 from headrace.core.messages.frontend import Submit
-from headrace.core.messages.replies import AnySchedulerReply, RequestFinished
+from headrace.core.messages.replies import AnySchedulerReply
 from headrace.core.types.packed import unpack
 from headrace.core.types.request import TokenLogprob
 from headrace.server.tokenizer.tokenizer import Tokenizer
-from tests.server.fakes import FakeLink, Script, client, in_loop, json_of, running, saying
+from tests.server.fakes import FakeLink, Script, client, in_loop, json_of, logprob_parts, running, saying
 
 ROOM = {"bootstrap_host": "127.0.0.1", "bootstrap_port": 8998, "bootstrap_room": 7}
 
@@ -25,12 +25,12 @@ def scoring(tokenizer: Tokenizer, text: str, reason: str = "length") -> Script:
         first = max(1, sampling.prompt_logprobs_start)
         best = tuple(range(sampling.prompt_logprobs or 0))
         entries = [
-            TokenLogprob(token, -float(at), best, tuple(-float(rank) for rank in best)) if at >= first else None
-            for at, token in enumerate(prompt)
+            TokenLogprob(token, -float(at), best, tuple(-float(rank) for rank in best))
+            for at, token in enumerate(prompt[first:], first)
         ]
-        for reply in says(link, submit):
-            wanted = sampling.prompt_logprobs is not None and isinstance(reply, RequestFinished)
-            yield msgspec.structs.replace(reply, prompt_logprobs=tuple(entries)) if wanted else reply
+        if sampling.prompt_logprobs is not None:
+            yield from logprob_parts(submit.rid, entries, first)
+        yield from says(link, submit)
 
     return script
 

@@ -10,7 +10,17 @@ from headrace.core.types.packed import unpack
 from headrace.core.types.request import Discard, SendTo, TokenLogprob
 from headrace.server.tokenizer.tokenizer import Tokenizer
 from tests.server.api.test_handoff import NIXL, computing
-from tests.server.fakes import FakeLink, client, in_loop, json_of, made_up_logprob, running, saying, ticket_of
+from tests.server.fakes import (
+    FakeLink,
+    client,
+    in_loop,
+    json_of,
+    logprob_parts,
+    made_up_logprob,
+    running,
+    saying,
+    ticket_of,
+)
 
 
 @in_loop
@@ -125,9 +135,9 @@ async def test_tenants_differ_in_cache_salt_or_extra_key(tokenizer: Tokenizer) -
 async def test_logprobs(tokenizer: Tokenizer) -> None:
     def script(link: FakeLink, submit: Submit) -> Any:
         *tokens, end = saying(tokenizer, "hello", reason="stop")(link, submit)
-        scored = (None, TokenLogprob(second, -1.5, (5, 6), (-1.5, -2.0)))
-        prompt = scored if submit.sampling.prompt_logprobs is not None and submit.sampling.cacheable(2) < 1 else ()
-        return [*tokens, msgspec.structs.replace(end, prompt_logprobs=prompt)]
+        scored = [TokenLogprob(second, -1.5, (5, 6), (-1.5, -2.0))]
+        prompt = scored if submit.sampling.prompt_logprobs is not None and submit.sampling.cacheable(2) < 1 else []
+        return [*logprob_parts(submit.rid, prompt), *tokens, end]
 
     token = tokenizer.encode("hello")[0]
     first_id, second = tokenizer.encode("hi")

@@ -16,7 +16,7 @@ from headrace.core.types.request import TokenLogprob
 from headrace.server.api.response import large_json
 from headrace.server.api.response.large_json import LARGE, PART, encode_lists, made_aside
 from headrace.server.tokenizer.tokenizer import Tokenizer
-from tests.server.fakes import FakeLink, client, finished, in_loop, json_of, running, saying
+from tests.server.fakes import FakeLink, client, finished, in_loop, json_of, logprob_parts, running, saying
 
 LEAVES = st.none() | st.booleans() | st.integers(-(1 << 53), 1 << 53) | st.text(max_size=3)
 JSON = st.recursive(LEAVES, lambda inner: st.lists(inner) | st.dictionaries(st.text(max_size=3), inner), max_leaves=30)
@@ -91,8 +91,8 @@ async def test_an_answer_is_the_same_made_aside(
     def script(link: FakeLink, submit: Submit) -> list[AnySchedulerReply]:
         *said, _ = saying(tokenizer, "hello")(link, submit)
         tokens = list(unpack(submit.prompt))
-        scored = tuple(TokenLogprob(token, -0.5, (token, 7), (-0.5, -1.0)) for token in tokens[1:])
-        return [*said, msgspec.structs.replace(finished(submit.rid, "stop"), prompt_logprobs=(None, *scored))]
+        scored = [TokenLogprob(token, -0.5, (token, 7), (-0.5, -1.0)) for token in tokens[1:]]
+        return [*said, *logprob_parts(submit.rid, scored), finished(submit.rid, "stop")]
 
     answers = []
     async with running(FakeLink(script), tokenizer) as service, client(service) as http:

@@ -5,7 +5,6 @@ import threading
 from typing import Any
 
 import httpx
-import msgspec
 import pytest
 
 from headrace.core.messages.frontend import Submit
@@ -22,7 +21,7 @@ from headrace.server.tokenizer.logprobs import LogprobEntry
 from headrace.server.tokenizer.tokenizer import load_tokenizer
 from headrace.server.tools.call_parser import ToolCallParser
 from tests.server.fake_prefills import ANSWER, Prefills, decode, fetched
-from tests.server.fakes import FakeLink, client, finished, in_loop, json_of, running
+from tests.server.fakes import FakeLink, client, finished, in_loop, json_of, logprob_parts, running
 
 STUB = load_tokenizer("stub:vocab=300", "")  # a token a character
 TEXT = "hello " * 4000
@@ -41,10 +40,12 @@ CASES: list[tuple[Any, str, str, dict[str, Any]]] = [
 def answering(_link: FakeLink, submit: Submit) -> list[AnySchedulerReply]:
     """A long text, and as many logprobs of the prompt, all at once."""
     ids = STUB.encode(TEXT)[: submit.sampling.max_tokens]
-    scored = tuple(TokenLogprob(token, -0.5) for token in ids)
-    tokens = Tokens(rid=submit.rid, tokens=tuple(ids), logprobs=scored if submit.sampling.logprobs is not None else ())
+    scored = [TokenLogprob(token, -0.5) for token in ids]
+    tokens = Tokens(
+        rid=submit.rid, tokens=tuple(ids), logprobs=tuple(scored) if submit.sampling.logprobs is not None else ()
+    )
     end = finished(submit.rid, "stop", prompt=len(unpack(submit.prompt)), completion=len(ids))
-    return [tokens, msgspec.structs.replace(end, prompt_logprobs=scored if submit.sampling.prompt_logprobs else ())]
+    return [*logprob_parts(submit.rid, scored if submit.sampling.prompt_logprobs else []), tokens, end]
 
 
 @pytest.mark.parametrize(("owner", "name", "path", "body"), CASES, ids=[f"{path} {name}" for _, name, path, _ in CASES])

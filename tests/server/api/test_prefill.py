@@ -15,7 +15,18 @@ from headrace.core.types.errors import ErrorInfo
 from headrace.core.types.packed import unpack
 from headrace.core.types.request import Discard, SendTo, Timing, TokenLogprob, Usage
 from headrace.server.tokenizer.tokenizer import Tokenizer
-from tests.server.fakes import FakeLink, client, failing, finished, in_loop, json_of, made_up_logprob, running, saying
+from tests.server.fakes import (
+    FakeLink,
+    client,
+    failing,
+    finished,
+    in_loop,
+    json_of,
+    logprob_parts,
+    made_up_logprob,
+    running,
+    saying,
+)
 
 
 def handing_over(link: FakeLink, submit: Submit) -> list[AnySchedulerReply]:
@@ -27,10 +38,8 @@ def handing_over(link: FakeLink, submit: Submit) -> list[AnySchedulerReply]:
         Progress(rid=rid, phase="computing", done=total, total=total),
         Progress(rid=rid, phase="transferring", done=total, total=total),
         Tokens(rid=rid, tokens=(7,), logprobs=() if submit.sampling.logprobs is None else (made_up_logprob(7, 2),)),
-        msgspec.structs.replace(
-            finished(rid, "handed_over", prompt=total, cached=1),
-            prompt_logprobs=() if submit.sampling.prompt_logprobs is None else (None, TokenLogprob(5, -1.5)),
-        ),
+        *logprob_parts(rid, [] if submit.sampling.prompt_logprobs is None else [TokenLogprob(5, -1.5)]),
+        finished(rid, "handed_over", prompt=total, cached=1),
     ]
 
 
