@@ -10,7 +10,7 @@ from headrace.server.tokenizer.detokenizer import Detokenizer
 from headrace.server.tokenizer.tokenizer import Tokenizer
 
 
-class TopLogprob(msgspec.Struct, frozen=True):
+class TopLogprob(msgspec.Struct, frozen=True, gc=False):
     """One of the most likely tokens of a position."""
 
     id: int
@@ -18,7 +18,7 @@ class TopLogprob(msgspec.Struct, frozen=True):
     logprob: float
 
 
-class LogprobEntry(msgspec.Struct, frozen=True):
+class LogprobEntry(msgspec.Struct, frozen=True, gc=False):
     """One token in the native API."""
 
     id: int

@@ -11,6 +11,7 @@ from starlette.types import Receive, Scope, Send
 from headrace.core.types.errors import ErrorInfo, HeadraceError
 
 T = TypeVar("T")
+PART_BYTES = 1 << 18  # of a body that are written at once; the event loop gets its turn between two parts
 
 
 class ClientDisconnected(Exception):
@@ -19,7 +20,23 @@ class ClientDisconnected(Exception):
 
 def json_response(content: object, *, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
     """A response with JSON that is known already."""
-    return Response(msgspec.json.encode(content), status, headers, media_type="application/json")
+    return _InParts(msgspec.json.encode(content), status, headers, media_type="application/json")
+
+
+class _InParts(Response):
+    """A response that is written as fast as the client reads it: a body of 60 MB that is written at once is copied
+    several times on the event loop."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        await _send_parts(send, bytes(self.body), more=False)
+
+
+async def _send_parts(send: Send, body: bytes, *, more: bool) -> None:
+    """Send what is to come of a response's body, or some of it."""
+    for at in range(0, max(1, len(body)), PART_BYTES):
+        to_come = more or at + PART_BYTES < len(body)
+        await send({"type": "http.response.body", "body": body[at : at + PART_BYTES], "more_body": to_come})
 
 
 async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
@@ -76,7 +93,7 @@ class EventWriter:
                 self.started = True
                 headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-store")]
                 await self._send({"type": "http.response.start", "status": 200, "headers": headers})
-            await self._send({"type": "http.response.body", "body": body, "more_body": True})
+            await _send_parts(self._send, body, more=True)
 
 
 class JsonAnswer(Response):

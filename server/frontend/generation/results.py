@@ -5,11 +5,10 @@ import msgspec
 from headrace.core.messages.replies import Held, RequestFinished, Tokens
 from headrace.core.types.draft import HiddenStates
 from headrace.core.types.outcomes import HELD
-from headrace.core.types.request import FinishReason, SamplingParams, TokenLogprob
+from headrace.core.types.prompt_logprobs import PackedLogprobs
+from headrace.core.types.request import FinishReason, SamplingParams
 from headrace.server.frontend.request.generation_request import GenerationDelta, GenerationResult
 from headrace.server.tokenizer.detokenizer import TextStream
-
-PromptLogprobs = tuple[TokenLogprob | None, ...]  # one for each prompt token if requested, else empty
 
 
 def stop_reason(text: TextStream, sampling: SamplingParams) -> int | str | None:
@@ -42,7 +41,7 @@ def result_of(
     reason: FinishReason | None,
     completion_tokens: int,
     hidden: HiddenStates | None,
-    logprobs: PromptLogprobs,
+    logprobs: PackedLogprobs,
 ) -> GenerationResult:
     """How a request ended. reason: None if its prompt does not go on here."""
     return GenerationResult(
@@ -57,7 +56,7 @@ def result_of(
     )
 
 
-def held_result(event: Held, hidden: HiddenStates | None, logprobs: PromptLogprobs) -> GenerationResult:
+def held_result(event: Held, hidden: HiddenStates | None, logprobs: PackedLogprobs) -> GenerationResult:
     """How a request ended whose KV is held for a peer."""
     return GenerationResult(
         finish_reason=None,

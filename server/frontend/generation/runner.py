@@ -109,7 +109,7 @@ class GenerationRunner:
         is held for a peer. Raises HeadraceError; cancelling it cancels the request.
         """
         first: Tokens | None = None
-        parts = PromptParts()
+        parts = PromptParts(len(request.prompt))
         submit = _submit(request, await self._merge_stops(request), _outgoing_route(request))
         async with self._client.open(submit) as call:
             while True:
@@ -128,10 +128,11 @@ class GenerationRunner:
         if first is None or not first.tokens:
             message = f"request {request.rid} ended without a first token"
             raise HeadraceError(ErrorInfo(code="internal_error", message=message, status=500))
-        states, logprobs = parts.hidden(len(request.prompt)), await parts.logprobs(len(request.prompt))
+        states = parts.hidden(len(request.prompt))
         if isinstance(event, Held):
-            return first, held_result(event, states, logprobs)
-        result = result_of(event, finish_reason(event.reason), event.usage.completion_tokens, states, logprobs)
+            return first, held_result(event, states, parts.logprobs)
+        reason, generated = finish_reason(event.reason), event.usage.completion_tokens
+        result = result_of(event, reason, generated, states, parts.logprobs)
         return first, msgspec.structs.replace(result, lease_s=0.0 if request.hold else None)
 
     async def _prefill_anywhere(
@@ -253,7 +254,7 @@ class GenerationRunner:
         )
         hidden_ends = frozenset() if request.keep_stop else ends
         stopped, seen = False, 0
-        parts = PromptParts()
+        parts = PromptParts(len(request.prompt))
         while True:
             event = await call.next()
             match event:
@@ -278,8 +279,7 @@ class GenerationRunner:
                         await emit(GenerationDelta(rest))
                     reason = "stop" if stopped else finish_reason(event.reason) or "stop"
                     states = parts.hidden(len(request.prompt) + max(0, text.tokens - 1))
-                    logprobs = await parts.logprobs(len(request.prompt))
-                    result = result_of(event, reason, text.tokens, states, logprobs)
+                    result = result_of(event, reason, text.tokens, states, parts.logprobs)
                     return msgspec.structs.replace(result, stop_reason=stop_reason(text, request.sampling))
 
 

@@ -1,6 +1,6 @@
 """One prompt to continue: the request, what it generates, and how it ends."""
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Protocol
 
 import msgspec
@@ -117,7 +117,7 @@ class GenerationResult(msgspec.Struct, frozen=True, kw_only=True):
     """The client's stop token or stop string that ended the text; None for EOS and other ends."""
     handoff: HandoffStats = HandoffStats()
     """What was transferred."""
-    prompt_logprobs: tuple[TokenLogprob | None, ...] = ()
+    prompt_logprobs: Sequence[TokenLogprob | None] = ()
     """One for each prompt token if requested, else empty. The first one is None."""
     hidden: HiddenStates | None = None
     """Of the last prompt token, or of all tokens computed, where requested."""

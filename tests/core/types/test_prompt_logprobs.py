@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.core.types.prompt_logprobs import pack_runs, unpacked
+from headrace.core.types.prompt_logprobs import PackedLogprobs, pack_runs
 from headrace.core.types.request import TokenLogprob
 
 ENTRIES = st.builds(
@@ -15,18 +15,31 @@ ENTRIES = st.builds(
 )
 
 
-@given(st.lists(st.lists(ENTRIES, max_size=9), max_size=4), st.integers(0, 5), st.integers(1, 4))
-def test_chunks_in_runs_come_back_in_order(chunks: list[list[TokenLogprob]], start: int, most: int) -> None:
-    runs, position = [], start
+@given(st.lists(st.lists(ENTRIES, max_size=9), max_size=4), st.integers(0, 5), st.integers(1, 4), st.integers(0, 3))
+def test_chunks_in_runs_come_back_in_order(
+    chunks: list[list[TokenLogprob]], start: int, most: int, behind: int
+) -> None:
+    position, entries = start, [entry for chunk in chunks for entry in chunk]
+    found = PackedLogprobs(start + len(entries) + behind)
     for chunk in chunks:
-        runs += pack_runs(position, chunk, most)
+        for run in pack_runs(position, chunk, most):
+            assert 1 <= run.count <= most
+            found.add(run)
         position += len(chunk)
-    assert all(1 <= run.count <= most for run in runs)
-    entries = [entry for chunk in chunks for entry in chunk]
-    assert unpacked(runs, position) == ((None,) * start + tuple(entries) if entries else ())
+    expected = [*(None,) * start, *entries, *(None,) * behind] if entries else []
+    assert list(found) == expected
+    assert len(found) == len(expected)
+    assert [found[index] for index in range(len(found))] == expected
+    assert list(found[1:]) == expected[1:]
 
 
-def test_of_a_position_that_was_computed_twice_the_later_entry_counts() -> None:
-    first, second = ([TokenLogprob(token, -value) for token in range(4)] for value in (1.0, 2.0))
-    runs = [*pack_runs(1, first), *pack_runs(3, second[2:])]
-    assert unpacked(runs, 6) == (None, *first[:2], *second[2:], None)
+@given(st.integers(1, 9), st.lists(st.integers(0, 8), max_size=4), st.integers(1, 4))
+def test_what_is_computed_again_counts(tokens: int, restarts: list[int], most: int) -> None:
+    """A prompt whose computation begins again at some positions, beside a plain list."""
+    found, expected = PackedLogprobs(tokens), [None] * tokens
+    for turn, begin in enumerate((0, *(restart % tokens for restart in restarts))):
+        entries = [TokenLogprob(position, -float(turn)) for position in range(begin, tokens)]
+        expected[begin:] = entries  # type: ignore[assignment]
+        for run in pack_runs(begin, entries, most):
+            found.add(run)
+    assert list(found) == expected

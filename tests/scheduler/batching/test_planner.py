@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from headrace.core.messages.orders import Forward, ReleaseRequest
 from headrace.core.messages.replies import LogprobPart, Progress, RequestFinished
 from headrace.core.messages.stage_events import PlanDone, PromptLogprobs, SampledToken
-from headrace.core.types.prompt_logprobs import pack_runs, unpacked
+from headrace.core.types.prompt_logprobs import PackedLogprobs, pack_runs
 from headrace.core.types.request import Discard, TokenLogprob
 from tests.scheduler.bench import Bench, ids, only
 
@@ -208,7 +208,11 @@ def reported_logprobs(bench: Bench, rid: str, tokens: int) -> tuple[TokenLogprob
     """Of a prompt of so many tokens; all of them are reported before the end of the request."""
     order = [effect for effect in bench.seen if isinstance(effect, LogprobPart | RequestFinished) and effect.rid == rid]
     assert [type(effect) for effect in order].index(RequestFinished) == len(order) - 1
-    return unpacked((part.run for part in bench.all(LogprobPart) if part.rid == rid), tokens)
+    found = PackedLogprobs(tokens)
+    for part in bench.all(LogprobPart):
+        if part.rid == rid:
+            found.add(part.run)
+    return tuple(found)
 
 
 def scored(token: int) -> TokenLogprob:
