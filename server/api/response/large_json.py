@@ -23,8 +23,8 @@ async def made_aside(make: Callable[[], dict[str, Any]], positions: int) -> dict
 
 
 def encode_lists(value: Any) -> Any:
-    """The value with JSON in the place of its long lists, those within its objects and short lists included; these lists
-    are used up."""
+    """The value with JSON in the place of its long lists, which are used up, those within its objects and short lists
+    included."""
     if isinstance(value, dict):
         return {key: encode_lists(each) for key, each in value.items()}
     if not isinstance(value, list):
