@@ -26,13 +26,11 @@ MODEL = ("--model", "stub:layers=4,hidden=32,us_per_token=200,max_len=16000", "-
 
 EMPTY = {
     "accept_failures_total": "no descriptors were missing",
-    "chunks_rejected_total": "no chunk was bad",
     "connections_closed_total": "none had to be closed",
     "expert_imbalance": "the model has no experts",
     "handshakes_refused_total": "there are no CURVE keys",
     "kv_tier_pages": "there are no tiers",
     "kv_tier_pages_total": "there are no tiers",
-    "nacks_total": "no chunk was bad",
     "refusals_total": "the two servers fit",
     "refused_here_total": "the two servers fit",
     "reservations_refused_total": "no peer wanted too much",
@@ -45,8 +43,9 @@ EMPTY = {
 }
 """Metrics whose queries find nothing on this pair, and why."""
 
-BY_CHANCE = {"dropped_messages_total", "stale_messages_total"}
-"""Metrics of which there may be some: what cancellations leave behind."""
+BY_CHANCE = {"chunks_rejected_total", "dropped_messages_total", "nacks_total", "stale_messages_total"}
+"""Metrics of which there may be some: what cancellations leave behind, such as chunks on their way to a ticket that the
+peer has given up."""
 
 
 class Loaded(NamedTuple):
