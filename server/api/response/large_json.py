@@ -4,7 +4,7 @@ Logprobs of a prompt of 60,000 tokens are 15 MB of JSON, which takes seconds to 
 """
 
 import asyncio
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -23,20 +23,12 @@ async def made_aside(make: Callable[[], dict[str, Any]], positions: int) -> dict
 
 
 def encode_lists(value: Any) -> Any:
-    """The value with JSON in the place of its long lists, which are used up, those within its objects and short lists
-    included."""
+    """The value with JSON in the place of its long lists, those within its objects and short lists included."""
     if isinstance(value, dict):
         return {key: encode_lists(each) for key, each in value.items()}
     if not isinstance(value, list):
         return value
     if len(value) <= PART:
         return [encode_lists(each) for each in value]
-    return msgspec.Raw(b"[" + b",".join(_encoded(value)) + b"]")
-
-
-def _encoded(items: list[Any]) -> Iterator[bytes]:
-    """The JSON of some items at a time. They leave the list, since millions of objects take long to free at once."""
-    for at in range(0, len(items), PART):
-        part = items[at : at + PART]
-        items[at : at + PART] = (None,) * len(part)
-        yield msgspec.json.encode(part)[1:-1]
+    parts = (msgspec.json.encode(value[at : at + PART])[1:-1] for at in range(0, len(value), PART))
+    return msgspec.Raw(b"[" + b",".join(parts) + b"]")
