@@ -43,7 +43,7 @@ HOURS ?= 8
 FIRST_SEED ?= 0
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo compiled test full faults wheel manifests test-browser test-charts test-containers test-evaluation test-nixl test-openapi test-prometheus test-ray test-routers test-vllm soak check format audit sbom bench bench-nixl bench-peers clean distclean
+.PHONY: help venv demo compiled connector test full faults wheel manifests test-browser test-charts test-containers test-evaluation test-nixl test-openapi test-prometheus test-ray test-routers test-vllm soak check format audit sbom bench bench-nixl bench-peers clean distclean
 
 help: ## Show this list.
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
@@ -85,9 +85,13 @@ faults: venv ## Strike a pair with every kind of fault at every place; write the
 test-browser: venv ## Open the page of a server in a real Chromium, which has to be installed.
 	$(PYTEST) -m browser tests/browser
 
-test-vllm: venv $(VLLM_STAMP) ## Have a stock vLLM, from its package, take its prompts' KV from a prefill server.
-	$(VLLM)/bin/python -m pip install --quiet --no-deps --no-build-isolation --force-reinstall .
-	HEADRACE_VLLM_PYTHON=$(VLLM)/bin/python $(BIN)/python -m pytest -m vllm tests/integrations
+test-vllm: $(NIXL_STAMP) $(VLLM_STAMP) $(ROUTERS_STAMP) connector ## Have a stock vLLM, from its package, take its prompts' KV from a prefill server: by the connector, and through the gateway.
+	HEADRACE_VLLM_PYTHON=$(CURDIR)/$(VLLM)/bin/python HEADRACE_ROUTERS=$(CURDIR)/$(ROUTERS) $(NIXL)/bin/python -m pytest -m vllm tests/integrations
+
+# Beside vLLM's packages, not among them: a vLLM looks into this folder only if it is told to.
+connector: $(VLLM_STAMP)
+	rm -rf $(VLLM)/connector
+	$(VLLM)/bin/python -m pip install --quiet --no-deps --no-build-isolation --target $(VLLM)/connector .
 
 $(VLLM_STAMP): requirements/vllm.txt
 	$(PYTHON) -m venv $(VLLM)

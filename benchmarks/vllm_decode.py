@@ -18,8 +18,7 @@ from typing import Any, NamedTuple
 from benchmarks.arguments import add_dtype, add_lengths, add_rounds, make_parser
 from benchmarks.report import console, print_table, prompt, run, spread
 from benchmarks.server import first_event_ms
-from benchmarks.vllm_server import NAME, THREADS, Vllm, export_smollm2, takes_from_headrace
-from headrace.server.launch.free_port import free_port
+from benchmarks.vllm_server import INSTALLED, NAME, Vllm, export_smollm2, takes_by_nixl, takes_from_headrace
 from headrace.server.launch.local_server import LocalServer
 
 Prepare = Callable[[list[int]], dict[str, Any]]  # prefills a prompt elsewhere; returns its kv_transfer_params
@@ -99,7 +98,7 @@ def through_connector(model: Path, dtype: str, rounds: Rounds) -> dict[int, Late
     flags = ("--role", "prefill", "--dtype", dtype, "--max-model-len", "4096", "--no-prefix-cache", "--threads", "1")
     with ExitStack() as stack, console.status("a Headrace prefill server and a vLLM with the connector"):
         prefill = stack.enter_context(closing(LocalServer(*flags)))
-        decode = stack.enter_context(closing(Vllm(model, takes_from_headrace(), dtype=dtype)))
+        decode = stack.enter_context(closing(Vllm(model, takes_from_headrace(), dtype=dtype, modules=(INSTALLED,))))
         prefill.wait_ready()
         decode.wait_ready()
         return measure(decode, from_headrace(prefill), rounds)
@@ -110,9 +109,7 @@ def through_nixl(model: Path, dtype: str, rounds: Rounds) -> dict[int, Latencies
     with ExitStack() as stack, console.status("two vLLMs with NixlConnector"):
         servers = []
         for _ in range(2):
-            transfer = {"kv_connector": "NixlConnector", "kv_role": "kv_both", "kv_buffer_device": "cpu"}
-            channel = {"VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1", "VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port())}
-            server = Vllm(model, transfer, dtype=dtype, environment={**THREADS, **channel})
+            server = Vllm(model, takes_by_nixl("kv_both"), dtype=dtype)
             servers.append(stack.enter_context(closing(server)))
         for server in servers:
             server.wait_ready()

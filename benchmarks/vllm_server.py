@@ -8,18 +8,21 @@ import signal
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import httpx
 
 from headrace.engine.model.source import resolve_source
 from headrace.server.launch.free_port import free_port
 
-PYTHON = Path(os.environ.get("HEADRACE_VLLM_PYTHON", Path(__file__).resolve().parents[1] / ".venv-vllm/bin/python"))
-READY_S = 240.0
+_ENVIRONMENT = Path(__file__).resolve().parents[1] / ".venv-vllm"
+PYTHON = Path(os.environ.get("HEADRACE_VLLM_PYTHON", _ENVIRONMENT / "bin/python"))
+# Headrace as it is installed into vLLM's environment, but in a folder that only a vLLM with the connector looks into.
+INSTALLED = Path(os.environ.get("HEADRACE_VLLM_CONNECTOR", _ENVIRONMENT / "connector"))
+READY_S = 400.0
 NAME = "smollm2"
 LOADED = 'source="external_kv_transfer"'  # label of tokens that a KV connector loaded
 CONNECTOR = "headrace.integrations.vllm.connector:HeadraceConnector"
@@ -58,6 +61,24 @@ def takes_from_headrace(connector: str = CONNECTOR, policy: str = "recompute", *
     }
 
 
+def takes_by_nixl(role: str = "kv_consumer", **extra: Any) -> dict[str, Any]:
+    """A --kv-transfer-config for vLLM's own NixlConnector, which recomputes what it cannot load. extra: more keys."""
+    return {
+        "kv_connector": "NixlConnector",
+        "kv_role": role,
+        "kv_buffer_device": "cpu",
+        "kv_load_failure_policy": "recompute",
+        **extra,
+    }
+
+
+class Ports(NamedTuple):
+    """Loopback ports of a vLLM."""
+
+    http: int
+    side_channel: int  # where its NixlConnector answers handshakes
+
+
 class Vllm:
     """One vLLM API server; started at once, ended by close()."""
 
@@ -67,25 +88,31 @@ class Vllm:
         transfer: dict[str, Any] | None,
         *flags: str,
         dtype: str = "float32",
-        modules: Path | None = None,
+        modules: Sequence[Path] = (),
         environment: Mapping[str, str] = THREADS,
         python: Path = PYTHON,
+        ports: Ports | None = None,
     ) -> None:
-        """model: a Hugging Face folder. transfer: its --kv-transfer-config; None starts it without. modules: folder of
-        modules that it can import. environment: variables besides this process's own. python: interpreter of its
-        environment."""
-        self.url = f"http://127.0.0.1:{(port := free_port())}"
+        """model: a Hugging Face folder. transfer: its --kv-transfer-config; None starts it without. modules: folders of
+        modules that it can import besides its environment's. environment: variables besides this process's own. python:
+        interpreter of its environment. ports: free ones unless given."""
+        self.ports = ports or Ports(free_port(), free_port())
+        self.url = f"http://127.0.0.1:{self.ports.http}"
         self._output = tempfile.TemporaryFile()  # noqa: SIM115 - closed in close()
         command = [
             str(python), "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), "--dtype", dtype,
-            "--enforce-eager", "--served-model-name", NAME, "--max-model-len", "4096", "--port", str(port),
+            "--enforce-eager", "--served-model-name", NAME, "--max-model-len", "4096", "--port", str(self.ports.http),
             "--host", "127.0.0.1", *(("--kv-transfer-config", json.dumps(transfer)) if transfer else ()), *flags,
         ]  # fmt: skip
         quiet = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
-        env = {**os.environ, **quiet, **environment, **({"PYTHONPATH": str(modules)} if modules else {})}
+        channel = {"HOST": "127.0.0.1", "PORT": str(self.ports.side_channel)}
+        quiet |= {f"VLLM_NIXL_SIDE_CHANNEL_{name}": value for name, value in channel.items()}
+        self.environment = {**os.environ, **quiet, **environment, "PYTHONPATH": ":".join(map(str, modules))}
+        self.folder = model  # where it runs: python -m imports from there first, and so not from this repository
         self.process = subprocess.Popen(
-            command, stdout=self._output, stderr=subprocess.STDOUT, env=env, start_new_session=True
-        )
+            command, stdout=self._output, stderr=subprocess.STDOUT, env=self.environment, cwd=model,
+            start_new_session=True,
+        )  # fmt: skip
         self._alone: dict[tuple[int, ...], str] = {}
         self.client = httpx.Client(base_url=self.url, timeout=120)
 
@@ -148,14 +175,32 @@ class Vllm:
         names = ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc")
         return all(self.metric(name) == 0 for name in names)
 
+    def signal(self, number: int) -> None:
+        """Send a signal to it and to the processes that it started."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, number)
+
+    @contextmanager
+    def stopped(self) -> Iterator[None]:
+        """It gets no processor meanwhile; an idle NixlConnector would keep one busy."""
+        self.signal(signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            self.signal(signal.SIGCONT)
+
+    def kill(self) -> None:
+        """End it as a crash would."""
+        self.signal(signal.SIGKILL)
+        self.process.wait()
+
     def close(self) -> None:
         """End it and the processes that it started."""
+        self.signal(signal.SIGCONT)
         self.process.send_signal(signal.SIGTERM)
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(30)
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait()
+        self.kill()
         self.client.close()
         self._output.close()
 

@@ -1,4 +1,4 @@
-"""`headrace serve` as a child process on a free loopback port, for the demo, benchmarks and tests."""
+"""A command of headrace that serves HTTP, as a child process on a free loopback port: benchmarks, demo, tests."""
 
 import os
 import signal
@@ -25,14 +25,14 @@ class ServerFailed(Exception):
 
 
 class LocalServer:
-    """A server process, started by the constructor. port 0: a free one."""
+    """A server process, started by the constructor. port 0: a free one. command: of headrace."""
 
-    def __init__(self, *flags: str, port: int = 0) -> None:
+    def __init__(self, *flags: str, port: int = 0, command: str = "serve") -> None:
         self.port = port or free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self._output = tempfile.TemporaryFile()  # noqa: SIM115 - closed in close()
         self.process = subprocess.Popen(
-            module_command("headrace.server.cli", "serve", "--port", str(self.port), *flags),
+            module_command("headrace.server.cli", command, "--port", str(self.port), *flags),
             stdout=self._output,
             stderr=subprocess.STDOUT,
             env={name: value for name, value in os.environ.items() if name not in KEY_VARIABLES},

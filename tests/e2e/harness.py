@@ -16,8 +16,9 @@ class Server(LocalServer):
     """A server under test: its metrics, its child processes, its violent death. In float32 unless flags name another
     dtype, which "auto" may be on another machine: tests are to do the same everywhere."""
 
-    def __init__(self, *flags: str, port: int = 0) -> None:
-        super().__init__(*(() if "--dtype" in flags else ("--dtype", "float32")), *flags, port=port)
+    def __init__(self, *flags: str, port: int = 0, command: str = "serve") -> None:
+        dtype = ("--dtype", "float32") if command == "serve" and "--dtype" not in flags else ()
+        super().__init__(*dtype, *flags, port=port, command=command)
         self._children: list[psutil.Process] = []
 
     def started(self) -> "Server":

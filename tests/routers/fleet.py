@@ -1,13 +1,14 @@
 """Routers as child processes, from the environment that `make test-routers` makes."""
 
+import json
 import os
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import httpx
 
@@ -18,6 +19,19 @@ READY_S = 60.0
 BIN = Path(os.environ.get("HEADRACE_ROUTERS", ".venv-routers")) / "bin"
 
 
+class Behind(Protocol):
+    """What a router has to know of the servers behind it."""
+
+    @property
+    def prefill_urls(self) -> Sequence[str]: ...
+    @property
+    def decode_urls(self) -> Sequence[str]: ...
+    @property
+    def bootstrap_port(self) -> int: ...
+    @property
+    def model(self) -> str: ...
+
+
 class Site(NamedTuple):
     """A prefill server, a decode server, and what a router has to know of them."""
 
@@ -25,6 +39,14 @@ class Site(NamedTuple):
     decode: Server
     bootstrap_port: int
     model: str
+
+    @property
+    def prefill_urls(self) -> tuple[str, ...]:
+        return (self.prefill.url,)
+
+    @property
+    def decode_urls(self) -> tuple[str, ...]:
+        return (self.decode.url,)
 
     def quiet(self) -> None:
         """Wait until no server holds pages."""
@@ -34,7 +56,7 @@ class Site(NamedTuple):
 
 
 class Router:
-    """A router in front of one prefill server and one decode server."""
+    """A router in front of prefill servers and decode servers."""
 
     def __init__(self, name: str, *command: str, port: int) -> None:
         self.name = name
@@ -83,16 +105,16 @@ class Router:
 KINDS = ("vllm-nixl", "vllm-mooncake", "vllm-mini-lb", "sglang", "sglang-mini-lb", "xpyd")
 
 
-def start(kind: str, site: Site, folder: Path) -> Router:
-    """One of KINDS in front of the two servers. folder: for a configuration file."""
+def start(kind: str, site: Behind, folder: Path) -> Router:
+    """One of KINDS in front of the servers. folder: for a configuration file."""
     port = free_port()
     place = ("--host", "127.0.0.1", "--port", str(port))
-    prefill, decode = site.prefill.url, site.decode.url
-    pair = ("--prefill", prefill, str(site.bootstrap_port), "--decode", decode)
+    decodes = [flag for url in site.decode_urls for flag in ("--decode", url)]
+    without_port = [flag for url in site.prefill_urls for flag in ("--prefill", url)] + decodes
+    pair = [flag for url in site.prefill_urls for flag in ("--prefill", url, str(site.bootstrap_port))] + decodes
     metrics = ("--prometheus-port", str(free_port()))
     match kind:
         case "vllm-nixl":
-            without_port = ("--prefill", prefill, "--decode", decode)
             command = ["vllm-router", *place, "--vllm-pd-disaggregation", *without_port, *metrics]
         case "vllm-mooncake":
             command = ["vllm-router", *place, "--vllm-pd-disaggregation", "--kv-connector", "mooncake", *pair, *metrics]
@@ -107,13 +129,16 @@ def start(kind: str, site: Site, folder: Path) -> Router:
     return Router(kind, *command, port=port)
 
 
-def _xpyd_config(folder: Path, port: int, site: Site) -> str:
+def _xpyd_config(folder: Path, port: int, site: Behind) -> str:
     path = folder / "xpyd.yaml"
+    prefills, decodes = (
+        [url.removeprefix("http://") for url in urls] for urls in (site.prefill_urls, site.decode_urls)
+    )
     path.write_text(
         f"""
         model: "{site.model}"
-        prefill: ["127.0.0.1:{site.prefill.port}"]
-        decode: ["127.0.0.1:{site.decode.port}"]
+        prefill: {json.dumps(prefills)}
+        decode: {json.dumps(decodes)}
         host: "127.0.0.1"
         port: {port}
         disaggregated_mode: "nixl"
@@ -125,7 +150,7 @@ def _xpyd_config(folder: Path, port: int, site: Site) -> str:
 
 
 @contextmanager
-def routed(kind: str, site: Site) -> Iterator[Router]:
+def routed(kind: str, site: Behind) -> Iterator[Router]:
     """A router that serves."""
     with tempfile.TemporaryDirectory() as folder:
         router = start(kind, site, Path(folder))

@@ -1,11 +1,12 @@
-"""Servers for the tests with a real vLLM: two of it and two prefill servers, started once for all of them."""
+"""Servers for the tests with a real vLLM and the connector: two of it and two prefill servers, started once for all of
+them."""
 
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from benchmarks.vllm_server import Vllm, export_smollm2, serving_vllm, takes_from_headrace
+from benchmarks.vllm_server import INSTALLED, Vllm, export_smollm2, serving_vllm, takes_from_headrace
 from headrace.server.config.curve_keys import write_pair
 from tests.e2e.harness import Server, pages_in_use, serving, wait_until
 from tests.integrations.vllm.sides import FLAGS, Curve
@@ -15,13 +16,13 @@ ENVIRONMENT = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
 VLLM_FLAGS = ("--max-num-seqs", "4", "--middleware", "headrace.integrations.vllm.middleware.BootstrapNames")
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """SmolLM2 as a folder that vLLM reads: the same weights as the prefill server's GGUF file."""
     return export_smollm2(tmp_path_factory.mktemp("smollm2"))
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def curve(tmp_path_factory: pytest.TempPathFactory) -> Curve:
     folder = tmp_path_factory.mktemp("keys")
     public, secret = write_pair(folder, "prefill")
@@ -32,38 +33,39 @@ def curve(tmp_path_factory: pytest.TempPathFactory) -> Curve:
     )
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def prefill() -> Iterator[Server]:
     with serving(*FLAGS) as made:
         yield made
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def guarded(curve: Curve) -> Iterator[Server]:
     """A prefill server for encrypted connections."""
     with serving(*FLAGS, *curve.flags) as made:
         yield made
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def sharded() -> Iterator[Server]:
     """A prefill server of two tensor-parallel shards, which have one KV head and two."""
     with serving(*FLAGS, "--tp", "2") as made:
         yield made
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def vllm(model: Path) -> Iterator[Vllm]:
     """Recomputes what cannot be loaded."""
-    with serving_vllm(model, takes_from_headrace(), *VLLM_FLAGS, environment=ENVIRONMENT) as made:
+    options = {"modules": (INSTALLED,), "environment": ENVIRONMENT}
+    with serving_vllm(model, takes_from_headrace(), *VLLM_FLAGS, **options) as made:
         yield made
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def strict(model: Path, curve: Curve) -> Iterator[Vllm]:
     """Fails what cannot be loaded, compares no prompts, and takes KV from the guarded server."""
     transfer = takes_from_headrace("unchecked:UncheckedConnector", policy="fail", **curve.config)
-    modules = Path(__file__).parent / "in_vllm"
+    modules = (INSTALLED, Path(__file__).parent / "in_vllm")
     with serving_vllm(model, transfer, modules=modules, environment=ENVIRONMENT) as made:
         yield made
 
