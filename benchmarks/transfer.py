@@ -39,7 +39,7 @@ from headrace.core.types.packed import pack
 from headrace.server.config.curve_keys import write_pair
 from headrace.transfer.backends.base import RegisteredPool
 from headrace.transfer.backends.shm import SharedPool
-from headrace.transfer.backends.strided_pool import ArrayPageStore
+from headrace.transfer.backends.strided_pool import ArrayPageStore, c_order
 from headrace.transfer.data.receiver import Receiver
 from headrace.transfer.protocol.messages import AnswerMessage, Attach
 from headrace.transfer.sockets.curve_keys import read_public
@@ -155,7 +155,9 @@ class Transfer:
         config = job.config()
         self._pages = job.pages
         self._request = 0
-        self._pool, stalled = (SharedPool(GEOMETRY, job.pages) if job.transport == SHM else None for _ in range(2))
+        self._pool, stalled = (
+            SharedPool(c_order(GEOMETRY, job.pages)) if job.transport == SHM else None for _ in range(2)
+        )
         self._pools = [pool for pool in (self._pool, stalled) if pool is not None]
         store = ArrayPageStore(GEOMETRY, job.pages, self._pool.buffer if self._pool is not None else None)
         registered: dict[str, RegisteredPool] = {} if self._pool is None else {SHM: self._pool}

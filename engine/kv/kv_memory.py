@@ -10,6 +10,7 @@ from headrace.core.types.geometry import Geometry
 from headrace.transfer.backends.base import RegisteredPool, Transport
 from headrace.transfer.backends.fake import FakeTransport
 from headrace.transfer.backends.shm import SharedPool, ShmTransport, host_token
+from headrace.transfer.backends.strided_pool import c_order
 
 log = logging.getLogger(__name__)
 
@@ -66,7 +67,7 @@ class KvMemory:
         if not self._decodes or SHM not in self._configured or not self.host or not self._on_cpu:
             return None
         try:
-            self._pool = SharedPool(geometry, pages)
+            self._pool = SharedPool(c_order(geometry, pages))
         except OSError as error:
             size = pages * geometry.page_bytes / (1 << 20)
             log.warning("the KV pool (%.0f MiB) cannot be in shared memory: %s", size, error)

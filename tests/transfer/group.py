@@ -5,7 +5,6 @@ from itertools import pairwise
 from typing import Any
 
 import numpy as np
-from msgspec.structs import asdict, replace
 
 from headrace.core.messages.orders import AdmitPeer, OpenSession, PrepareReceive, SendChunk
 from headrace.core.messages.stage_events import ChunkAcked, KvReceived
@@ -43,14 +42,9 @@ class Group:
         self.pools: list[SharedPool] = []
         memories: list[Any] = [np.zeros(layout.bytes, np.uint8) for layout in layouts]
         if backend == SHM:
-            sizes = zip(destinations, layouts, strict=True)
-            self.pools = [SharedPool(rank, -(-layout.bytes // rank.page_bytes)) for rank, layout in sizes]
+            self.pools = [SharedPool(layout) for layout in layouts]
             memories = [pool.buffer for pool in self.pools]
-        shared = zip(self.pools, layouts, strict=bool(self.pools))
-        self.memory = tuple(
-            PoolMemory(shm=replace(pool.memory, **(asdict(layout) | {"bytes": pool.memory.bytes})))
-            for pool, layout in shared
-        )
+        self.memory = tuple(PoolMemory(shm=pool.memory) for pool in self.pools)
         self.targets = [StridedPool(*pool) for pool in zip(destinations, layouts, memories, strict=True)]
         for i, target in enumerate(self.targets):
             scramble(target, 50 + i)

@@ -19,7 +19,7 @@ from headrace.core.types.request import FirstToken
 from headrace.transfer.backends.base import RegisteredPool, Transport
 from headrace.transfer.backends.fake import FakeTransport
 from headrace.transfer.backends.shm import SharedPool, ShmTransport
-from headrace.transfer.backends.strided_pool import ArrayPageStore, StridedPool
+from headrace.transfer.backends.strided_pool import ArrayPageStore, StridedPool, c_order
 from headrace.transfer.data.receiver import Receiver
 from headrace.transfer.data.sender import Sender
 from headrace.transfer.protocol.layout import pages_for
@@ -134,7 +134,7 @@ class Pair:
         memory: PoolMemory | None = None,
     ) -> None:
         self.source, self.destination, self.backend = source, destination, backend
-        self.shared = SharedPool(destination, pages) if backend == SHM else None
+        self.shared = SharedPool(c_order(destination, pages)) if backend == SHM else None
         shared = PoolMemory(shm=self.shared.memory) if self.shared is not None else None
         self.memory = (memory,) if memory is not None else (shared,) if shared is not None else ()
         self.session = session

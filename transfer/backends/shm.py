@@ -20,13 +20,13 @@ from pathlib import Path
 
 from msgspec.structs import asdict
 
-from headrace.core.types.backends import NixlAccess, PoolMemory, SharedMemory
+from headrace.core.types.backends import NixlAccess, PoolLayout, PoolMemory, SharedMemory
 from headrace.core.types.geometry import Geometry
 from headrace.transfer.backends import locks
 from headrace.transfer.backends.base import RemotePages
 from headrace.transfer.backends.copying import copy, copy_rows
 from headrace.transfer.backends.fake import CompletedWrite
-from headrace.transfer.backends.strided_pool import StridedPool, c_order
+from headrace.transfer.backends.strided_pool import StridedPool
 from headrace.transfer.protocol.layout import WHOLE, Box, Bytes, SourceStore
 
 FOLDER = Path("/dev/shm")
@@ -66,10 +66,9 @@ def sweep() -> None:
 class SharedPool:
     """Memory of a pool that peers on this host may map. A RegisteredPool."""
 
-    def __init__(self, geometry: Geometry, pages: int) -> None:
-        """Raises OSError if /dev/shm has not enough room."""
+    def __init__(self, layout: PoolLayout) -> None:
+        """layout: of the pool, with any strides. Raises OSError if /dev/shm has not enough room."""
         sweep()
-        layout = c_order(geometry, pages)
         size = layout.bytes
         self._file = os.open(FOLDER, os.O_TMPFILE | os.O_RDWR, 0o600)
         try:
@@ -91,6 +90,11 @@ class SharedPool:
     def buffer(self) -> memoryview:
         """The whole pool, writable."""
         return memoryview(self._map)
+
+    @property
+    def file(self) -> int:
+        """Descriptor of the file, to map it again; it stays this object's."""
+        return self._file
 
     def grant(self, session: str) -> None:
         """Hello has all that peers need."""

@@ -16,7 +16,7 @@ from headrace.engine.kv.tiers.pool_pages import PoolPages
 from headrace.engine.kv.tiers.record import Origin
 from headrace.engine.kv.tiers.store import TierStore
 from headrace.transfer.backends.shm import SharedPool, ShmTransport, host_token
-from headrace.transfer.backends.strided_pool import ArrayPageStore
+from headrace.transfer.backends.strided_pool import ArrayPageStore, c_order
 from headrace.transfer.data.payload import Passage, frames, write_frames, write_through
 from headrace.transfer.protocol.checksum import Digest
 from headrace.transfer.protocol.layout import Box, copies, whole_pages
@@ -147,7 +147,7 @@ def test_whole_pages_of_a_latent_are_copied_as_rows_of_shared_memory() -> None:
     geometry = latent(range(2))
     assert whole_pages(geometry, geometry, 3, 30) == range(1, 4)
     assert whole_pages(beside(), beside(), 0, 16) == range(0)
-    shared = SharedPool(geometry, 6)
+    shared = SharedPool(c_order(geometry, 6))
     source = filled(geometry)
     target = KVPool(geometry, 6, allocate=lambda _, __: shared.buffer)
     target.tensor.zero_()

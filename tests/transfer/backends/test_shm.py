@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from msgspec.structs import asdict, replace
+from msgspec.structs import replace
 
 from headrace.core.types.backends import PoolMemory, SharedMemory
 from headrace.core.types.geometry import Component, Geometry
@@ -30,11 +30,12 @@ pytestmark = pytest.mark.skipif(not host_token(), reason="no shared memory here"
 GEOMETRY = Geometry("float16", layers=3, kv_heads=2, head_dim=4, page_size=8)
 SESSION = "s" * 32
 PAGES = 6
+LAYOUT = c_order(GEOMETRY, PAGES)
 
 
 @pytest.fixture
 def pool() -> Iterator[SharedPool]:
-    made = SharedPool(GEOMETRY, PAGES)
+    made = SharedPool(LAYOUT)
     yield made
     made.close()
 
@@ -48,7 +49,7 @@ def path_of(memory: SharedMemory) -> Path:
 
 
 def test_the_file_is_for_its_user_alone_all_there_and_gone_when_its_owner_ends() -> None:
-    pool = SharedPool(GEOMETRY, PAGES)
+    pool = SharedPool(LAYOUT)
     found = path_of(pool.memory).stat()
     assert (found.st_mode & 0o777, found.st_size) == (0o600, PAGES * GEOMETRY.page_bytes)
     assert found.st_blocks * 512 >= found.st_size
@@ -68,11 +69,10 @@ def test_writes_land_where_the_pool_has_its_slots(data: st.DataObject, random: R
     components = data.draw(st.sampled_from([(), (Component("latent", "float32", 2, 1, 3, planes=1),)]))
     geometry = Geometry(dtype, *sizes, page_size=data.draw(st.integers(1, 9)), components=components)
     layout = data.draw(st.sampled_from([c_order(geometry, PAGES), random_layout(geometry, PAGES, random)]))
-    pool = SharedPool(geometry, -(-layout.bytes // geometry.page_bytes))
+    pool = SharedPool(layout)
     try:
-        memory = replace(pool.memory, **(asdict(layout) | {"bytes": pool.memory.bytes}))
         shared, twin = StridedPool(geometry, layout, pool.buffer), ArrayPageStore(geometry, PAGES)
-        pages = ShmTransport().open(SESSION, 0, geometry, PoolMemory(shm=memory))
+        pages = ShmTransport().open(SESSION, 0, geometry, PoolMemory(shm=pool.memory))
         source = random_store(geometry, PAGES)
         for tensor in geometry.tensors * 3:
             page, slot = data.draw(st.integers(0, PAGES - 1)), data.draw(st.integers(0, geometry.page_size - 1))
@@ -202,9 +202,9 @@ while True:
 
 OWNER = """
 import sys, time, msgspec
-from tests.transfer.backends.test_shm import GEOMETRY
+from tests.transfer.backends.test_shm import LAYOUT
 from headrace.transfer.backends.shm import SharedPool
-pool = SharedPool(GEOMETRY, 6)
+pool = SharedPool(LAYOUT)
 print(msgspec.json.encode(pool.memory).decode(), flush=True)
 time.sleep(60)
 """
@@ -270,5 +270,5 @@ def test_a_pool_that_does_not_fit_leaves_nothing_behind() -> None:
     status = os.statvfs(FOLDER)
     pages = 2 * status.f_blocks * status.f_frsize // GEOMETRY.page_bytes
     with pytest.raises(OSError, match=r"No space|Cannot allocate"):
-        SharedPool(GEOMETRY, pages)
+        SharedPool(c_order(GEOMETRY, pages))
     assert sorted(FOLDER.iterdir()) == before
