@@ -175,8 +175,7 @@ class ControlConnection:
 
     def close(self, now: float) -> Step:
         """End the session with a Goodbye."""
-        step = self._down("hung up here", now)
-        return Step([Goodbye(reason="hung up")], step.events)
+        return Step([Goodbye(reason="hung up")], self._forget_session("hung up here"))
 
     def _welcomed(self, welcome: Welcome, now: float) -> Step:
         hello = self._hello()
