@@ -4,6 +4,8 @@
                      ├────► LoadFailed
                      └────► LoadCancelled               after CancelLoad
 
+    ConnectServer ─► ServerState, again whenever it changes ─► DisconnectServer
+
 They may cross a process boundary.
 """
 
@@ -13,15 +15,20 @@ from headrace.core.types.draft import NO_DRAFT, DraftTerms
 from headrace.core.types.request import FirstToken
 
 
-class TicketRef(msgspec.Struct, frozen=True, kw_only=True):
-    """A ticket and the prefill server that has it."""
+class ServerAddress(msgspec.Struct, frozen=True, kw_only=True):
+    """Where a prefill server is."""
 
-    name: str
     host: str
     port: int
     """Of the prefill server's control endpoint, or with `http` of its HTTP server."""
     http: bool = False
     """port is that of the HTTP server, which is asked for the control endpoint."""
+
+
+class TicketRef(ServerAddress, frozen=True, kw_only=True):
+    """A ticket and the prefill server that has it."""
+
+    name: str
     wait: bool = True
     """The prompt may still be on its way to the prefill server; otherwise an unknown ticket is an error."""
     fingerprint: str = ""
@@ -94,6 +101,24 @@ class ReleaseLoad(Command, frozen=True, kw_only=True):
     """The loaded KV has been copied; its space in the staging area is freed."""
 
 
+class ConnectServer(ServerAddress, frozen=True, kw_only=True):
+    """Keep a session with a prefill server open, with tickets or without. Answered by ServerState once there is one, or
+    once it is known why not, and whenever that changes. Loads of tickets at this address go through the same session.
+
+    The owner's word is enough: the address need not be among Limits.rules.
+    """
+
+    name: str
+    """What ServerState calls it: its URL, whose host and port its CURVE key is looked up by."""
+
+
+class DisconnectServer(msgspec.Struct, frozen=True, kw_only=True):
+    """Let go of a session that ConnectServer keeps. Loads that are under way go on."""
+
+    name: str
+    """As in ConnectServer."""
+
+
 class LoadResult(msgspec.Struct, frozen=True, kw_only=True):
     """Base of results."""
 
@@ -115,15 +140,27 @@ class Loaded(LoadResult, frozen=True, kw_only=True):
 
 
 class LoadFailed(LoadResult, frozen=True, kw_only=True):
-    """The load failed; nothing is written for it any more."""
+    """The load failed; its space in the staging area is used again once nothing can be written there any more."""
 
     code: str
     message: str
 
 
 class LoadCancelled(LoadResult, frozen=True, kw_only=True):
-    """Answer to CancelLoad: nothing is written for the load any more."""
+    """Answer to CancelLoad; as in LoadFailed."""
 
 
-AnyCommand = RenewLease | LoadKv | RejectTicket | CancelLoad | ReleaseLoad
-AnyResult = Loaded | LoadFailed | LoadCancelled
+class ServerState(msgspec.Struct, frozen=True, kw_only=True):
+    """Whether there is a session with a prefill server that ConnectServer has named."""
+
+    name: str
+    """As in ConnectServer."""
+    up: bool
+    reason: str = ""
+    """Why it is down."""
+    incompatible: bool = False
+    """Model, dtype or version do not match, so that waiting for it does not help."""
+
+
+AnyCommand = RenewLease | LoadKv | RejectTicket | CancelLoad | ReleaseLoad | ConnectServer | DisconnectServer
+AnyResult = Loaded | LoadFailed | LoadCancelled | ServerState

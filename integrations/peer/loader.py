@@ -3,28 +3,42 @@
     LEASED ──LoadKv──► QUEUED ──session, pages, row──► RESERVED ──all chunks──► LOADED ──ReleaseLoad──► (gone)
        │                  │                               │ TicketFailed, bad chunk, silence, session lost
        │ CancelLoad       │ CancelLoad, timeout           │ CancelLoad
-       └──────────────────┴───────────────────────────────┴──► (gone), or RELEASING until AskCancel can be sent
+       └──────────────────┴───────────────────────────────┴──► (gone)
+                                                            ├─► RELEASING ──AskCancel can be sent──► (gone)
+                                                            └─► STOPPING ──nothing can be written any more──► (gone)
 
 A RELEASING record has no session with its prefill server yet, and waits for one to release its ticket.
+
+A STOPPING record keeps its pages and its row from others: its prefill server writes into the pages itself (backend shm
+or nixl), whatever the receiver is told. It has stopped once it says that the ticket has ended (TicketCancelled,
+TicketFailed, TicketFinished), or once its session has ended and its write access is revoked (SessionClosed), which a
+process that is stopped puts off until it goes on or dies. The owner has its answer long before.
 """
 
 import math
 from collections import deque
 
-from headrace.core.messages.orders import CancelReceive, CloseSession, OpenSession, PrepareReceive
+from headrace.core.messages.orders import CancelReceive
 from headrace.core.messages.peers import (
     AskCancel,
     AskRenew,
-    ControlClientEffect,
-    DisconnectPrefill,
     PeerEvent,
     PrefillDown,
     PrefillUp,
+    TicketCancelled,
     TicketFailed,
     TicketFinished,
 )
-from headrace.core.messages.stage_events import ChunkReceived, KvReceived, ReceiveFailed, ReceivePrepared, StageEvent
+from headrace.core.messages.stage_events import (
+    ChunkReceived,
+    KvReceived,
+    ReceiveFailed,
+    ReceivePrepared,
+    SessionClosed,
+    StageEvent,
+)
 from headrace.core.types.allow_list import PREFILL_NOT_ALLOWED
+from headrace.core.types.backends import writes_directly
 from headrace.core.types.errors import PEER_GONE, QUEUE_FULL, TOO_LONG
 from headrace.core.types.geometry import ceil_div
 from headrace.core.types.request import FirstToken
@@ -32,22 +46,22 @@ from headrace.integrations.peer.commands import (
     AnyCommand,
     AnyResult,
     CancelLoad,
+    ConnectServer,
     ControlPortReply,
+    DisconnectServer,
     LoadCancelled,
     LoadFailed,
     LoadKv,
-    LookUpControlPort,
     RejectTicket,
     ReleaseLoad,
     RenewLease,
     TicketRef,
 )
-from headrace.integrations.peer.records import Limits, LoadPhase, PrefillRecord, TicketRecord, server_name
-from headrace.integrations.peer.staging import PAGE_TOKENS, PageRunAllocator
+from headrace.integrations.peer.records import Limits, LoadPhase, PrefillRecord, TicketRecord
+from headrace.integrations.peer.servers import TOO_MANY, Effect, PrefillServers
+from headrace.integrations.peer.staging import PageRunAllocator
 
-LOOKUP_S = 0.5  # between two lookups of a control port
-IDLE_S = 60.0  # a session without records is closed after this
-MAX_SERVERS = 64
+ANSWERED = (LoadPhase.LOADED, LoadPhase.STOPPING, LoadPhase.RELEASING)
 METADATA_ROWS = 256  # concurrent reservations; further loads wait
 FINGERPRINT = "fingerprint_mismatch"
 
@@ -60,13 +74,11 @@ class KvLoader:
 
     def __init__(self, limits: Limits) -> None:
         """limits: what may be connected to, and the size of the staging area."""
-        self.effects: deque[
-            ControlClientEffect | OpenSession | CloseSession | PrepareReceive | CancelReceive | LookUpControlPort
-        ] = deque()
+        self.effects: deque[Effect] = deque()
         self.results: deque[AnyResult] = deque()
         self.staging_pages = PageRunAllocator(limits.pages)
         self._limits = limits
-        self._servers: dict[str, PrefillRecord] = {}
+        self._servers = PrefillServers(limits, self.effects, self.results)
         self._records: dict[str, TicketRecord] = {}
         self._by_serial: dict[int, TicketRecord] = {}
         self._queue: deque[TicketRecord] = deque()  # QUEUED records, oldest command first
@@ -93,27 +105,27 @@ class KvLoader:
                 record = self._records.get(command.id)
                 if record is not None and record.phase is LoadPhase.LOADED:
                     self._close(record, now)
+            case ConnectServer():
+                self._servers.keep(command, now)
+            case DisconnectServer():
+                self._servers.let_go(command, now)
         self._start(now)
 
     def handle(self, event: PeerEvent | StageEvent | ControlPortReply, now: float) -> None:
         """Handle an event of the control client, the receiver or a lookup."""
         match event:
             case ControlPortReply():
-                self._found(event, now)
+                self._servers.found(event, now)
             case PrefillUp():
                 self._up(event, now)
             case PrefillDown():
                 self._down(event, now)
-            case TicketFailed(session=session, ticket=ticket, generation=generation):
-                record = self._reserved(session, ticket, generation)
-                if record is not None:
-                    self._fail(record, event.error.code, event.error.message, now, notify=False)
-            case TicketFinished(session=session, ticket=ticket, generation=generation):
-                record = self._reserved(session, ticket, generation)
-                if record is not None:
-                    self._fail(
-                        record, "no_kv", "the first token ended the prompt, so no KV was sent", now, notify=False
-                    )
+            case TicketFailed() | TicketFinished() | TicketCancelled():
+                self._ended(event, now)
+            case SessionClosed():
+                for record in [one for one in self._records.values() if one.phase is LoadPhase.STOPPING]:
+                    if record.session == event.session:
+                        self._close(record, now)
             case ReceivePrepared(request=serial) if serial in self._by_serial:
                 self._reserve(self._by_serial[serial])
             case ChunkReceived(request=serial) if serial in self._by_serial:
@@ -137,30 +149,23 @@ class KvLoader:
                 self._fail(record, PEER_GONE, text, now, notify=False)
             else:
                 self._fail(record, "timeout", f"no data for {self._limits.load_timeout_s:g} s", now)
-        for server in list(self._servers.values()):
-            if server.records and server.next_lookup <= now:
-                server.next_lookup = math.inf
-                self.effects.append(server.first_step())
-            if not server.records and server.idle_since + IDLE_S <= now:
-                del self._servers[server.name]
-                self.effects.append(DisconnectPrefill(name=server.name))
-                if server.session is not None:
-                    self.effects.append(CloseSession(seq=0, session=server.session))
+        self._servers.tick(now)
         self._start(now)
 
     def next_deadline(self) -> float | None:
         """When to call tick() next; None for no deadline."""
-        deadlines = [record.deadline for record in self._records.values()]
-        for server in self._servers.values():
-            deadlines.append(server.next_lookup if server.records else server.idle_since + IDLE_S)
-        soonest = min(deadlines, default=math.inf)
+        soonest = min((record.deadline for record in self._records.values()), default=math.inf)
+        soonest = min(soonest, self._servers.next_deadline())
         return None if soonest == math.inf else soonest
 
     def _track(self, name: str, ticket: TicketRef, now: float) -> TicketRecord | None:
         """The record of this id, made if necessary; None when its server may not be connected to."""
-        if name in self._records or self._limits.why_denied(ticket):
-            return self._records.get(name)
-        server = self._servers.get(server_name(ticket)) or self._add(ticket, now)
+        if name in self._records:
+            return self._records[name]
+        server = self._servers.get(ticket)
+        if (server is None or not server.told) and self._limits.why_denied(ticket):
+            return None
+        server = server or self._servers.add(ticket, now)
         if server is None:
             return None
         self._serials += 1
@@ -172,44 +177,24 @@ class KvLoader:
             )  # repeated until it is reserved or cancelled
         return record
 
-    def _add(self, ticket: TicketRef, now: float) -> PrefillRecord | None:
-        """Start connecting to a prefill server; None when there are too many already."""
-        if len(self._servers) >= MAX_SERVERS:
-            return None
-        server = self._servers[server_name(ticket)] = PrefillRecord(
-            server_name(ticket), ticket, self._limits.key_of(ticket), now
-        )
-        self.effects.append(server.first_step())
-        return server
-
-    def _found(self, found: ControlPortReply, now: float) -> None:
-        """Connect to the control endpoint that the HTTP port named, or repeat the lookup later."""
-        server = self._servers.get(found.name)
-        if server is None:
-            return
-        if found.control_port:
-            self.effects.append(server.connect(found.control_port))
-        else:
-            server.reason, server.next_lookup = found.reason, now + LOOKUP_S
-
     def _load(self, load: LoadKv, now: float) -> None:
         """Queue a load, or fail it if it can never succeed."""
         record = self._track(load.id, load.ticket, now)
         ticket, limits = load.ticket, self._limits
         if record is None:
             denied = limits.why_denied(ticket)
-            code, text = (PREFILL_NOT_ALLOWED, denied) if denied else (QUEUE_FULL, f"{MAX_SERVERS} prefill servers")
+            code, text = (PREFILL_NOT_ALLOWED, denied) if denied else (QUEUE_FULL, TOO_MANY)
             self.results.append(LoadFailed(id=load.id, code=code, message=text))
             return
         server = self._server_of(record)
         record.load, record.started = load, now
-        record.pages = ceil_div(load.tokens, PAGE_TOKENS) - load.start // PAGE_TOKENS
+        record.pages = ceil_div(load.tokens, limits.page_tokens) - load.start // limits.page_tokens
         if ticket.fingerprint not in ("", limits.fingerprint):
             ours = f"{limits.fingerprint} at the decode server" + (f" (model {limits.model})" if limits.model else "")
             text = f"fingerprint: {ticket.fingerprint} at the prefill server, {ours}"
             self._fail(record, FINGERPRINT, text, now)
         elif record.pages > limits.pages:
-            text = f"{load.count} tokens; {limits.pages * PAGE_TOKENS} fit into the staging area"
+            text = f"{load.count} tokens; {limits.pages * limits.page_tokens} fit into the staging area"
             self._fail(record, TOO_LONG, text, now)
         elif server.incompatible:
             self._fail(record, "unfit", server.reason, now, notify=False)
@@ -241,6 +226,7 @@ class KvLoader:
     def _reserve(self, record: TicketRecord) -> None:
         """Ask the prefill server to send, now that the receiver is ready."""
         if record.phase is LoadPhase.RESERVED:
+            record.written_directly = writes_directly(self._server_of(record).backend)
             self.effects.append(record.ask_reserve())
 
     def _finish(self, record: TicketRecord, first: FirstToken, now: float) -> None:
@@ -248,31 +234,32 @@ class KvLoader:
         if record.phase is not LoadPhase.RESERVED:
             return
         self._rows.append(record.row)
-        record.phase, record.deadline = LoadPhase.LOADED, math.inf
-        self.results.append(record.loaded(first, now))
+        record.phase, record.deadline, record.written_directly = LoadPhase.LOADED, math.inf, False
+        self.results.append(record.loaded(first, self._limits.page_tokens, now))
 
     def _cancel(self, name: str, now: float) -> None:
         record = self._records.get(name)
-        if record is None or record.phase in (LoadPhase.LOADED, LoadPhase.RELEASING):
-            return  # answered already, or unknown
+        if record is None or record.phase in ANSWERED:
+            return
         if record.load is not None:
             self.results.append(LoadCancelled(id=name))
         self._release(name, now)
 
     def _fail(self, record: TicketRecord, code: str, message: str, now: float, *, notify: bool = True) -> None:
         """Report LoadFailed, if a load was asked for, and release the ticket. notify: see _release."""
-        if record.phase in (LoadPhase.LOADED, LoadPhase.RELEASING):
+        if record.phase in ANSWERED:
             return
         self.results.append(LoadFailed(id=record.id, code=code, message=message))
         self._release(record.id, now, notify=notify)
 
     def _release(self, name: str, now: float, *, notify: bool = True) -> None:
-        """Stop writing for a record, free its space, and tell the prefill server, now or once there is a session.
+        """Stop writing for a record, free its space once nobody writes there, and tell the prefill server, now or once
+        there is a session.
 
         notify: False when the prefill server knows. A reservation of an ended session needs no message either.
         """
         record = self._records.get(name)
-        if record is None or record.phase in (LoadPhase.LOADED, LoadPhase.RELEASING):
+        if record is None or record.phase in ANSWERED:
             return
         session, generation = self._server_of(record).session, record.generation or self._generation()
         if record.phase is LoadPhase.RESERVED:
@@ -287,45 +274,40 @@ class KvLoader:
             self.effects.append(
                 AskCancel(session=session, ticket=record.ticket.name, generation=generation, reason="not needed")
             )
+        if record.written_directly:
+            record.phase, record.deadline = LoadPhase.STOPPING, math.inf
+            return
         self._close(record, now)
 
     def _close(self, record: TicketRecord, now: float) -> None:
         """Remove a record and free its row and pages; the only place that does."""
-        if record.phase is LoadPhase.RESERVED:
+        if record.phase in (LoadPhase.RESERVED, LoadPhase.STOPPING):
             self._rows.append(record.row)
-        if record.phase in (LoadPhase.RESERVED, LoadPhase.LOADED):
+        if record.phase in (LoadPhase.RESERVED, LoadPhase.STOPPING, LoadPhase.LOADED):
             self.staging_pages.free(record.page, record.pages)
-        server = self._server_of(record)
-        del self._records[record.id], self._by_serial[record.serial], server.records[record.id]
-        server.idle_since = now
+        server = self._servers.get(record.ticket)
+        if server is not None and server.records.pop(record.id, None) is not None:
+            server.idle_since = now
+        del self._records[record.id], self._by_serial[record.serial]
 
     def _up(self, event: PrefillUp, now: float) -> None:
         """A session is open: open its data connections, renew leases, release tickets that waited for it."""
-        server = self._servers.get(event.name)
+        server = self._servers.up(event)
         if server is None:
             return
-        server.session, server.incompatible = event.session, False
-        self.effects.append(server.open_session(event))
         for record in list(server.records.values()):
             if record.phase is LoadPhase.RELEASING:
                 record.phase = LoadPhase.LEASED
                 self._release(record.id, now)
-            elif record.phase is not LoadPhase.LOADED:
+            elif record.phase in (LoadPhase.LEASED, LoadPhase.QUEUED):
                 record.deadline = math.inf
                 self.effects.append(AskRenew(session=event.session, ticket=record.ticket.name))
 
     def _down(self, event: PrefillDown, now: float) -> None:
         """A session has ended or could not be opened. Fails reservations; queued loads wait for another session."""
-        server = self._servers.get(event.name)
+        server = self._servers.down(event, now)
         if server is None:
             return
-        server.reason, server.incompatible = event.reason, event.unfit
-        if event.session is not None and event.session == server.session:
-            server.session = None
-            self.effects.append(CloseSession(seq=0, session=event.session))
-            if server.ticket.http:  # after a restart its control port may differ
-                self.effects.append(DisconnectPrefill(name=server.name))
-                server.next_lookup = now
         for record in list(server.records.values()):
             if record.phase is LoadPhase.RESERVED and record.session != server.session:
                 self._fail(record, PEER_GONE, f"the prefill server is gone: {event.reason}", now, notify=False)
@@ -333,16 +315,30 @@ class KvLoader:
                 self._fail(record, "unfit", event.reason, now, notify=False)
             elif record.phase is LoadPhase.QUEUED and record.deadline == math.inf:
                 record.deadline = now + self._limits.connect_timeout_s
+            if record.phase is LoadPhase.STOPPING and record.session != server.session:
+                del server.records[record.id]  # it waits for SessionClosed, for which the server is not needed
+                server.idle_since = now
 
-    def _reserved(self, session: str, ticket: str, generation: int) -> TicketRecord | None:
+    def _ended(self, event: TicketFailed | TicketFinished | TicketCancelled, now: float) -> None:
+        """The prefill server has ended a ticket, and writes nothing more for it."""
+        key = event.session, event.ticket, event.generation
         for record in self._records.values():
-            key = record.session, record.ticket.name, record.generation
-            if record.phase is LoadPhase.RESERVED and key == (session, ticket, generation):
-                return record
-        return None
+            if record.key == key and record.phase in (LoadPhase.RESERVED, LoadPhase.STOPPING):
+                break
+        else:
+            return
+        record.written_directly = False
+        if record.phase is LoadPhase.STOPPING:
+            self._close(record, now)
+        elif isinstance(event, TicketFailed):
+            self._fail(record, event.error.code, event.error.message, now, notify=False)
+        elif isinstance(event, TicketFinished):
+            self._fail(record, "no_kv", "the first token ended the prompt, so no KV was sent", now, notify=False)
 
     def _server_of(self, record: TicketRecord) -> PrefillRecord:
-        return self._servers[server_name(record.ticket)]
+        server = self._servers.get(record.ticket)
+        assert server is not None, "only servers without records are closed"
+        return server
 
     def _generation(self) -> int:
         self._serials += 1

@@ -1,12 +1,42 @@
 """Staging area: where KV arrives before its owner copies it into an engine's cache; allocated in runs of pages."""
 
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Protocol
+
 import numpy as np
 from msgspec.structs import replace
 
+from headrace.core.types.backends import PoolMemory
 from headrace.core.types.geometry import Geometry, ceil_div
-from headrace.transfer.protocol.layout import WHOLE, Box, Bytes, frame_shape
+from headrace.transfer.backends.base import RegisteredPool
+from headrace.transfer.protocol.layout import WHOLE, Box, Bytes, PageStore, frame_shape
 
-PAGE_TOKENS = 64  # per page of the staging area
+PAGE_TOKENS = 64  # per page of the staging area, unless its owner wants another size
+
+
+class StagingMemory(PageStore, Protocol):
+    """What a peer thread needs of a staging area."""
+
+    @property
+    def geometry(self) -> Geometry:
+        """Of the whole model, with the staging area's page size."""
+        ...
+
+    @property
+    def pages(self) -> int:
+        """How many there are."""
+        ...
+
+    @property
+    def registered_pools(self) -> Mapping[str, RegisteredPool]:
+        """By backend, the area as prefill stages may write into it; empty where KV only comes in frames."""
+        ...
+
+    @property
+    def memory(self) -> PoolMemory | None:
+        """How they reach it; None where they cannot."""
+        ...
 
 
 class PageRunAllocator:
@@ -47,21 +77,24 @@ class Staging:
     """A PageStore over one array, data: uint8 [layers, planes, kv_heads, tokens, head_dim * item_bytes], for the one
     tensor of a geometry: keys and values, or a latent.
 
-    Page p is the tokens [p * PAGE_TOKENS, (p + 1) * PAGE_TOKENS), so a run of pages is one slice of every head. Memory
-    is only taken by what was written.
+    Page p is the tokens [p * page_tokens, (p + 1) * page_tokens), so a run of pages is one slice of every head. Memory
+    is only taken by what was written. KV comes in frames.
     """
 
-    def __init__(self, geometry: Geometry, tokens: int) -> None:
+    memory = None
+    registered_pools: Mapping[str, RegisteredPool] = MappingProxyType({})
+
+    def __init__(self, geometry: Geometry, tokens: int, page_tokens: int = PAGE_TOKENS) -> None:
         """geometry: of the whole model; its page size is replaced. tokens: capacity, rounded up to pages."""
-        self.geometry = replace(geometry, page_size=PAGE_TOKENS)
-        self.pages = ceil_div(tokens, PAGE_TOKENS)
+        self.geometry = replace(geometry, page_size=page_tokens)
+        self.pages = ceil_div(tokens, page_tokens)
         [tensor] = geometry.tensors
-        self.data: Bytes = np.zeros(frame_shape(tensor, self.pages * PAGE_TOKENS), np.uint8)
+        self.data: Bytes = np.zeros(frame_shape(tensor, self.pages * page_tokens), np.uint8)
 
     def view(self, page: int, first_slot: int, count: int, box: Box = WHOLE) -> Bytes:
         """View of slots [first_slot, first_slot + count): uint8 [layers, planes, kv_heads, count, row bytes]. box:
         range of layers and heads."""
-        at = page * PAGE_TOKENS + first_slot
+        at = page * self.geometry.page_size + first_slot
         return self.data[box.layers, :, box.heads, at : at + count]
 
     def read(self, page: int, first_slot: int, count: int, box: Box = WHOLE) -> Bytes:

@@ -23,11 +23,12 @@ from headrace.core.messages.peers import PeerEffect, PeerEvent
 from headrace.core.runtime.clock import Clock, LoopClock, SystemClock
 from headrace.core.runtime.event_loop import EventLoop
 from headrace.core.types.allow_list import is_allowed
+from headrace.core.types.backends import ZMQ
 from headrace.integrations.peer.commands import AnyCommand, AnyResult, ControlPortReply, LookUpControlPort
 from headrace.integrations.peer.loader import METADATA_ROWS, KvLoader
 from headrace.integrations.peer.lookup import ControlPortLookup
 from headrace.integrations.peer.records import Limits
-from headrace.integrations.peer.staging import Staging
+from headrace.integrations.peer.staging import StagingMemory
 from headrace.transfer.control.client import ControlClient
 from headrace.transfer.data.receiver import Receiver
 from headrace.transfer.protocol.matching import make_hello
@@ -52,7 +53,7 @@ class PeerThread(threading.Thread):
     def __init__(
         self,
         limits: Limits,
-        staging: Staging,
+        staging: StagingMemory,
         *,
         name: str,
         max_model_len: int,
@@ -62,10 +63,11 @@ class PeerThread(threading.Thread):
     ) -> None:
         """Open the sockets; start() runs the thread.
 
-        staging: where KV arrives. name: for logs of prefill servers. max_model_len: longest sequence, told to prefill
-        servers. api_key: sent in lookups to HTTP ports that limits.rules name by host and port. Raises ConfigError for
-        CURVE key files that are missing.
+        staging: where KV arrives, as limits describes it. name: for logs of prefill servers. max_model_len: longest
+        sequence, told to prefill servers. api_key: sent in lookups to HTTP ports that limits.rules name by host and
+        port. Raises ConfigError for CURVE key files that are missing.
         """
+        assert (limits.pages, limits.page_tokens) == (staging.pages, staging.geometry.page_size), "one staging area"
         super().__init__(name="headrace-peer", daemon=True)
         config = transfer or TransferConfig()
         self._clock = LoopClock(clock or SystemClock())  # the process may keep this thread from running for long
@@ -81,6 +83,7 @@ class PeerThread(threading.Thread):
             store=staging,
             context=self._context,
             metadata_rows=METADATA_ROWS,
+            registered_pools=staging.registered_pools,
         )
         hello = make_hello(
             config,
@@ -92,12 +95,14 @@ class PeerThread(threading.Thread):
             kv_pages=staging.pages,
             max_model_len=max_model_len,
             metadata_rows=METADATA_ROWS,
+            backends=tuple(name for name in config.backends if name == ZMQ or name in staging.registered_pools),
+            memory=(staging.memory,) if staging.memory is not None else (),
             model=limits.model,
         )
         self._control_client.ready(hello)
         self._loop = EventLoop((self._control_client, self._receiver), zmq.Poller, self._clock, self._clock.wait)
         self._commands: queue.SimpleQueue[AnyCommand | ControlPortReply | None] = queue.SimpleQueue()  # one per request
-        self._results: queue.SimpleQueue[AnyResult | ThreadEnded] = queue.SimpleQueue()  # at most one per command
+        self._results: queue.SimpleQueue[AnyResult | ThreadEnded] = queue.SimpleQueue()  # one per load; server states
         self._wakeup_send, self._wakeup_recv = socket.socketpair()
         for end in (self._wakeup_send, self._wakeup_recv):
             end.setblocking(False)

@@ -131,9 +131,9 @@ class RemotePrefill:
         )
         while True:
             for result in self._peer.results(wait_s=1.0):
-                if result.id == name and isinstance(result, Loaded):
+                if isinstance(result, Loaded) and result.id == name:
                     return self._cache(result)
-                if result.id == name and isinstance(result, LoadFailed):
+                if isinstance(result, LoadFailed) and result.id == name:
                     raise HeadraceError(ErrorInfo(code=result.code, message=result.message, status=502))
 
     def _cache(self, loaded: Loaded) -> DynamicCache:

@@ -23,6 +23,7 @@ from headrace.integrations.peer.commands import (
     LoadKv,
     RejectTicket,
     ReleaseLoad,
+    ServerState,
 )
 from headrace.integrations.peer.thread import PeerFailed
 
@@ -110,6 +111,8 @@ class Worker:
         for result in self._results(IDLE_WAIT_S if waits else 0.0):
             if isinstance(result, Loaded) and result.id not in self._cancelled and result.id in self._blocks:
                 self._writes[result.id] = CacheWrite(result, self._slots(result))
+                continue
+            if isinstance(result, ServerState):  # of no load
                 continue
             if isinstance(result, Loaded):
                 self._peer.submit(ReleaseLoad(id=result.id))

@@ -6,6 +6,7 @@ from headrace.core.messages.orders import PrepareReceive
 from headrace.core.messages.peers import AskReserve, ConnectPrefill, DisconnectPrefill, PrefillDown, PrefillUp
 from headrace.core.messages.stage_events import ReceivePrepared
 from headrace.core.types.allow_list import allowed_prefills
+from headrace.core.types.backends import ZMQ
 from headrace.core.types.geometry import Geometry
 from headrace.core.types.request import FirstToken
 from headrace.integrations.peer.commands import AnyCommand, AnyResult, LoadKv, TicketRef
@@ -24,9 +25,13 @@ def ticket(name: str = "t", **changes: Any) -> TicketRef:
 class Bench:
     """A KvLoader and its time; every step returns the effects that it asked for."""
 
-    def __init__(self) -> None:
+    def __init__(self, backend: str = ZMQ, page_tokens: int = 64) -> None:
+        """backend: of its sessions."""
         rules = allowed_prefills((), ("127.0.0.0/8",))
-        self.limits = Limits(fingerprint="f", rules=rules, pages=PAGES, connect_timeout_s=10, load_timeout_s=30)
+        self.limits = Limits(
+            fingerprint="f", rules=rules, pages=PAGES, page_tokens=page_tokens, connect_timeout_s=10, load_timeout_s=30
+        )
+        self.backend = backend
         self.loader, self.now, self.sessions = KvLoader(self.limits), 100.0, 0
         self.connected = False
 
@@ -60,7 +65,12 @@ class Bench:
         self.sessions += 1
         geometry = Geometry("float32", 1, 1, 1, 16)
         event = PrefillUp(
-            name=name, session=f"s{self.sessions}", endpoints=("tcp://x:1",), geometries=(geometry,), window_bytes=1
+            name=name,
+            session=f"s{self.sessions}",
+            endpoints=("tcp://x:1",),
+            geometries=(geometry,),
+            window_bytes=1,
+            backend=self.backend,
         )
         return self.hear(event)
 
