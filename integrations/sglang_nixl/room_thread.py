@@ -1,0 +1,250 @@
+"""Thread that hands KV over to SGLang decode engines: messages of decode ranks, writes, answers.
+
+    decode ranks ──PULL──► ┌────────┐ ◄──expect, hold, withdraw── HTTP side
+                 ◄─PUSH─── │ thread │ ──ended──►
+                 ◄─NIXL─── └────────┘ ◄──results── peer thread ◄──commands──
+One turn: wait │ commands │ messages │ writes │ deadlines; after each, apply the effects of the rooms.
+"""
+
+import contextlib
+import logging
+import queue
+import socket
+import threading
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any
+
+import zmq
+
+from headrace.core.runtime.clock import Clock, LoopClock, SystemClock
+from headrace.core.stats import Stats
+from headrace.core.types.addresses import bracketed, url
+from headrace.core.types.errors import ConfigError, ErrorInfo
+from headrace.core.types.geometry import Geometry
+from headrace.integrations.peer.commands import AnyCommand, LoadResult
+from headrace.integrations.sglang_nixl.pool_runs import PoolRuns
+from headrace.integrations.sglang_nixl.records import (
+    Effect,
+    Held,
+    RoomEnded,
+    RoomLimits,
+    StopWrites,
+    Tell,
+    WriteKv,
+    WriteRow,
+)
+from headrace.integrations.sglang_nixl.room_writes import RoomWrites
+from headrace.integrations.sglang_nixl.rooms import RoomTable
+from headrace.integrations.sglang_nixl.wire import MAX_FRAME, Abort, Address, Registration, RoomTarget, parse
+from headrace.integrations.sglang_nixl.writer import MakeWriter
+
+log = logging.getLogger(__name__)
+
+POLL_MS = 1  # between two looks at writes that are under way
+IDLE_MS = 1000
+TURN_MESSAGES = 256  # taken in one turn
+MAX_SOCKETS = 256  # to decode ranks, the ones used last
+QUEUED = 1024  # messages for one decode rank
+
+
+class RoomThread(threading.Thread):
+    """One rank of a prefill side, as SGLang decode engines see it. Public methods may be called by any thread."""
+
+    def __init__(
+        self,
+        geometry: Geometry,
+        pages: int,
+        pool: memoryview,
+        *,
+        host: str,
+        port: int = 0,
+        limits: RoomLimits,
+        make_writer: MakeWriter,
+        submit: Callable[[AnyCommand], None],
+        ended: Callable[[str, ErrorInfo | None], None],
+        unregistered: Callable[[str], None] = lambda _address: None,
+        is_allowed: Callable[[str], bool] = lambda _address: True,
+        clock: Clock | None = None,
+    ) -> None:
+        """Bind the socket of decode ranks; start() runs the thread.
+
+        pool: in the layout of PoolRuns. submit: takes commands to the peer thread, whose results are given to heard().
+        ended: called once for each expect(), on this thread. unregistered: called with the IP address of a decode rank
+        that has not registered here. is_allowed: whether an IP address is one of the decode engines'; messages that
+        name another one are dropped. Raises ConfigError when the address cannot be listened on.
+        """
+        super().__init__(name="headrace-sglang", daemon=True)
+        self._clock = LoopClock(clock or SystemClock())
+        self._rooms = RoomTable(geometry, limits)
+        self._writes = RoomWrites(pool, PoolRuns(geometry, pages), make_writer)
+        self._submit, self._ended = submit, ended
+        self._unregistered, self._is_allowed = unregistered, is_allowed
+        self._context: Any = zmq.Context()
+        self._pull, self.port = _bind(self._context, host, port)
+        self._pushes: OrderedDict[Address, Any] = OrderedDict()
+        self._calls: queue.SimpleQueue[Callable[[float], None] | None] = queue.SimpleQueue()  # a few for each request
+        self._wakeup_send, self._wakeup_recv = socket.socketpair()
+        for end in (self._wakeup_send, self._wakeup_recv):
+            end.setblocking(False)
+        self._running = True
+
+    def expect(self, request: str, room: int) -> None:
+        """A request with this room has come. Answered once by `ended`, when the KV is at the decode engine or will not
+        be."""
+        self._call(lambda now: self._rooms.expect(request, room, now))
+
+    def hold(self, request: str, room: int, held: Held) -> None:
+        """A prefill server holds the KV for a request."""
+        self._call(lambda now: self._rooms.hold(request, room, held, now))
+
+    def withdraw(self, request: str, room: int, error: ErrorInfo) -> None:
+        """The prefill server has failed a request, or its client is gone."""
+        self._call(lambda now: self._rooms.withdraw(request, room, error, now))
+
+    def heard(self, result: LoadResult) -> None:
+        """A result of the peer thread."""
+        self._call(lambda now: self._rooms.handle(result, now))
+
+    def statistics(self) -> Stats:
+        """Counters."""
+        return self._rooms.statistics()
+
+    def stop(self, timeout_s: float = 2.0) -> None:
+        """End all writing and the thread; waits up to timeout_s for it."""
+        self._call(None)
+        self.join(timeout_s)
+
+    def run(self) -> None:
+        """Serve until stop()."""
+        poller = zmq.Poller()
+        poller.register(self._pull, zmq.POLLIN)
+        poller.register(self._wakeup_recv.fileno(), zmq.POLLIN)
+        try:
+            while self._running:
+                self._wait(poller)
+                self._take_calls()
+                self._take_messages()
+                for load, lost in self._writes.ended():
+                    self._rooms.written(load, lost, self._clock.now())
+                self._rooms.tick(self._clock.now())
+                self._apply_effects()
+        except Exception:
+            log.exception("the thread that serves SGLang decode engines has failed")
+        finally:
+            self._writes.close()
+            for request in self._rooms.requests():
+                self._ended(request, ErrorInfo(code="unavailable", message="the gateway has stopped", status=503))
+            for push in self._pushes.values():
+                push.close()
+            self._pull.close()
+            self._wakeup_send.close()
+            self._wakeup_recv.close()
+            self._context.term()
+
+    def _call(self, call: Callable[[float], None] | None) -> None:
+        self._calls.put(call)
+        with contextlib.suppress(BlockingIOError, OSError):  # full: the thread is awake; closed: it has ended
+            self._wakeup_send.send(b"\0")
+
+    def _wait(self, poller: Any) -> None:
+        timeout = float(POLL_MS if self._writes else IDLE_MS)
+        deadline = self._rooms.next_deadline()
+        if deadline is not None:
+            timeout = min(timeout, max(0.0, (deadline - self._clock.now()) * 1000 + 1))
+        self._clock.wait(timeout / 1000)
+        poller.poll(int(timeout))
+
+    def _take_calls(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            self._wakeup_recv.recv(4096)
+        with contextlib.suppress(queue.Empty):
+            while True:
+                call = self._calls.get_nowait()
+                if call is None:
+                    self._running = False
+                else:
+                    call(self._clock.now())
+                    self._apply_effects()
+
+    def _take_messages(self) -> None:
+        for _ in range(TURN_MESSAGES):
+            try:
+                frames = self._pull.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            try:
+                self._take(parse(frames))
+            except ValueError as error:
+                log.warning("a message of a decode engine was dropped: %s", error)
+            self._apply_effects()
+
+    def _take(self, message: Registration | RoomTarget | Abort) -> None:
+        now = self._clock.now()
+        if message.address is not None and not self._is_allowed(message.address.host):
+            log.warning("a message that names %s, which is no decode engine's, was dropped", message.address.host)
+            return
+        match message:
+            case Registration():
+                self._register(message, now)
+            case Abort():
+                self._rooms.abort(message, now)
+            case RoomTarget():
+                if not self._rooms.is_registered(message.agent):
+                    self._unregistered(message.address.host)
+                self._rooms.target(message, now)
+
+    def _register(self, message: Registration, now: float) -> None:
+        wrong = self._rooms.register(message, now)
+        text = "SGLang decode engine at %s, rank %d of %d: %s"
+        rank = message.address.host, message.tp_rank, message.tp_size
+        log.log(logging.WARNING if wrong else logging.INFO, text, *rank, wrong or "registered")
+
+    def _apply_effects(self) -> None:
+        while self._rooms.effects:
+            self._apply(self._rooms.effects.popleft())
+
+    def _apply(self, effect: Effect) -> None:
+        match effect:
+            case WriteKv():
+                self._writes.write_kv(effect)
+            case WriteRow():
+                self._writes.write_row(effect)
+            case StopWrites(agents):
+                self._writes.stop(agents)
+            case Tell(address, frames):
+                self._tell(address, frames)
+            case RoomEnded(request, error):
+                self._ended(request, error)
+            case _:
+                self._submit(effect)
+
+    def _tell(self, address: Address, frames: tuple[bytes, ...]) -> None:
+        """Queue a message to a decode rank. One that is gone gets none."""
+        push = self._pushes.pop(address, None)
+        if push is None:
+            push = self._context.socket(zmq.PUSH)
+            push.setsockopt(zmq.IPV6, 1)
+            push.setsockopt(zmq.LINGER, 0)
+            push.setsockopt(zmq.SNDHWM, QUEUED)
+            push.connect(url("tcp", address.host, address.port))
+        self._pushes[address] = push
+        if len(self._pushes) > MAX_SOCKETS:
+            self._pushes.popitem(last=False)[1].close()
+        with contextlib.suppress(zmq.Again):
+            push.send_multipart(frames, zmq.NOBLOCK)
+
+
+def _bind(context: Any, host: str, port: int) -> tuple[Any, int]:
+    pull = context.socket(zmq.PULL)
+    pull.setsockopt(zmq.IPV6, 1)
+    pull.setsockopt(zmq.LINGER, 0)
+    pull.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME)
+    try:
+        if port == 0:
+            return pull, pull.bind_to_random_port(f"tcp://{bracketed(host)}")
+        pull.bind(url("tcp", host, port))
+    except zmq.ZMQError as error:
+        pull.close()
+        raise ConfigError(f"cannot listen on tcp://{host}:{port}: {error.strerror}; write another address") from error
+    return pull, port

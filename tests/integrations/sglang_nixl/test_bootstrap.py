@@ -1,0 +1,118 @@
+"""The bootstrap server as an SGLang decode engine asks it, over HTTP."""
+
+import http.client
+import json
+from collections.abc import Iterator
+
+import pytest
+
+from headrace.core.types.errors import ConfigError
+from headrace.integrations.sglang_nixl.bootstrap import Bootstrap, BootstrapServer, RankAddress, Setup
+
+HERE = "127.0.0.1"
+REQUIRED = {
+    "attn_tp_size",
+    "attn_cp_size",
+    "dp_size",
+    "pp_size",
+    "page_size",
+    "kv_cache_dtype",
+    "follow_bootstrap_room",
+}
+OPTIONAL = {
+    "enable_dsa_cache_layer_split",
+    "dsv41_spec_layout",
+    "kv_layout",
+    "decode_allocation_policy",
+    "enable_kv_cache_sharding",
+    "prefill_http_port",
+}
+
+
+@pytest.fixture
+def server() -> Iterator[tuple[Bootstrap, int]]:
+    bootstrap = Bootstrap(Setup(page_size=16, kv_cache_dtype="auto"), RankAddress(HERE, 7000))
+    running = BootstrapServer(HERE, 0, bootstrap)
+    running.start()
+    yield bootstrap, running.port
+    running.stop()
+    running.join(5)
+    assert not running.is_alive()
+
+
+def ask(port: int, method: str, path: str, body: str | None = None) -> tuple[int, str]:
+    connection = http.client.HTTPConnection(HERE, port, timeout=5)
+    try:
+        connection.request(method, path, body)
+        response = connection.getresponse()
+        return response.status, response.read().decode()
+    finally:
+        connection.close()
+
+
+def route(dp: str = "-1", cp: str = "-1", tp: str = "-1", pp: str = "-1") -> str:
+    return f"/route?prefill_dp_rank={dp}&prefill_cp_rank={cp}&target_tp_rank={tp}&target_pp_rank={pp}"
+
+
+def test_the_setup_has_the_fields_of_0_5_23_and_no_other(server: tuple[Bootstrap, int]) -> None:
+    status, body = ask(server[1], "GET", route())
+    answer = json.loads(body)
+    assert status == 200
+    assert set(answer) >= REQUIRED, "PrefillServerInfo has no defaults for these"
+    assert set(answer) <= REQUIRED | OPTIONAL, "and takes no others"
+    sizes = {name: answer[name] for name in ("attn_tp_size", "attn_cp_size", "dp_size", "pp_size")}
+    assert set(sizes.values()) == {1}
+    assert (answer["page_size"], answer["kv_cache_dtype"], answer["follow_bootstrap_room"]) == (16, "auto", True)
+    assert answer["decode_allocation_policy"] == "early"
+
+
+def test_ranks(server: tuple[Bootstrap, int]) -> None:
+    status, body = ask(server[1], "GET", route("0", "0", "0", "0"))
+    assert (status, json.loads(body)) == (200, {"rank_ip": HERE, "rank_port": 7000})
+    assert ask(server[1], "GET", route("0", "0", "1", "0"))[0] == 404
+    assert ask(server[1], "GET", route("x"))[0] == 400
+    assert ask(server[1], "GET", "/route?prefill_dp_rank=0")[0] == 400
+
+
+def test_health_fails_for_engines_that_have_not_asked_since_the_start_or_are_not_registered(
+    server: tuple[Bootstrap, int],
+) -> None:
+    bootstrap, port = server
+    assert ask(port, "GET", "/health")[0] == 503, "an engine that knew the server before it was started again"
+    ask(port, "GET", route())
+    assert ask(port, "GET", "/health") == (200, "OK")
+    bootstrap.forget(HERE)
+    assert ask(port, "GET", "/health")[0] == 503
+    ask(port, "GET", route())
+    assert ask(port, "GET", "/health")[0] == 200
+
+
+def test_data_parallel_ranks_and_what_is_not_served(server: tuple[Bootstrap, int]) -> None:
+    port = server[1]
+    status, body = ask(port, "POST", "/query_dp_ranks", '{"bootstrap_rooms": [7, 4611686018427387904]}')
+    assert (status, json.loads(body)) == (200, {"7": 0, "4611686018427387904": 0})
+    assert ask(port, "POST", "/register_dp_rank", '{"bootstrap_room": 7, "dp_rank": 0}') == (200, "OK")
+    assert ask(port, "POST", "/query_dp_ranks", '{"bootstrap_rooms": ["x"]}')[0] == 400
+    assert ask(port, "POST", "/query_dp_ranks", "x")[0] == 400
+    assert ask(port, "POST", "/elsewhere", "{}")[0] == 404
+    assert ask(port, "GET", "/elsewhere")[0] == 404
+    assert ask(port, "PUT", "/route", "{}")[0] == 501, "no other rank registers here"
+    connection = http.client.HTTPConnection(HERE, port, timeout=5)
+    connection.putrequest("POST", "/query_dp_ranks")
+    connection.putheader("Content-Length", str(1 << 30))
+    connection.endheaders()
+    assert connection.getresponse().status == 413
+    connection.close()
+
+
+def test_a_connection_is_kept(server: tuple[Bootstrap, int]) -> None:
+    connection = http.client.HTTPConnection(HERE, server[1], timeout=5)
+    for _ in range(3):
+        connection.request("GET", route())
+        assert connection.getresponse().read()
+    connection.close()
+
+
+def test_an_address_that_is_taken_is_named(server: tuple[Bootstrap, int]) -> None:
+    with pytest.raises(ConfigError, match=f"cannot listen on {HERE}:{server[1]}"):
+        BootstrapServer(HERE, server[1], server[0])
