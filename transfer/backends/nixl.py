@@ -49,15 +49,17 @@ ERRORS = (
 class Agent:
     """A NIXL agent with registered memory.
 
-    devices: network device that UCX may use, "" for all. Raises OSError if UCX has no transport there, or cannot
-    register the memory.
+    devices: network device that UCX may use, "" for all. same_host: whether processes of this host may also copy out
+    of the memory and into it directly, which no destroy() keeps them from. Raises OSError if UCX has no transport
+    there, or cannot register the memory.
     """
 
-    def __init__(self, memory: memoryview, devices: str) -> None:
+    def __init__(self, memory: memoryview, devices: str, *, same_host: bool = False) -> None:
         self.name = secrets.token_hex(16)
         self._memory = np.frombuffer(memory, np.uint8)
         self.address = int(self._memory.ctypes.data)
-        options = f"{UCX_OPTIONS},NET_DEVICES={devices}" if devices else UCX_OPTIONS
+        options = [] if same_host else [UCX_OPTIONS]
+        options += [f"NET_DEVICES={devices}"] if devices else []
         config = nixl.nixlAgentConfig()
         config.useProgThread = True
         config.useListenThread = False
@@ -65,7 +67,7 @@ class Agent:
         self.nixl = nixl.nixlAgent(self.name, config)
         with _os_errors("a NIXL agent"):
             self._backends = [
-                self.nixl.createBackend("UCX", {"engine_config": options, "ucx_error_handling_mode": "peer"})
+                self.nixl.createBackend("UCX", {"engine_config": ",".join(options), "ucx_error_handling_mode": "peer"})
             ]
             self._regions = nixl.nixlRegDList(nixl.DRAM_SEG, [(self.address, self._memory.nbytes, 0, "")])
             self.nixl.registerMem(self._regions, self._backends)

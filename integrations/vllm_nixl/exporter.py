@@ -1,0 +1,233 @@
+"""KV exporter: offers loaded KV to vLLM decode engines by NIXL, until they have read it or nobody can read it any more.
+
+    owner ──offer()──► lease ──► kv_transfer_params ──► router ──► decode engine
+          ◄─release()── leases ◄── notices ── NIXL agent ◄── READ ──┤
+                                             side channel ◄─ query ─┘
+One thread answers queries, polls notices and ends leases. When pages are in quarantine (leases.py), a new generation
+(agent_generation.py) takes over; the old one is ended as soon as its open leases are, and its pages are free again.
+"""
+
+import contextlib
+import logging
+import queue
+import secrets
+import socket
+import threading
+from collections.abc import Callable, Collection
+from typing import Any
+
+import msgspec
+import zmq
+
+from headrace.core.runtime.backoff import Backoff
+from headrace.core.runtime.clock import Clock, LoopClock, SystemClock
+from headrace.core.runtime.polling import Poll
+from headrace.core.stats import Sample, Stats
+from headrace.core.types.geometry import ceil_div
+from headrace.integrations.vllm_nixl.agent_generation import AgentGeneration
+from headrace.integrations.vllm_nixl.engine_probe import DecodeEngine
+from headrace.integrations.vllm_nixl.kv_pool import VllmPool
+from headrace.integrations.vllm_nixl.leases import LeaseTable
+from headrace.integrations.vllm_nixl.side_channel import SideChannel
+from headrace.integrations.vllm_nixl.wire import handoff_params, parse_notice
+
+log = logging.getLogger(__name__)
+
+MAX_GENERATIONS = 4  # at a time: the current one, and those whose leases have not ended
+BUSY_POLL_S = 0.002  # between two looks for notices while a lease is open
+IDLE_POLL_S = 0.25
+FIRST_RETRY_S, LAST_RETRY_S = 0.5, 10.0  # between attempts to make a generation
+
+
+class ExporterOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """Addresses and times."""
+
+    host: str = "127.0.0.1"
+    """Of the side channel, which decode engines are told and which is bound."""
+    port: int = 0
+    """Of the side channel; 0: a free one."""
+    lease_s: float = 30.0
+    """A lease ends after so long without a sign of its engine."""
+    limit_s: float = 600.0
+    """A lease ends after so long in any case."""
+    devices: str = ""
+    """Network device of NIXL; "": all."""
+
+
+LeaseCommand = Callable[[LeaseTable, float], list[str]]  # returns loads whose pages are free; the float: seconds, now
+
+
+class KvExporter(threading.Thread):
+    """Offers the pages of a pool to decode engines that were probed and are equal. Methods may be called by any
+    thread."""
+
+    def __init__(
+        self,
+        engine: DecodeEngine,
+        pool: VllmPool,
+        options: ExporterOptions,
+        release: Callable[[str], None],
+        clock: Clock | None = None,
+    ) -> None:
+        """Open the side channel and make a NIXL agent; start() runs the thread.
+
+        release: called on the thread with a load's name, once for each offer, when nobody can read its pages any more.
+        Raises ConfigError for a port that cannot be bound, OSError when NIXL cannot be used.
+        """
+        super().__init__(name="headrace-exporter", daemon=True)
+        self._engine, self._pool, self._options, self._release = engine, pool, options, release
+        self._clock = LoopClock(clock or SystemClock())  # leases do not end while this process is stopped
+        self._context: Any = zmq.Context()
+        self._side_channel = SideChannel(self._context, options.host, options.port)
+        self._leases = LeaseTable(options.lease_s, options.limit_s)
+        self._generations = [self._make_generation(0)]  # the last is the current one
+        self._commands: queue.SimpleQueue[LeaseCommand] = queue.SimpleQueue()  # one per offer
+        self._backoff = Backoff(FIRST_RETRY_S, LAST_RETRY_S)
+        self._next_attempt = 0.0
+        self._wakeup_send, self._wakeup_recv = socket.socketpair()
+        for end in (self._wakeup_send, self._wakeup_recv):
+            end.setblocking(False)
+        self._poll = Poll(zmq.Poller)
+        self._running = True
+        self._statistics = self._count()
+
+    def offer(self, load: str, first_page: int, tokens: int, jobs: int = 1) -> dict[str, Any]:
+        """Open a lease on loaded KV: returns kv_transfer_params for the decode engine, and release() follows.
+
+        load: the caller's name of the pages. first_page: of the run of pages that holds the prompt's KV. tokens: of
+        the prompt. jobs: times that the engine will read it: equal prompts in the body × n. Raises ValueError for pages
+        that are not in the pool.
+        """
+        pages = ceil_div(tokens, self._pool.geometry.page_size)
+        if tokens < 1 or first_page < 0 or first_page + pages > self._pool.pages:
+            raise ValueError(f"pages {first_page} to {first_page + pages} of {self._pool.pages} for {tokens} tokens")
+        self._pool.zero_tail(first_page, tokens)
+        request = f"headrace-{secrets.token_hex(16)}"
+        current = self._generations[-1]
+
+        def grant(leases: LeaseTable, now: float) -> list[str]:
+            leases.grant(request, load, tokens=tokens, jobs=jobs, generation=current.number, now=now)
+            return []
+
+        self._do(grant)
+        return handoff_params(
+            engine_id=current.engine_id,
+            request=request,
+            host=self._options.host,
+            port=self._side_channel.port,
+            blocks=range(first_page, first_page + pages),
+            tokens=tokens,
+        )
+
+    def withdraw(self, load: str) -> None:
+        """End the lease of an offer that no engine was told of; release() follows."""
+        self._do(lambda leases, now: leases.withdraw(load))
+
+    def engine_gone(self, agent: str, others: Collection[str]) -> None:
+        """A decode engine's process has ended. agent: its NIXL agent. others: those of the engines that are there."""
+        self._do(lambda leases, now: leases.engine_gone(agent, others))
+
+    def statistics(self) -> Stats:
+        """Counters and gauges for /metrics, as of the last event."""
+        return self._statistics
+
+    def stop(self, timeout_s: float = 5.0) -> None:
+        """End the thread, and every reader's access."""
+        self._running = False
+        self._wake()
+        if self.is_alive():
+            self.join(timeout_s)
+
+    def run(self) -> None:
+        """Answer queries and notices until stop()."""
+        try:
+            while self._running:
+                self._turn()
+        except Exception:
+            log.exception("the exporter's thread has failed")
+        finally:
+            for generation in self._generations:
+                generation.end()
+            self._side_channel.close()
+            self._context.term()
+
+    def _turn(self) -> None:
+        self._wait()
+        over = self._take_commands()  # before generations end: some of these offers may be of one
+        self._side_channel.answer(self._generations[-1].payload, self._clock.now())
+        for generation in self._generations:
+            over += self._take_notices(generation)
+        self._leases.tick(self._clock.now())
+        over += self._end_drained()
+        for load in over:
+            self._release(load)
+        self._replace_current(self._clock.now())
+        self._statistics = self._count()
+
+    def _wait(self) -> None:
+        longest_s = BUSY_POLL_S if len(self._leases) else IDLE_POLL_S
+        self._clock.wait(longest_s)
+        sockets = self._wakeup_recv.fileno(), *self._side_channel.sockets()
+        readable = self._poll.readable(sockets, longest_s)
+        if self._wakeup_recv.fileno() in readable:
+            with contextlib.suppress(BlockingIOError):
+                self._wakeup_recv.recv(4096)
+
+    def _take_commands(self) -> list[str]:
+        over: list[str] = []
+        with contextlib.suppress(queue.Empty):
+            while True:
+                over += self._commands.get_nowait()(self._leases, self._clock.now())
+        return over
+
+    def _take_notices(self, generation: AgentGeneration) -> list[str]:
+        over: list[str] = []
+        for agent, text in generation.notices():
+            if (notice := parse_notice(text)) is not None:
+                over += self._leases.notice(notice, agent, self._clock.now())
+        return over
+
+    def _end_drained(self) -> list[str]:
+        """End generations that have been replaced and have no open lease. Returns loads whose pages are free."""
+        over: list[str] = []
+        for generation in self._generations[:-1]:
+            if self._leases.is_drained(generation.number):
+                generation.end()
+                self._generations.remove(generation)
+                over += self._leases.generation_ended(generation.number)
+        return over
+
+    def _replace_current(self, now: float) -> None:
+        """Make a new generation if the current one has offered pages that are in quarantine."""
+        current = self._generations[-1]
+        if not self._leases.has_quarantined(current.number) or now < self._next_attempt:
+            return
+        if len(self._generations) >= MAX_GENERATIONS:
+            return
+        try:
+            made = self._make_generation(current.number + 1)
+        except OSError as error:
+            log.warning("pages stay in quarantine, since no new NIXL agent can be made: %s", error)
+            self._next_attempt = self._backoff.next(now)
+            return
+        self._backoff.reset()
+        self._generations.append(made)
+        log.info("engine id %s takes over from %s, whose offers may be read late", made.engine_id, current.engine_id)
+
+    def _make_generation(self, number: int) -> AgentGeneration:
+        return AgentGeneration(number, self._engine, self._pool, self._options.devices)
+
+    def _count(self) -> Stats:
+        samples = (
+            Sample("handshakes_total", self._side_channel.handshakes),
+            Sample("nixl_agents", len(self._generations)),
+        )
+        return Stats(samples=(*samples, *self._leases.statistics().samples))
+
+    def _do(self, command: LeaseCommand) -> None:
+        self._commands.put(command)
+        self._wake()
+
+    def _wake(self) -> None:
+        with contextlib.suppress(BlockingIOError, OSError):  # full: the thread is awake; closed: it has ended
+            self._wakeup_send.send(b"\0")
