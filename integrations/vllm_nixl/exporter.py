@@ -135,7 +135,9 @@ class KvExporter(threading.Thread):
         """End the thread, and every reader's access."""
         self._running = False
         self._wake()
-        if self.is_alive():
+        if self.ident is None:
+            self._close()
+        else:
             self.join(timeout_s)
 
     def run(self) -> None:
@@ -146,10 +148,15 @@ class KvExporter(threading.Thread):
         except Exception:
             log.exception("the exporter's thread has failed")
         finally:
-            for generation in self._generations:
-                generation.end()
-            self._side_channel.close()
-            self._context.term()
+            self._close()
+
+    def _close(self) -> None:
+        for generation in self._generations:
+            generation.end()
+        self._side_channel.close()
+        self._context.term()
+        self._wakeup_send.close()
+        self._wakeup_recv.close()
 
     def _turn(self) -> None:
         self._wait()
