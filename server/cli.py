@@ -1,4 +1,4 @@
-"""The command `headrace`: serve, up, stage, check, keys, demo, simulate, bench."""
+"""The command `headrace`: serve, up, gateway, stage, check, keys, demo, simulate, bench."""
 
 import argparse
 import os
@@ -15,9 +15,10 @@ from headrace.server.cluster import options as cluster_options
 from headrace.server.config import curve_keys
 from headrace.server.config.flags import add_flags
 from headrace.server.config.load import CPUINFO_VARIABLE, load
-from headrace.server.config.settings import SETTINGS
+from headrace.server.config.settings import GATEWAY_SETTINGS, SETTINGS
 from headrace.server.config.toml_file import to_toml
 from headrace.server.config.values import nearest
+from headrace.server.gateway import command as gateway_command
 from headrace.server.simulate import options as simulate_options
 from headrace.server.stage_group import rank_info
 from headrace.server.version import headrace_version
@@ -74,6 +75,8 @@ def _run(given: argparse.Namespace) -> int:
             return _serve(given)
         case "check":
             return _check(given)
+        case "gateway":
+            return gateway_command.main(given, os.environ)
         case "stage":
             from headrace.server.stage_group import stage  # torch takes seconds to load
 
@@ -107,6 +110,7 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
             "serve": settings,
             "check": settings,
             "up": settings,
+            "gateway": [*(setting.key for setting in GATEWAY_SETTINGS), "config"],
             "stage": list(rank_info.FLAGS),
             "keys": ["name", "force"],
             "simulate": [*(setting.key for setting in simulate_options.REPLAYED), *simulate_options.OPTIONS],
@@ -149,6 +153,9 @@ def build_parser() -> argparse.ArgumentParser:
     up = commands.add_parser("up", help=about, description=about, usage=usage, allow_abbrev=False)
     cluster_options.add_flags(up)
     add_flags(up)
+    about, usage = gateway_command.DESCRIPTION, gateway_command.USAGE
+    gateway = commands.add_parser("gateway", help=about, description=about, usage=usage, allow_abbrev=False)
+    add_flags(gateway, GATEWAY_SETTINGS)
     stage = commands.add_parser("stage", help=STAGE, description=STAGE, allow_abbrev=False)
     rank_info.add_flags(stage)
     curve_keys.add_flags(

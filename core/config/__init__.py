@@ -2,6 +2,7 @@
 
 from headrace.core.config.config import Config
 from headrace.core.config.flag import Flag
+from headrace.core.config.gateway import GatewayConfig
 from headrace.core.config.model import Compile, Dtype, EngineConfig, ExpertExchange, MlaForm, ModelConfig, Quantize
 from headrace.core.config.scheduler import Policy, SchedulerConfig
 from headrace.core.config.server import LogFormat, Role, Routing, ServerConfig
@@ -17,6 +18,7 @@ __all__ = [
     "EngineConfig",
     "ExpertExchange",
     "Flag",
+    "GatewayConfig",
     "GroupConfig",
     "KvEventsConfig",
     "LogFormat",

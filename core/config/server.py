@@ -9,6 +9,7 @@ from headrace.core.config.flag import HANDOFF, HTTP, MODEL, SECURITY, SERVER, TE
 Role = Literal["prefill", "decode", "colocated"]
 Fallback = Literal["none", "local"]
 Routing = Literal["score", "least-load"]
+GATEWAY_PORT = 8100
 ToolFormat = Literal["hermes", "llama3_json", "mistral", "deepseek_v3"]
 ToolParser = Literal["auto", "hermes", "llama3_json", "mistral", "deepseek_v3"]
 LogLevel = Literal["debug", "info", "warning", "error"]
@@ -99,6 +100,29 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
             "API key to send to the prefill servers of --prefill, and of --allow-prefill HOST:PORT",
             secret=True,
             variable="HEADRACE_PREFILL_API_KEY",
+        ),
+    ] = ""
+    gateway_decode: Annotated[
+        tuple[str, ...],
+        Flag(
+            "gateway-decode",
+            HANDOFF,
+            "role prefill: start a gateway for this decode engine, too, as --decode of headrace gateway: URL or "
+            "URL=HOST:PORT; give it once per engine",
+        ),
+    ] = ()
+    """Parsed by core/types/decode_address.py."""
+    gateway_port: Annotated[int, port_flag("gateway-port", HANDOFF, "HTTP port of that gateway; 0: a free one")] = (
+        GATEWAY_PORT
+    )
+    gateway_decode_api_key: Annotated[
+        str,
+        Flag(
+            "gateway-decode-api-key",
+            SECURITY,
+            "API key that the gateway sends to its decode engines",
+            secret=True,
+            variable="HEADRACE_DECODE_API_KEY",
         ),
     ] = ""
     bootstrap_port: Annotated[

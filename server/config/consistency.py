@@ -8,6 +8,7 @@ from headrace.core.config import Config, GroupConfig, SchedulerConfig
 from headrace.core.types.addresses import is_loopback
 from headrace.core.types.allow_list import allowed_prefills
 from headrace.core.types.backends import NIXL
+from headrace.core.types.decode_address import server_url
 from headrace.core.types.errors import ConfigError
 from headrace.core.types.named_values import named_values
 from headrace.core.types.tenants import priority_ranges, tenant_keys
@@ -30,6 +31,7 @@ def check(config: Config) -> None:
     _check_nixl(config)
     _check_curve(config)
     _check_tracing(config)
+    _check_gateway(config)
 
 
 def _check_role(config: Config) -> None:
@@ -49,22 +51,10 @@ def _check_role(config: Config) -> None:
             "--allow-prefill HOST:PORT for those that requests name, or --fallback local to compute prompts itself"
         )
     for url in server.prefill:
-        _check_url(url)
+        server_url(url, "--prefill")
     allowed_prefills(server.prefill, server.allow_prefill)
     if duplicates := sorted({url for url in server.prefill if server.prefill.count(url) > 1}):
         raise ConfigError(f"--prefill {duplicates[0]} is given more than once; once is enough")
-
-
-def _check_url(url: str) -> None:
-    parts = urlsplit(url)
-    try:
-        port = parts.port
-    except ValueError:
-        raise ConfigError(f"--prefill {url}: its port is not a number from 1 to 65535") from None
-    if parts.scheme not in ("http", "https") or not parts.hostname or port == 0:
-        raise ConfigError(f"--prefill {url} is no URL of a server; write it like http://127.0.0.1:8001")
-    if parts.path or parts.query or parts.fragment:
-        raise ConfigError(f"--prefill {url}: write the server's address only, http://{parts.netloc}")
 
 
 def _check_tracing(config: Config) -> None:
@@ -128,6 +118,28 @@ def _check_binds(config: Config) -> None:
             f"--kv-events-host {events.host} is reachable from other machines, and every client that connects reads "
             f"the token ids of all prompts: {otherwise}"
         )
+
+
+def _check_gateway(config: Config) -> None:
+    """The gateway that a prefill server starts. What it is made of is checked by headrace.server.config.gateway."""
+    server = config.server
+    if not server.gateway_decode:
+        return
+    by_itself = "run headrace gateway beside it, with keys of its own"
+    if server.role != "prefill":
+        raise ConfigError(
+            f"--gateway-decode is for prefill servers; add --role prefill or leave it out ({server.role})"
+        )
+    if config.transfer.curve_key:
+        raise ConfigError(
+            f"--gateway-decode starts a gateway without CURVE keys, which --curve-key asks for: {by_itself}"
+        )
+    if server.tenant_keys and not server.api_keys:
+        raise ConfigError(
+            f"--gateway-decode needs an --api-key that its gateway sends to this server: add one, or {by_itself}"
+        )
+    if server.gateway_port and server.gateway_port in (server.port, server.bootstrap_port):
+        raise ConfigError(f"--gateway-port {server.gateway_port} is another port of this server; write another one")
 
 
 def _check_replicas(config: Config) -> None:

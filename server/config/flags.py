@@ -1,6 +1,7 @@
-"""Command-line flags of `headrace serve` and `headrace check`: one per setting, in groups."""
+"""Command-line flags of `headrace serve`, `headrace check` and `headrace gateway`: one per setting, in groups."""
 
 import argparse
+from collections.abc import Sequence
 
 from headrace.server.config.settings import GROUPS, SETTINGS, Kind, Setting
 
@@ -15,12 +16,12 @@ _METAVARS: dict[Kind, str] = {
 }
 
 
-def add_flags(parser: argparse.ArgumentParser) -> None:
+def add_flags(parser: argparse.ArgumentParser, settings: Sequence[Setting] = SETTINGS) -> None:
     """Add --config and one flag per setting. A flag that is not given leaves no attribute in the namespace."""
     parser.add_argument("--config", metavar="FILE", help="TOML file with any of the keys below (without the dashes)")
     for group in GROUPS:
         section = parser.add_argument_group(group)
-        for setting in SETTINGS:
+        for setting in settings:
             if setting.flag.group == group:
                 add_flag(section, setting)
 

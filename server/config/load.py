@@ -1,6 +1,6 @@
 """Builds the configuration: defaults, then a TOML file, then environment variables, then flags."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +10,7 @@ from headrace.core.config import Config, EngineConfig
 from headrace.core.types.errors import ConfigError
 from headrace.engine.device import cpu_flags
 from headrace.server.config.consistency import check
-from headrace.server.config.settings import BY_KEY, SETTINGS
+from headrace.server.config.settings import BY_KEY, SETTINGS, Setting
 from headrace.server.config.toml_file import read_toml
 from headrace.server.config.values import parse_value
 
@@ -22,20 +22,28 @@ def load(flags: Mapping[str, Any], environ: Mapping[str, str]) -> Config:
 
     Raises ConfigError for unknown keys, wrong types, values out of bounds and settings that contradict each other.
     """
-    values: dict[str, Any] = {}
-    path = flags.get("config")
-    if path is not None:
-        values |= read_toml(Path(path))
-    values |= _environment(environ)
+    values = read_values(flags, environ, SETTINGS)
     if folder := _cache_folder(environ):
         values.setdefault("cache-dir", folder)
-    for key, given in flags.items():
-        if key in BY_KEY:
-            values[key] = parse_value(BY_KEY[key], given, BY_KEY[key].option)
     config = _build(values)
     check(config)
     engine = msgspec.structs.replace(config.engine, cpuinfo=find_cpuinfo(environ))
     return msgspec.structs.replace(config, engine=engine)
+
+
+def read_values(flags: Mapping[str, Any], environ: Mapping[str, str], settings: Sequence[Setting]) -> dict[str, Any]:
+    """The values that are given of these settings, by key: in the file that flags name as config, in the environment,
+    in flags, the last one counts. Raises ConfigError."""
+    known = {setting.key: setting for setting in settings}
+    values: dict[str, Any] = {}
+    path = flags.get("config")
+    if path is not None:
+        values |= read_toml(Path(path), known)
+    values |= _environment(environ, settings)
+    for key, given in flags.items():
+        if key in known:
+            values[key] = parse_value(known[key], given, known[key].option)
+    return values
 
 
 def find_cpuinfo(environ: Mapping[str, str]) -> str:
@@ -53,10 +61,10 @@ def find_cpuinfo(environ: Mapping[str, str]) -> str:
     return str(Path(path).absolute())
 
 
-def _environment(environ: Mapping[str, str]) -> dict[str, Any]:
+def _environment(environ: Mapping[str, str], settings: Sequence[Setting]) -> dict[str, Any]:
     """Values of the environment variables that are set, by key. A list is separated by commas."""
     values: dict[str, Any] = {}
-    for setting in SETTINGS:
+    for setting in settings:
         variable = setting.flag.variable
         given = environ.get(variable, "").strip() if variable else ""
         if not given:

@@ -1,4 +1,4 @@
-"""The user settings, derived from the Flag annotations of the configuration slices in headrace.core.config."""
+"""The settings of servers and gateways, derived from the Flag annotations of the slices in headrace.core.config."""
 
 from typing import Annotated, Any, Literal, get_args, get_origin
 
@@ -6,6 +6,7 @@ import msgspec
 
 from headrace.core.config import Config, Flag
 from headrace.core.config.flag import FlagGroup
+from headrace.core.config.gateway import GatewaySlices
 
 Kind = Literal["text", "integer", "size", "number", "switch", "choice", "list", "integers", "choices"]
 
@@ -25,7 +26,7 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True):
 
     flag: Flag
     slice: str
-    """Field of Config."""
+    """Field of the struct of all slices."""
     field: str
     """Field of the slice."""
     kind: Kind
@@ -44,16 +45,16 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True):
         """The flag as it is written on the command line."""
         return f"--{self.flag.key}"
 
-    def value(self, config: Config) -> object:
+    def value(self, config: msgspec.Struct) -> object:
         """Returns what a configuration holds under this key."""
         return msgspec.structs.asdict(msgspec.structs.asdict(config)[self.slice])[self.field]
 
 
-def _derive() -> tuple[Setting, ...]:
-    """All settings, in the order of their groups, within a group in the order of the fields."""
+def _derive(slices: type[msgspec.Struct]) -> tuple[Setting, ...]:
+    """All settings, in the order of their groups, within a group in the order of the fields. slices: their struct."""
     found = [
         _setting(slice_field.name, field, flag)
-        for slice_field in msgspec.structs.fields(Config)
+        for slice_field in msgspec.structs.fields(slices)
         for field in msgspec.structs.fields(slice_field.type)
         if (flag := _flag(field)) is not None
     ]
@@ -80,5 +81,7 @@ def _kind(declared: Any, flag: Flag) -> tuple[Kind, tuple[str, ...]]:
     return ("size" if kind == "integer" and flag.unit == "bytes" else kind), ()
 
 
-SETTINGS: tuple[Setting, ...] = _derive()
+SETTINGS: tuple[Setting, ...] = _derive(Config)
 BY_KEY: dict[str, Setting] = {setting.key: setting for setting in SETTINGS}
+GATEWAY_SETTINGS: tuple[Setting, ...] = _derive(GatewaySlices)
+"""Of `headrace gateway`; a key may mean something else there than in SETTINGS."""

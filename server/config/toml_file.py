@@ -2,6 +2,7 @@
 
 import json
 import tomllib
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,9 @@ from headrace.server.config.settings import BY_KEY, GROUPS, SETTINGS, Setting
 from headrace.server.config.values import nearest, parse_value
 
 
-def read_toml(path: Path) -> dict[str, Any]:
-    """Returns the parsed values by key. A key may be written with underscores in place of dashes.
+def read_toml(path: Path, known: Mapping[str, Setting] = BY_KEY) -> dict[str, Any]:
+    """Returns the parsed values by key. A key may be written with underscores in place of dashes. known: settings by
+    key.
 
     Raises ConfigError for a file that cannot be read, no valid TOML, unknown keys and wrong values.
     """
@@ -24,9 +26,9 @@ def read_toml(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path} is no valid TOML: {error}") from error
     values: dict[str, Any] = {}
     for name, given in table.items():
-        setting = BY_KEY.get(name.replace("_", "-"))
+        setting = known.get(name.replace("_", "-"))
         if setting is None:
-            raise ConfigError(f"{path}: unknown key {name!r}{nearest(name.replace('_', '-'), BY_KEY)}")
+            raise ConfigError(f"{path}: unknown key {name!r}{nearest(name.replace('_', '-'), known)}")
         values[setting.key] = parse_value(setting, given, f"{path}: {name}")
     return values
 

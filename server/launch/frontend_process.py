@@ -5,9 +5,6 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 
-import uvicorn
-from fastapi import FastAPI
-
 from headrace.core.config import Config
 from headrace.core.messages.replies import StageDown
 from headrace.core.runtime.frames import FrameSocket
@@ -17,7 +14,7 @@ from headrace.server.app import create_app, create_bootstrap_app
 from headrace.server.frontend.link.scheduler_link import SocketLink
 from headrace.server.frontend.service import Service
 from headrace.server.launch.http_listeners import HttpListeners
-from headrace.server.launch.http_protocol import ACCEPTED_AT_ONCE, HttpConnections, HttpProtocol, HttpServer, LoopErrors
+from headrace.server.launch.http_protocol import HttpConnections, HttpServer, LoopErrors, uvicorn_config
 from headrace.server.telemetry.kv_event_publisher import publisher_endpoint
 from headrace.server.version import headrace_version
 
@@ -53,11 +50,16 @@ class FrontEnd:
         self._connections = connections = HttpConnections(max_http_connections())
         self.service.metrics.include(connections.statistics, self._errors.statistics)
         self._listeners = [listeners.main]
-        self._http = [HttpServer(_uvicorn_config(config, create_app(self.service), server.port, connections))]
+        debug = server.log_level == "debug"
+        self._http = [
+            HttpServer(uvicorn_config(create_app(self.service), server.host, server.port, connections, debug=debug))
+        ]
         if listeners.bootstrap:
             app = create_bootstrap_app(self.service)
             self._listeners.append(listeners.bootstrap)
-            self._http.append(HttpServer(_uvicorn_config(config, app, server.bootstrap_port, connections)))
+            self._http.append(
+                HttpServer(uvicorn_config(app, server.host, server.bootstrap_port, connections, debug=debug))
+            )
 
     async def serve(self) -> None:
         """Serve HTTP until close(). When one port closes, so does the other. Raises ConfigError if one is taken."""
@@ -131,18 +133,3 @@ class FrontEnd:
             await self.service.readiness.wait_ready()
         lines.append(f"ready in {time.monotonic() - started:.1f} s; Ctrl-C drains")
         say("\n".join(lines))
-
-
-def _uvicorn_config(config: Config, app: FastAPI, port: int, connections: HttpConnections) -> uvicorn.Config:
-    return uvicorn.Config(
-        app,
-        host=config.server.host,
-        port=port,
-        log_config=None,
-        access_log=config.server.log_level == "debug",
-        timeout_graceful_shutdown=2,  # open requests have been drained, or cut, before
-        lifespan="off",
-        backlog=ACCEPTED_AT_ONCE,
-        http=partial(HttpProtocol, connections),  # type: ignore[arg-type]
-        ws="none",
-    )

@@ -6,9 +6,11 @@ import logging
 import os
 import socket
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import uvicorn
+from starlette.types import ASGIApp
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from headrace.core.runtime.log_throttle import LogThrottle
@@ -199,6 +201,22 @@ class HttpProtocol(HttpToolsProtocol):
         super().on_response_complete()
         if self.cycle is None or self.cycle.response_complete:  # else the next one has begun
             self._open.idle(self)
+
+
+def uvicorn_config(app: ASGIApp, host: str, port: int, connections: HttpConnections, *, debug: bool) -> uvicorn.Config:
+    """How uvicorn serves an application on one port. debug: log each request."""
+    return uvicorn.Config(
+        app,
+        host=host,
+        port=port,
+        log_config=None,
+        access_log=debug,
+        timeout_graceful_shutdown=2,  # open requests have been drained, or cut, before
+        lifespan="off",
+        backlog=ACCEPTED_AT_ONCE,
+        http=partial(HttpProtocol, connections),  # type: ignore[arg-type]
+        ws="none",
+    )
 
 
 class HttpServer(uvicorn.Server):

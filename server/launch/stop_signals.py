@@ -17,7 +17,9 @@ class StopSignals:
     its temporary files are removed.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, most: int = 2) -> None:
+        """most: signals that are counted; others after them are ignored."""
+        self._most = most
         self.first = asyncio.Event()
         self.second = asyncio.Event()
         self._taken: list[int] = []
@@ -44,6 +46,8 @@ class StopSignals:
             self._loop = None
 
     def _take(self, number: int, _frame: FrameType | None) -> None:
+        if len(self._taken) >= self._most:
+            return
         self._taken.append(number)
         if self._loop is not None:
             self._loop.call_soon_threadsafe(self._set)

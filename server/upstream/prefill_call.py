@@ -153,8 +153,11 @@ class PrefillCall:
     async def cause(self, error: ErrorInfo) -> ErrorInfo:
         """Why the request failed. A prefill server whose HTTP connection breaks takes that for a client who leaves, and
         the peers of the ticket may learn of it first."""
-        if not error.at_prefill or error.code != CANCELLED:
-            return error
+        return await self.refusal(error) if error.at_prefill and error.code == CANCELLED else error
+
+    async def refusal(self, error: ErrorInfo) -> ErrorInfo:
+        """What the prefill server has answered to the prompt, which has a status; `error`, by which its ticket has
+        failed, if no answer comes in time."""
         await self._settle()
         return self._error or error
 

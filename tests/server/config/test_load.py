@@ -81,6 +81,8 @@ def test_every_toml_key_is_a_flag_with_the_same_meaning(tmp_path: Path) -> None:
             role = [*SHARED, "0/2@127.0.0.1:9000"]
         elif key in ("overlap-prefill-tokens", "overlap-decode-tokens"):
             role = ["--dp", "2", "--expert-parallel", "--overlap"]
+        elif key == "gateway-decode":
+            role = ["--role", "prefill"]
         elif key == "kv-events-replay-port":
             role = ["--kv-events-port", "5557"]
         from_file = configure(*role, "--config", write(tmp_path, f"{key} = {toml}\n"))

@@ -1,0 +1,165 @@
+"""Makes the parts of a gateway whose decode engines are known: pool, exporter, peer, prefill servers, handoffs."""
+
+import asyncio
+import contextlib
+import logging
+import os
+import socket
+from collections.abc import Callable
+
+from headrace.core.config import GatewayConfig, TransferConfig
+from headrace.core.messages.replies import PrefillState
+from headrace.core.runtime.clock import Clock
+from headrace.core.types.allow_list import allowed_prefills
+from headrace.core.types.errors import ConfigError
+from headrace.core.types.geometry import ceil_div
+from headrace.integrations.peer.records import Limits
+from headrace.integrations.peer.thread import PeerThread
+from headrace.integrations.vllm_nixl.engine_probe import DecodeEngine
+from headrace.integrations.vllm_nixl.exporter import ExporterOptions, KvExporter
+from headrace.integrations.vllm_nixl.kv_pool import VllmPool
+from headrace.server.frontend.generation.prefill_failover import PrefillFailover
+from headrace.server.gateway.fingerprint import ServedFingerprint
+from headrace.server.gateway.handoff import Handoffs
+from headrace.server.gateway.kv_loads import KvLoads
+from headrace.server.telemetry.prometheus import FrontMetrics
+from headrace.server.upstream.prefill_pool import PrefillPool
+from headrace.server.upstream.prefill_server import PrefillServer
+from headrace.transfer.sockets.curve_keys import known_servers
+
+log = logging.getLogger(__name__)
+
+LONGEST_PROMPTS = 4  # that the pool holds unless --pool-tokens says otherwise
+CHECK_S = 0.1
+
+
+class Parts:
+    """What a gateway consists of once its decode engines are known."""
+
+    def __init__(
+        self,
+        engine: DecodeEngine,
+        pool: VllmPool,
+        exporter: KvExporter,
+        loads: KvLoads,
+        prefills: PrefillPool,
+        handoffs: Handoffs,
+    ) -> None:
+        self.engine = engine
+        self.pages = pool.pages
+        self.exporter = exporter
+        self.prefills = prefills
+        self.handoffs = handoffs
+        self._pool = pool
+        self._loads = loads
+
+    def start(self) -> None:
+        """Start the threads, and connect to the prefill servers."""
+        self.exporter.start()
+        self._loads.start()
+        self.prefills.start()
+
+    async def wait_prefill(self) -> None:
+        """Wait until a prefill server is connected. Raises ConfigError if none of them fits the decode engines."""
+        while not self.up():
+            servers = self.prefills.servers()
+            if all(server.unfit for server in servers):
+                reasons = "; ".join(f"{server.url}: {server.reason}" for server in servers)
+                raise ConfigError(f"no prefill server fits the decode engines: {reasons}")
+            await asyncio.sleep(CHECK_S)
+
+    def up(self) -> list[PrefillServer]:
+        """The prefill servers that are connected."""
+        return [server for server in self.prefills.servers() if server.up]
+
+    async def stop(self) -> None:
+        """End prompts, connections and threads; nobody can read the pool afterwards."""
+        await self.prefills.stop()
+        await asyncio.to_thread(self._loads.stop)
+        await asyncio.to_thread(self.exporter.stop)
+        self._pool.close()
+
+
+def assemble(
+    config: GatewayConfig,
+    engine: DecodeEngine,
+    served: ServedFingerprint,
+    clock: Clock,
+    metrics: FrontMetrics,
+    on_failure: Callable[[str], None],
+) -> Parts:
+    """Make all parts; nothing is started. on_failure: told in the event loop that a thread has ended, and why. Raises
+    ConfigError for ports and memory that cannot be had."""
+    loop = asyncio.get_running_loop()
+    pool = _pool(config, engine)
+
+    def release(load: str) -> None:
+        """On the exporter's thread."""
+        loads.release(load)
+        with contextlib.suppress(RuntimeError):  # the event loop is closed
+            loop.call_soon_threadsafe(handoffs.released, load)
+
+    try:
+        exporter = KvExporter(engine, pool, _options(config), release)
+    except OSError as error:
+        pool.close()
+        raise ConfigError(f"NIXL cannot be used: {error}") from error
+    keys = known_servers(config.curve_key, config.curve_server_keys)
+    limits = Limits(
+        fingerprint=served.fingerprint or "",
+        model=engine.served_names[0],
+        rules=allowed_prefills(config.prefill, ()),
+        pages=pool.pages,
+        page_tokens=engine.geometry.page_size,
+        server_keys=keys,
+    )
+    peer = PeerThread(
+        limits,
+        pool,
+        name=f"{socket.gethostname()}:{config.port} (gateway {os.getpid()})",
+        max_model_len=engine.max_model_len,
+        transfer=TransferConfig(curve_key=config.curve_key),
+    )
+
+    def on_state(state: PrefillState) -> None:
+        prefills.update(state)
+
+    loads = KvLoads(peer, on_state, on_failure)
+    prefills = PrefillPool(
+        config.prefill, config.prefill_api_key, loads.post, keys=keys, routing=config.routing, clock=clock
+    )
+    handoffs = Handoffs(
+        prefills,
+        PrefillFailover(prefills, metrics, clock),
+        loads,
+        exporter,
+        clock,
+        page_tokens=engine.geometry.page_size,
+        max_model_len=engine.max_model_len,
+        pages=pool.pages,
+    )
+    return Parts(engine, pool, exporter, loads, prefills, handoffs)
+
+
+def _options(config: GatewayConfig) -> ExporterOptions:
+    return ExporterOptions(
+        host=config.side_channel_host,
+        port=config.side_channel_port,
+        lease_s=config.lease_s,
+        limit_s=config.lease_limit_s,
+    )
+
+
+def _pool(config: GatewayConfig, engine: DecodeEngine) -> VllmPool:
+    """Raises ConfigError if there is not as much memory."""
+    tokens = config.pool_tokens or LONGEST_PROMPTS * engine.max_model_len
+    geometry = engine.geometry
+    pages = max(1, ceil_div(tokens, geometry.page_size))
+    try:
+        return VllmPool(geometry, pages)
+    except OSError as error:
+        mib = pages * geometry.page_size * geometry.token_bytes / (1 << 20)
+        raise ConfigError(
+            f"no memory for the pool of {pages * geometry.page_size} tokens ({mib:.0f} MiB): {error.strerror}; write "
+            f"a smaller --pool-tokens"
+        ) from error

@@ -1,0 +1,158 @@
+"""Request bodies as a gateway reads them: what a handoff depends on. All other fields are the decode engine's."""
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+import msgspec
+
+from headrace.core.types.errors import HeadraceError, invalid, shown
+from headrace.server.api.request.ranges import Priority, TokenId
+
+RecomputeReason = Literal[
+    "different_prompts",
+    "adapter",
+    "beam_search",
+    "echo",
+    "media",
+    "prompt_logprobs",
+    "truncation",
+    "pool_too_small",
+    "no_kv",
+    "prefill_failed",
+]
+"""Why the decode engine computes a prompt itself."""
+
+RECOMPUTE_REASONS: tuple[RecomputeReason, ...] = (
+    "different_prompts",  # a list of them: one kv_transfer_params object has the KV of one prompt
+    "adapter",  # a LoRA adapter, whose KV is not that of the model
+    "beam_search",  # its beams are requests of their own
+    "echo",  # the decode engine needs the logits of the prompt
+    "media",  # images, audio, embeddings: not only tokens
+    "prompt_logprobs",  # the decode engine needs the logits of the prompt
+    "truncation",  # the decode engine cuts the prompt
+    "pool_too_small",  # the prompt is longer than --pool-tokens
+    "no_kv",  # the prefill server had no room for a token after the prompt, and sent none
+    "prefill_failed",  # no prefill server could compute it, under --fallback recompute
+)
+TEXT_PARTS = ("text", "refusal", "thinking", "input_text", "output_text")
+"""Types of content parts that are text."""
+MAX_CHOICES = 1024
+# Fields that make no difference to the prompt, and that the routes which only render a prompt would misread.
+_NOT_RENDERED = ("kv_transfer_params", "stream", "stream_options", "max_tokens", "max_completion_tokens", "min_tokens")
+
+
+class GatewayParams(msgspec.Struct, kw_only=True):
+    """kv_transfer_params: the fields that tell a prefill side what it is asked for."""
+
+    do_remote_decode: bool | None = None
+    do_remote_prefill: bool | None = None
+
+
+class GatewayBody(msgspec.Struct, kw_only=True):
+    """Fields of both routes."""
+
+    model: str | None = None
+    n: Annotated[int, msgspec.Meta(ge=1, le=MAX_CHOICES)] | None = None
+    echo: bool | None = None
+    prompt_logprobs: int | None = None
+    use_beam_search: bool | None = None
+    truncate_prompt_tokens: int | None = None
+    cache_salt: str | None = None
+    priority: Priority | None = None
+    kv_transfer_params: GatewayParams | None = None
+
+    @property
+    def media(self) -> bool:
+        """Whether the prompt is more than text."""
+        return False
+
+    def recompute_reason(self) -> RecomputeReason | None:
+        """Why its prompt's KV cannot be handed over, as far as the body says."""
+        if self.use_beam_search:
+            return "beam_search"
+        if self.echo:
+            return "echo"
+        if self.prompt_logprobs is not None:
+            return "prompt_logprobs"
+        if self.truncate_prompt_tokens is not None:
+            return "truncation"
+        return "media" if self.media else None
+
+
+class GatewayCompletion(GatewayBody, kw_only=True):
+    """Body of POST /v1/completions."""
+
+    prompt: str | list[str | TokenId | list[TokenId]] | None = None
+    prompt_embeds: msgspec.Raw | None = None
+    suffix: str | None = None
+
+    @property
+    def media(self) -> bool:
+        """Whether there are embeddings in the place of a prompt."""
+        return self.prompt_embeds is not None and bytes(self.prompt_embeds) != b"null"
+
+    def token_ids(self) -> list[list[int]] | None:
+        """The prompts, if they are token ids; None for texts. Raises HeadraceError (400) for a prompt of both."""
+        if not isinstance(self.prompt, list) or not self.prompt or self.suffix is not None:
+            return None
+        kinds = {type(item) for item in self.prompt}
+        if kinds == {int}:
+            return [[item for item in self.prompt if isinstance(item, int)]]
+        if kinds == {list}:
+            return [item for item in self.prompt if isinstance(item, list)]
+        if kinds == {str}:
+            return None
+        raise invalid("prompt", "prompt: the items of a list have to be all texts, all token ids, or all lists of ids")
+
+
+class GatewayMessage(msgspec.Struct):
+    """One message of a conversation."""
+
+    content: str | list[Any] | None = None
+
+
+class GatewayChat(GatewayBody, kw_only=True):
+    """Body of POST /v1/chat/completions."""
+
+    messages: list[GatewayMessage]
+
+    @property
+    def media(self) -> bool:
+        """Whether a part of a message is no text."""
+        return any(
+            isinstance(part, dict) and part.get("type", "text") not in TEXT_PARTS
+            for message in self.messages
+            if isinstance(message.content, list)
+            for part in message.content
+        )
+
+
+def require_remote_decode(body: GatewayBody) -> None:
+    """Raises HeadraceError for a body that asks this gateway for something else than a prefill."""
+    params = body.kv_transfer_params
+    if params is not None and params.do_remote_prefill:
+        message = "kv_transfer_params.do_remote_prefill asks a decode engine; this gateway stands for prefill servers"
+        raise invalid("kv_transfer_params.do_remote_prefill", message)
+    if params is None or not params.do_remote_decode:
+        raise wrong_place()
+
+
+def wrong_place() -> HeadraceError:
+    """The error of a request for a text."""
+    message = (
+        "a gateway decodes nothing: send requests to a router in front of it and of the decode engines, which asks "
+        "here with kv_transfer_params.do_remote_decode"
+    )
+    return invalid("kv_transfer_params", message, code="wrong_role", status=404)
+
+
+def rendered_fields(raw: bytes | bytearray) -> dict[str, msgspec.Raw]:
+    """The body for the decode engine's routes that render a prompt."""
+    fields: dict[str, msgspec.Raw] = msgspec.json.decode(raw, type=dict[str, msgspec.Raw])
+    return {name: value for name, value in fields.items() if name not in _NOT_RENDERED}
+
+
+def unknown_model(name: str, served: Mapping[str, object] | tuple[str, ...]) -> HeadraceError:
+    """The error of a model that no decode engine serves."""
+    message = f"the model {shown(name)!r} is not served here; this gateway serves {', '.join(served)}"
+    return invalid("model", message, code="model_not_found", status=404)

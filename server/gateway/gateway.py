@@ -1,0 +1,214 @@
+"""A gateway's state: how it starts, whether it is ready, how it drains and stops.
+
+engines found ─► pool, peer, exporter ─► prefill servers connected ─► models compared ─► serving ─► draining
+"""
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import httpx
+
+from headrace.core.config import GatewayConfig
+from headrace.core.runtime.background import keep_running
+from headrace.core.runtime.clock import Clock, SystemClock
+from headrace.core.stats import MetricSpec, Sample, Stats
+from headrace.core.types.decode_address import DecodeAddress, parse_decodes
+from headrace.core.types.errors import DRAINING, NOT_READY, ErrorInfo, HeadraceError, unavailable
+from headrace.integrations.vllm_nixl.engine_probe import DecodeEngine, probe
+from headrace.server.frontend.status.recent_events import RecentEvents
+from headrace.server.gateway.assembly import Parts, assemble
+from headrace.server.gateway.engines import DecodeEngines
+from headrace.server.gateway.fingerprint import find_fingerprint
+from headrace.server.gateway.front import Front
+from headrace.server.gateway.metrics import GatewayMetrics, with_prefix
+from headrace.server.gateway.model_check import check_models
+from headrace.server.telemetry.prometheus import FrontMetrics
+from headrace.server.upstream.prefill_pool import NO_PREFILL_SERVER
+from headrace.server.version import headrace_version
+
+log = logging.getLogger(__name__)
+
+SCRAPE_S = 5.0  # between two looks at the metrics of the decode engines
+DRAIN_POLL_S = 0.05
+
+
+class Gateway:
+    """See the module's docstring. Used by the event loop only."""
+
+    def __init__(self, config: GatewayConfig, clock: Clock | None = None) -> None:
+        self.config = config
+        self.clock = clock or SystemClock()
+        self.front_metrics = FrontMetrics()
+        self.recent = RecentEvents()
+        self.failed: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        """Resolves to a sentence when one of its threads has ended: it cannot serve any more."""
+        headers = {"Authorization": f"Bearer {config.decode_api_key}"} if config.decode_api_key else {}
+        self._http = httpx.AsyncClient(headers=headers, timeout=None, trust_env=False)
+        self._engines = DecodeEngines(parse_decodes(config.decode), self._http, self._probe)
+        self._metrics = GatewayMetrics()
+        self._parts: Parts | None = None
+        self._front: Front | None = None
+        self._draining = False
+        self._open = 0  # requests that are being answered
+        self._tasks: list[asyncio.Task[None]] = []
+
+    async def start(self) -> DecodeEngine:
+        """Find the decode engines and the prefill servers, and begin to serve. Returns one of the engines. Raises
+        ConfigError for those that cannot be served, and for ports and memory that cannot be had."""
+        config = self.config
+        fingerprint = asyncio.create_task(find_fingerprint(config.prefill, config.prefill_api_key))
+        try:
+            engine = await self._engines.find()
+            served = await fingerprint
+        finally:
+            fingerprint.cancel()
+        self._parts = parts = assemble(config, engine, served, self.clock, self.front_metrics, self._fail)
+        parts.start()
+        self._engines.watch(self._engine_gone)
+        await parts.wait_prefill()
+        if config.model_check:
+            await check_models(self._engines, parts.up()[0].url, config.prefill_api_key, engine.geometry.dtype)
+        self.front_metrics.set_build(headrace_version(), "gateway", engine.served_names[0])
+        self._tasks.append(asyncio.create_task(keep_running("the look at decode engines' metrics", self._scrape)))
+        self._front = Front(
+            self._engines,
+            parts.handoffs,
+            self._metrics,
+            self.clock,
+            served_names=engine.served_names,
+            recompute=config.fallback == "recompute",
+        )
+        return engine
+
+    def require_front(self) -> Front:
+        """What answers prompts. Raises HeadraceError (503) if none are answered now."""
+        if (problem := self._refusal()) is not None:
+            raise HeadraceError(problem)
+        assert self._front is not None, "there is no refusal"
+        return self._front
+
+    @contextlib.contextmanager
+    def counted(self) -> Iterator[None]:
+        """A request that is being answered: drain() waits for it."""
+        self._open += 1
+        try:
+            yield
+        finally:
+            self._open -= 1
+
+    def unhealthy(self) -> ErrorInfo | None:
+        """Why this process counts as dead (503), or None."""
+        if self.failed.done():
+            return unavailable(self.failed.result(), code="unhealthy").info
+        return None
+
+    def not_ready(self) -> ErrorInfo | None:
+        """Why prompts would not be handed over now (503), or None."""
+        if (problem := self._refusal()) is not None:
+            return problem
+        if self._parts is not None and (text := self._parts.prefills.problem()):
+            return unavailable(text, code=NO_PREFILL_SERVER).info
+        if text := self._engines.problem():
+            return unavailable(text, code="no_decode_engine").info
+        return None
+
+    def models(self) -> list[dict[str, Any]]:
+        """Entries of GET /v1/models: names of the decode engines' model. Raises HeadraceError (503) before they are
+        known."""
+        self.require_front()
+        assert self._parts is not None, "there is no refusal"
+        engine = self._parts.engine
+        return [
+            {
+                "id": name,
+                "object": "model",
+                "created": 0,
+                "owned_by": "headrace",
+                "root": engine.model,
+                "max_model_len": engine.max_model_len,
+            }
+            for name in engine.served_names
+        ]
+
+    def statistics(self, catalog: Sequence[MetricSpec]) -> list[Stats]:
+        """What /metrics shows: the metrics of this catalog."""
+        found = [self.front_metrics.statistics(), self._metrics.statistics()]
+        gauges = [Sample("gateway_decode_engines_up", sum(engine.up for engine in self._engines.all))]
+        if (parts := self._parts) is not None:
+            found.append(with_prefix(parts.exporter.statistics()))
+            gauges += [
+                Sample("gateway_pool_pages", parts.pages),
+                Sample("gateway_offers", parts.handoffs.leased),
+                Sample("prefill_servers_up", len(parts.up())),
+            ]
+        names = {spec.name for spec in catalog}
+        return [
+            Stats(
+                tuple(one for one in stats.samples if one.name in names),
+                tuple(one for one in stats.histograms if one.name in names),
+            )
+            for stats in (*found, Stats(tuple(gauges)))
+        ]
+
+    async def drain(self) -> None:
+        """Refuse requests from now on; return when the open ones are answered, and decode engines have read what they
+        were told of, or --drain-timeout is over."""
+        self._draining = True
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self.config.drain_timeout_s):
+                while self._open or (self._parts is not None and self._parts.handoffs.leased):
+                    await asyncio.sleep(DRAIN_POLL_S)
+
+    async def stop(self) -> None:
+        """End all tasks and threads."""
+        self._draining = True
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._engines.stop()
+        if self._parts is not None:
+            await self._parts.stop()
+        await self._http.aclose()
+
+    def _probe(self, address: DecodeAddress) -> DecodeEngine:
+        """Blocking."""
+        return probe(
+            address.url,
+            (address.host, address.port),
+            api_key=self.config.decode_api_key,
+            allow_untested=self.config.allow_untested,
+        )
+
+    def _refusal(self) -> ErrorInfo | None:
+        """Why a request would be refused now (503), or None."""
+        if (problem := self.unhealthy()) is not None:
+            return problem
+        if self._draining:
+            return unavailable("the gateway is draining", code=DRAINING).info
+        if self._front is not None:
+            return None
+        waiting = [f"decode engine {one.url}: {one.reason}" for one in self._engines.all if one.found is None]
+        if self._parts is not None and (text := self._parts.prefills.problem()):
+            waiting.append(text)
+        text = "; ".join(waiting) or "prefill servers have not answered yet, or models are being compared"
+        return unavailable(f"the gateway is starting: {text}", code=NOT_READY).info
+
+    def _engine_gone(self, engine: DecodeEngine) -> None:
+        """The process of a decode engine has ended: it reads nothing any more."""
+        assert self._parts is not None, "engines are watched once there are parts"
+        self._parts.exporter.engine_gone(engine.agent, self._engines.agents())
+
+    async def _scrape(self) -> None:
+        while True:
+            for engine in self._engines.all:
+                if engine.up:
+                    self._metrics.take_engine_metrics(engine.url, await engine.client.metrics())
+            await asyncio.sleep(SCRAPE_S)
+
+    def _fail(self, message: str) -> None:
+        if not self.failed.done():
+            log.error("%s", message)
+            self.failed.set_result(message)

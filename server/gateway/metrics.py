@@ -1,0 +1,141 @@
+"""What a gateway counts and measures, for /metrics, and what its decode engines say of where prompts came from."""
+
+import re
+from collections.abc import Iterable
+
+from headrace.core.stats import Counters, Histograms, MetricSpec, Sample, Stats
+from headrace.server.gateway.bodies import RECOMPUTE_REASONS, RecomputeReason
+from headrace.server.telemetry import catalog
+
+PHASES = ("tokenize", "prefill", "send")
+LEASE_ENDS = ("read", "expired", "engine_gone", "withdrawn")
+NOTICES = ("done", "heartbeat", "late", "unknown")
+SOURCES = ("local_compute", "local_cache_hit", "external_kv_transfer")
+OWN: tuple[MetricSpec, ...] = (
+    MetricSpec(
+        "gateway_handoffs_total",
+        "counter",
+        "Requests whose prompt's KV a decode engine was told to read.",
+    ),
+    MetricSpec(
+        "gateway_recomputed_total",
+        "counter",
+        "Requests that were answered without KV, so that the decode engine computes the prompt, by reason.",
+        ("reason",),
+        tuple((reason,) for reason in RECOMPUTE_REASONS),
+    ),
+    MetricSpec("gateway_tokens_total", "counter", "Tokens of prompts whose KV was handed over."),
+    MetricSpec(
+        "gateway_phase_seconds",
+        "histogram",
+        "Seconds of a handoff by phase: tokenize (asking a decode engine for the token ids), prefill (computing the "
+        "prompt and loading its KV), send (answering the router).",
+        ("phase",),
+        tuple((phase,) for phase in PHASES),
+    ),
+    MetricSpec("gateway_pool_pages", "gauge", "Pages of the pool that decode engines read from."),
+    MetricSpec("gateway_offers", "gauge", "Offers of KV whose pages are not free yet: to be read, or in quarantine."),
+    MetricSpec("gateway_decode_engines_up", "gauge", "Decode engines that answer and fit."),
+    MetricSpec(
+        "gateway_decode_prompt_tokens_total",
+        "counter",
+        "Prompt tokens of a decode engine by where their KV came from, as it counts them "
+        "(vllm:prompt_tokens_by_source_total): what it computes itself was not handed over.",
+        ("engine", "source"),
+    ),
+)
+EXPORTER: tuple[MetricSpec, ...] = (
+    MetricSpec("leases_open", "gauge", "Offers of KV that a decode engine may read."),
+    MetricSpec(
+        "leases_quarantined",
+        "gauge",
+        "Offers that ended unread, whose pages wait until nobody can read them.",
+    ),
+    MetricSpec(
+        "leases_ended_total",
+        "counter",
+        "Offers that have ended, by end.",
+        ("end",),
+        tuple((end,) for end in LEASE_ENDS),
+    ),
+    MetricSpec(
+        "notices_total",
+        "counter",
+        "Notices of decode engines, by kind: late ones are of offers that have ended, unknown ones of none.",
+        ("kind",),
+        tuple((kind,) for kind in NOTICES),
+    ),
+    MetricSpec("tokens_offered_total", "counter", "Tokens of prompts whose KV was offered."),
+    MetricSpec("tokens_unread_total", "counter", "Tokens of offers that ended unread."),
+    MetricSpec("handshakes_total", "counter", "Handshakes that the side channel has answered."),
+    MetricSpec("nixl_agents", "gauge", "NIXL agents: more than one while offers of an earlier one are open."),
+)
+_SHARED = (
+    "build_info",
+    "http_requests_total",
+    "http_request_duration_seconds",
+    "requests_total",
+    "prefill_retries_total",
+    "prefill_retried_requests_total",
+    "prefill_servers_up",
+    "connections",
+    "connections_closed_total",
+    "accept_failures_total",
+    "http_body_bytes",
+    "http_bodies_refused_total",
+)
+_PROMPT_TOKENS = re.compile(r'^vllm:prompt_tokens_by_source_total\{[^}\n]*\bsource="(\w+)"[^}\n]*\} ([0-9.e+]+)$', re.M)
+
+
+def gateway_catalog() -> tuple[MetricSpec, ...]:
+    """All metrics of a gateway: its own, its exporter's, and those of its HTTP server and process."""
+    process = {spec.name for spec in catalog.PROCESSES}
+    shared = tuple(spec for spec in catalog.CATALOG if spec.name in _SHARED or spec.name in process)
+    exporter = tuple(MetricSpec(f"gateway_{one.name}", one.kind, one.help, one.labels, one.zeros) for one in EXPORTER)
+    return (*OWN, *exporter, *shared)
+
+
+class GatewayMetrics:
+    """Counters and histograms of handoffs. Used by the event loop only."""
+
+    def __init__(self) -> None:
+        self._counters = Counters()
+        self._histograms = Histograms()
+        self._prompt_tokens: dict[tuple[str, str], float] = {}
+
+    def handed_over(self, tokens: int) -> None:
+        """Count an answer with KV."""
+        self._counters.add("gateway_handoffs_total")
+        self._counters.add("gateway_tokens_total", tokens)
+
+    def recomputed(self, reason: RecomputeReason) -> None:
+        """Count an answer without KV."""
+        self._counters.add("gateway_recomputed_total", labels=(reason,))
+
+    def observe(self, phase: str, seconds: float) -> None:
+        """Count the time of a phase."""
+        self._histograms.observe("gateway_phase_seconds", seconds, (phase,))
+
+    def take_engine_metrics(self, url: str, text: str) -> None:
+        """Note what GET /metrics of a decode engine says."""
+        found: dict[tuple[str, str], float] = {}
+        for source, value in _PROMPT_TOKENS.findall(text):
+            found[url, source] = found.get((url, source), 0.0) + float(value)
+        self._prompt_tokens |= found
+
+    def statistics(self) -> Stats:
+        """A snapshot."""
+        engines = (
+            Sample("gateway_decode_prompt_tokens_total", value, labels) for labels, value in self._prompt_tokens.items()
+        )
+        return Stats((*self._counters.snapshot(), *engines), self._histograms.snapshot())
+
+
+def with_prefix(stats: Stats) -> Stats:
+    """Statistics of the exporter, under the names of the catalog."""
+    return Stats(tuple(Sample(f"gateway_{one.name}", one.value, one.labels) for one in stats.samples))
+
+
+def sum_of(samples: Iterable[Sample], name: str) -> float:
+    """The sum of all values of a metric."""
+    return sum(sample.value for sample in samples if sample.name == name)

@@ -1,0 +1,162 @@
+"""`headrace gateway`: one gateway from start to exit status.
+
+    ports bound ─► HTTP serves (/ready: 503) ─► engines, prefill servers ─► ready ─► signal ─► drained ─► stopped
+
+A first SIGTERM or Ctrl-C drains: requests are refused, open ones end, decode engines read what they were told of, for
+--drain-timeout at most. A second one ends it at once.
+"""
+
+import asyncio
+import logging
+import sys
+import time
+from collections.abc import Coroutine
+from contextlib import ExitStack
+from typing import Any
+
+from headrace.core.config import GatewayConfig
+from headrace.core.runtime.log_throttle import RepeatedWarningFilter
+from headrace.core.runtime.logs import configure_logging
+from headrace.core.runtime.process import (
+    freeze_loaded,
+    max_http_connections,
+    raise_descriptor_limit,
+    release_output,
+    say,
+)
+from headrace.core.types.decode_address import parse_decodes
+from headrace.core.types.errors import ConfigError
+from headrace.integrations.vllm_nixl.engine_probe import DecodeEngine
+from headrace.server.frontend import request_log
+from headrace.server.gateway.gateway import Gateway
+from headrace.server.gateway.routes import create_gateway_app
+from headrace.server.launch.http_listeners import bind
+from headrace.server.launch.http_protocol import HttpConnections, HttpServer, LoopErrors, uvicorn_config
+from headrace.server.launch.stop_signals import StopSignals
+from headrace.server.version import headrace_version
+from headrace.transfer.backends.shm import sweep
+
+log = logging.getLogger(__name__)
+
+MISTAKE = 2
+FAILED = 1
+LAST_ANSWERS_S = 0.5
+MAX_INT_DIGITS = 640  # of numbers in bodies, the least that Python takes: the time to read one grows with their square
+
+
+def run(config: GatewayConfig, stop: StopSignals | None = None) -> int:
+    """Run a gateway until a signal. Returns the exit status. stop: signals that are counted already. Raises ConfigError
+    for an HTTP port that cannot be bound, and for engines and servers that do not fit."""
+    configure_logging(config.log_level, "gateway", config.log_format, unlimited={request_log.__name__})
+    logging.getLogger("httpx").setLevel(logging.WARNING)
+    logging.getLogger("uvicorn.error").addFilter(RepeatedWarningFilter())  # clients cause its warnings
+    raise_descriptor_limit()
+    sys.set_int_max_str_digits(MAX_INT_DIGITS)
+    sweep()  # pools in shared memory of gateways that were killed
+    stop = stop or StopSignals()
+    try:
+        with ExitStack() as bound:
+            listeners = bind(config.host, config.port, "port")
+            for listener in listeners:
+                bound.callback(listener.close)
+            return asyncio.run(_until_stopped(config, listeners, stop))
+    finally:
+        release_output()
+
+
+async def _until_stopped(config: GatewayConfig, listeners: list[Any], stop: StopSignals) -> int:
+    with stop.attached():
+        gateway = Gateway(config)
+        http = _Http(gateway, listeners)
+        try:
+            return await _serve(config, gateway, http, stop)
+        finally:
+            await gateway.stop()
+            await http.end()
+
+
+async def _serve(config: GatewayConfig, gateway: Gateway, http: "_Http", stop: StopSignals) -> int:
+    started = time.monotonic()
+    say(_beginning(config, http.port))
+    over = asyncio.ensure_future(_first_of(stop.first.wait(), gateway.failed, http.serving))
+    starting = asyncio.ensure_future(gateway.start())
+    await asyncio.wait((over, starting), return_when=asyncio.FIRST_COMPLETED)
+    if starting.done():
+        say(_announcement(config, starting.result(), http.port, time.monotonic() - started))
+        freeze_loaded()
+        await over
+    starting.cancel()
+    await asyncio.gather(starting, return_exceptions=True)
+    if not stop.first.is_set():
+        return FAILED
+    say("draining; a second signal ends open requests at once")
+    http.leave()
+    await _first_of(gateway.drain(), stop.second.wait(), gateway.failed)
+    return stop.status
+
+
+class _Http:
+    """The HTTP server of a gateway, which serves from the beginning."""
+
+    def __init__(self, gateway: Gateway, listeners: list[Any]) -> None:
+        config, errors = gateway.config, LoopErrors()
+        self.port: int = listeners[0].getsockname()[1]
+        self._connections = HttpConnections(max_http_connections())
+        gateway.front_metrics.include(self._connections.statistics, errors.statistics)
+        asyncio.get_running_loop().set_exception_handler(errors)
+        app = create_gateway_app(gateway)
+        debug = config.log_level == "debug"
+        self._server = HttpServer(uvicorn_config(app, config.host, self.port, self._connections, debug=debug))
+        self.serving: asyncio.Future[None] = asyncio.ensure_future(self._server.serve(listeners))
+
+    def leave(self) -> None:
+        """Close each connection with its next answer."""
+        self._connections.leave()
+
+    async def end(self) -> None:
+        """Close the port; what is not answered at once is not answered any more."""
+        self._server.should_exit = True
+        await asyncio.wait((self.serving,), timeout=LAST_ANSWERS_S)
+        self._connections.cut()
+        await self.serving
+
+
+async def _first_of(*waits: Coroutine[Any, Any, Any] | asyncio.Future[Any]) -> None:
+    """Return when one of them is done, and raise what it raised. Other coroutines are cancelled; futures are not."""
+    futures = [asyncio.ensure_future(wait) for wait in waits]
+    try:
+        done, _ = await asyncio.wait(futures, return_when=asyncio.FIRST_COMPLETED)
+        for future in done:
+            future.result()
+    finally:
+        for wait, future in zip(waits, futures, strict=True):
+            if wait is not future:
+                future.cancel()
+
+
+def _beginning(config: GatewayConfig, port: int) -> str:
+    """What is waited for, before anything of it has answered."""
+    decodes = parse_decodes(config.decode)
+    lines = [f"Headrace {headrace_version()}: gateway at http://{config.host}:{port}, waiting for"]
+    lines += [f"  decode   {one.url}  (side channel {one.side_channel})" for one in decodes]
+    lines += [f"  prefill  {url}" for url in config.prefill]
+    return "\n".join(lines)
+
+
+def _announcement(config: GatewayConfig, engine: DecodeEngine, port: int, seconds: float) -> str:
+    """What is served, once it is."""
+    geometry = engine.geometry
+    return "\n".join(
+        [
+            f"Headrace {headrace_version()}: gateway for {engine.served_names[0]} "
+            f"(vLLM {engine.vllm_version}, {geometry.dtype}, blocks of {geometry.page_size} tokens)",
+            f"  http   http://{config.host}:{port}  (a prefill server for routers; also /metrics, /ready)",
+            f"ready in {seconds:.1f} s; Ctrl-C drains",
+        ]
+    )
+
+
+def report(error: ConfigError) -> int:
+    """Print a mistake. Returns the exit status."""
+    print(f"headrace: {error}", file=sys.stderr)
+    return MISTAKE

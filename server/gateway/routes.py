@@ -1,0 +1,136 @@
+"""Routes of a gateway: what routers ask a vLLM prefill server for, and operations."""
+
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+from fastapi import APIRouter, FastAPI, Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from headrace.core.config import GatewayConfig
+from headrace.core.runtime.process import max_http_connections
+from headrace.server.api.request.body import decode_body, read_body
+from headrace.server.api.request.body_budget import BodyBudget
+from headrace.server.api.response.error_response import error_response, install_handlers
+from headrace.server.api.response.middleware import ApiKeys, RequestMetrics
+from headrace.server.api.response.streaming import ClientDisconnected, json_response, until_disconnect
+from headrace.server.frontend.request_log import RequestRecord
+from headrace.server.gateway.answers import HandoffAnswer, chat_completion, completion
+from headrace.server.gateway.bodies import GatewayChat, GatewayCompletion, wrong_place
+from headrace.server.gateway.front import CHAT_PATH, COMPLETION_PATH, Front, Served
+from headrace.server.gateway.gateway import Gateway
+from headrace.server.gateway.metrics import gateway_catalog
+from headrace.server.telemetry.exposition import CONTENT_TYPE, render
+from headrace.server.version import headrace_version
+
+_ELSEWHERE = ("/v1/responses", "/v1/embeddings", "/v1/messages", "/generate", "/inference/v1/generate")
+
+
+def create_gateway_app(gateway: Gateway) -> FastAPI:
+    """All routes. The caller starts and stops the gateway."""
+    app = FastAPI(title="Headrace gateway", docs_url=None, redoc_url=None, openapi_url=None)
+    install_handlers(app)
+    budget = BodyBudget(gateway.config.max_body_bytes)
+    gateway.front_metrics.include(budget.statistics)
+    app.include_router(_prompt_routes(gateway, gateway.config, budget))
+    app.include_router(_operation_routes(gateway))
+    app.add_middleware(ApiKeys, keys=gateway.config.api_keys, tenants={}, max_open=max_http_connections() // 2)
+    app.add_middleware(RequestMetrics, metrics=gateway.front_metrics, clock=gateway.clock, recent=gateway.recent)
+    return app
+
+
+def _prompt_routes(gateway: Gateway, config: GatewayConfig, budget: BodyBudget) -> APIRouter:
+    router = APIRouter()
+
+    async def answer(
+        http: Request, kind: type[GatewayCompletion] | type[GatewayChat], form: Callable[[HandoffAnswer], object]
+    ) -> Response:
+        front = gateway.require_front()
+        raw = await read_body(http, config.max_body_bytes, budget)
+        body = await decode_body(raw, kind)
+        record: RequestRecord = http.scope["state"]["record"]
+        return HandoffResponse(gateway, front, lambda: front.serve(body, raw, record), form)
+
+    @router.post(COMPLETION_PATH)
+    async def completions(http: Request) -> Response:
+        return await answer(http, GatewayCompletion, completion)
+
+    @router.post(CHAT_PATH)
+    async def chat_completions(http: Request) -> Response:
+        return await answer(http, GatewayChat, chat_completion)
+
+    async def elsewhere() -> Response:
+        raise wrong_place()
+
+    for path in _ELSEWHERE:
+        router.add_api_route(path, elsewhere, methods=["POST"])
+
+    @router.get("/v1/models")
+    async def models() -> Response:
+        return json_response({"object": "list", "data": gateway.models()})
+
+    return router
+
+
+def _operation_routes(gateway: Gateway) -> APIRouter:
+    router = APIRouter()
+
+    @router.get("/health")
+    async def health() -> Response:
+        """200 while this process works, also while it waits for decode engines."""
+        if (problem := gateway.unhealthy()) is not None:
+            return error_response(problem)
+        return json_response({"status": "ok"})
+
+    @router.get("/ready")
+    async def ready() -> Response:
+        """200 if a prompt sent now would be handed over."""
+        if (problem := gateway.not_ready()) is not None:
+            return error_response(problem)
+        return json_response({"status": "ready"})
+
+    @router.get("/metrics")
+    async def metrics() -> Response:
+        catalog = gateway_catalog()
+        return Response(render(gateway.statistics(catalog), catalog), media_type=CONTENT_TYPE)
+
+    @router.get("/version")
+    async def version() -> Response:
+        return json_response({"version": headrace_version()})
+
+    return router
+
+
+class HandoffResponse(Response):
+    """The answer to a prefill request. KV of an answer that the client does not get is offered no longer."""
+
+    def __init__(
+        self,
+        gateway: Gateway,
+        front: Front,
+        work: Callable[[], Coroutine[Any, Any, Served]],
+        form: Callable[[HandoffAnswer], object],
+    ) -> None:
+        super().__init__()
+        self._gateway = gateway
+        self._front = front
+        self._work = work
+        self._form = form
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Hand the prompt over and answer; gives both up if the client disconnects."""
+        with self._gateway.counted():
+            try:
+                await until_disconnect(receive, self._answer(scope, receive, send))
+            except ClientDisconnected:
+                return
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        served = await self._work()
+        began = self._gateway.clock.now()
+        try:
+            await json_response(self._form(served.answer))(scope, receive, send)
+        except BaseException:
+            self._front.unsent(served)
+            raise
+        self._front.sent(served, self._gateway.clock.now() - began)
