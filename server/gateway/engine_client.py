@@ -8,7 +8,7 @@ import msgspec
 
 from headrace.core.runtime.codec import NO_MESSAGE
 from headrace.core.types.errors import ErrorInfo, HeadraceError, shown
-from headrace.server.gateway.bodies import TokenId
+from headrace.server.api.request.ranges import TokenId
 
 T = TypeVar("T")
 TIMEOUT_S = 30.0  # of an answer that takes no computation on the engine's device
@@ -48,9 +48,9 @@ class EngineClient:
         """The prompts of a body, as the engine's route of this path would compute them: texts tokenized, conversations
         with its template. Raises HeadraceError: the engine's own refusal of the body, or 502."""
         answer = await self._post(f"{path}/render", msgspec.json.encode(fields))
-        kind = list[RenderedPrompt] if answer[:1] == b"[" else RenderedPrompt
-        found = await self._decoded(f"{path}/render", answer, kind)
-        return found if isinstance(found, list) else [found]
+        if answer[:1] == b"[":  # of POST /v1/completions
+            return await self._decoded(f"{path}/render", answer, list[RenderedPrompt])
+        return [await self._decoded(f"{path}/render", answer, RenderedPrompt)]
 
     async def complete(self, body: dict[str, Any]) -> bytes:
         """POST /v1/completions. Raises HeadraceError."""
