@@ -140,8 +140,8 @@ class Gateway:
         if (parts := self._parts) is not None:
             found.append(with_prefix(parts.exporter.statistics()))
             gauges += [
-                Sample("gateway_pool_pages", parts.pages),
-                Sample("gateway_offers", parts.handoffs.leased),
+                Sample("kv_pages", parts.pages - parts.handoffs.leased_pages, ("free",)),
+                Sample("kv_pages", parts.handoffs.leased_pages, ("leased",)),
                 Sample("prefill_servers_up", len(parts.up())),
             ]
         names = {spec.name for spec in catalog}
@@ -159,7 +159,7 @@ class Gateway:
         self._draining = True
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self.config.drain_timeout_s):
-                while self._open or (self._parts is not None and self._parts.handoffs.leased):
+                while self._open or (self._parts is not None and self._parts.handoffs.leased_pages):
                     await asyncio.sleep(DRAIN_POLL_S)
 
     async def stop(self) -> None:

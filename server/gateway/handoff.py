@@ -91,16 +91,16 @@ class Handoffs:
         self._page_tokens = page_tokens
         self._max_model_len = max_model_len
         self._pages = pages
-        self._leased: set[str] = set()  # loads that were offered, and whose pages are not free yet
+        self._leased: dict[str, int] = {}  # pages of loads that are under way, or offered and not free yet
 
     @property
-    def leased(self) -> int:
-        """Offers whose pages are not free yet."""
-        return len(self._leased)
+    def leased_pages(self) -> int:
+        """Pages of the pool that are in use: loads under way, offers to be read, offers in quarantine."""
+        return sum(self._leased.values())
 
     def fits(self, tokens: int) -> bool:
         """Whether a prompt fits into the pool when it is empty."""
-        return ceil_div(tokens, self._page_tokens) <= self._pages
+        return self._pages_for(tokens) <= self._pages
 
     def check(self, tokens: Sequence[int]) -> None:
         """Raises HeadraceError (400) for a prompt that the decode engines would refuse."""
@@ -136,7 +136,6 @@ class Handoffs:
 
         result = await self._failover.run(request, arrived, lambda: False, attempt)
         assert loaded is not None, "the attempt has succeeded"
-        self._leased.add(loaded.id)
         first_page = loaded.at // self._page_tokens
         params = self._exporter.offer(loaded.id, first_page, len(prompt.tokens), jobs=prompt.jobs)
         return Offer(load=loaded.id, params=params, result=result)
@@ -146,8 +145,11 @@ class Handoffs:
         self._exporter.withdraw(offer.load)
 
     def released(self, load: str) -> None:
-        """The pages of an offer are free again."""
-        self._leased.discard(load)
+        """The pages of a load are free again."""
+        self._leased.pop(load, None)
+
+    def _pages_for(self, tokens: int) -> int:
+        return ceil_div(tokens, self._page_tokens)
 
     async def _load(self, request: GenerationRequest, choice: Choice) -> Loaded:
         """Have the chosen server compute the prompt, and load its KV meanwhile. Raises HeadraceError (at_prefill)."""
@@ -163,10 +165,12 @@ class Handoffs:
         span = CallSpan(request.context, server.url, self._clock, lambda _span: None)
         async with self._prefills.prefill_call(choice, _body(request, ticket), span) as call:
             load = self._loads.begin(command)
+            self._leased[ticket] = self._pages_for(command.tokens)
             try:
                 return await self._first_outcome(call, load)
             except BaseException:
                 self._loads.give_up(ticket)
+                self.released(ticket)
                 if load.done() and not load.cancelled():
                     load.exception()  # it is known
                 raise

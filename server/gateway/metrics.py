@@ -33,8 +33,6 @@ OWN: tuple[MetricSpec, ...] = (
         ("phase",),
         tuple((phase,) for phase in PHASES),
     ),
-    MetricSpec("gateway_pool_pages", "gauge", "Pages of the pool that decode engines read from."),
-    MetricSpec("gateway_offers", "gauge", "Offers of KV whose pages are not free yet: to be read, or in quarantine."),
     MetricSpec("gateway_decode_engines_up", "gauge", "Decode engines that answer and fit."),
     MetricSpec(
         "gateway_decode_prompt_tokens_total",
@@ -72,6 +70,7 @@ EXPORTER: tuple[MetricSpec, ...] = (
 )
 _SHARED = (
     "build_info",
+    "kv_pages",
     "http_requests_total",
     "http_request_duration_seconds",
     "requests_total",
