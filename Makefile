@@ -109,7 +109,7 @@ test-openapi: venv $(OPENAPI_STAMP) ## Hold running servers against their own /o
 	HEADRACE_OPENAPI=$(OPENAPI) $(BIN)/python -m pytest -m openapi tests/openapi
 
 test-nixl: $(NIXL_STAMP) ## Move KV through NIXL between processes, and between servers, that are killed and stopped.
-	$(NIXL)/bin/python -m pytest -m nixl tests/transfer
+	$(NIXL)/bin/python -m pytest -m nixl tests/transfer tests/integrations
 
 bench-nixl: $(NIXL_STAMP) ## Measure NIXL beside bare NIXL, and the other ways to move KV.
 	$(NIXL)/bin/python -m benchmarks.transfer
