@@ -198,6 +198,8 @@ class RoomThread(threading.Thread):
         wrong = self._rooms.register(message, now)
         text = "SGLang decode engine at %s, rank %d of %d: %s"
         rank = message.address.host, message.tp_rank, message.tp_size
+        if (fitted := self._rooms.rank(message.agent)) is not None:
+            self._writes.prepare(fitted)
         log.log(logging.WARNING if wrong else logging.INFO, text, *rank, wrong or "registered")
 
     def _apply_effects(self) -> None:

@@ -71,6 +71,11 @@ class RoomTable:
         """Whether a decode rank with this agent has registered, fit or not."""
         return agent in self._ranks
 
+    def rank(self, agent: str) -> DecodeRank | None:
+        """The decode rank with this agent, if it has registered and fits."""
+        known = self._ranks.get(agent)
+        return known if isinstance(known, DecodeRank) else None
+
     def requests(self) -> list[str]:
         """Those that have no answer yet."""
         return [room.request for room in self._by_load.values() if room.request]
