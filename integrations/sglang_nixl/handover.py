@@ -70,7 +70,7 @@ class KvHandover:
         Raises ConfigError.
         """
         try:
-            from headrace.integrations.sglang_nixl.writer import NixlRankWriter
+            from headrace.integrations.sglang_nixl.nixl_writer import NixlRankWriter
         except ImportError as error:
             raise ConfigError(f"SGLang decode engines need NIXL: install headrace[nixl] ({error})") from error
         log.warning("SGLang decode engines: %s", NEVER_RUN)

@@ -24,6 +24,7 @@ from headrace.core.types.errors import ConfigError, ErrorInfo
 from headrace.core.types.geometry import Geometry
 from headrace.integrations.peer.commands import AnyCommand, LoadResult
 from headrace.integrations.sglang_nixl.pool_runs import PoolRuns
+from headrace.integrations.sglang_nixl.rank_writer import MakeWriter
 from headrace.integrations.sglang_nixl.records import (
     Effect,
     Held,
@@ -37,7 +38,6 @@ from headrace.integrations.sglang_nixl.records import (
 from headrace.integrations.sglang_nixl.room_writes import RoomWrites
 from headrace.integrations.sglang_nixl.rooms import RoomTable
 from headrace.integrations.sglang_nixl.wire import MAX_FRAME, Abort, Address, Registration, RoomTarget, parse
-from headrace.integrations.sglang_nixl.writer import MakeWriter
 
 log = logging.getLogger(__name__)
 

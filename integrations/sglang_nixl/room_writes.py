@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from headrace.integrations.sglang_nixl.aux_row import aux_row
 from headrace.integrations.sglang_nixl.decode_rank import DecodeRank
 from headrace.integrations.sglang_nixl.pool_runs import PoolRuns
+from headrace.integrations.sglang_nixl.rank_writer import MakeWriter, RankWriter
 from headrace.integrations.sglang_nixl.records import WriteKv, WriteRow
-from headrace.integrations.sglang_nixl.writer import MakeWriter, RankWriter
 from headrace.transfer.backends.base import RemoteWrite
 
 log = logging.getLogger(__name__)

@@ -6,8 +6,6 @@ switched off for that, as everywhere (backends/nixl.py).
 """
 
 import contextlib
-from collections.abc import Callable
-from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -17,25 +15,6 @@ from headrace.integrations.sglang_nixl.decode_rank import VRAM, DecodeRank
 from headrace.integrations.sglang_nixl.pool_runs import Offsets, Runs
 from headrace.transfer.backends.base import RemoteWrite
 from headrace.transfer.backends.nixl import ERRORS, Agent, NixlRemoteWrite
-
-
-class RankWriter(Protocol):
-    """Writes into the memory of one decode rank. Used by one thread, and no call waits for the other side."""
-
-    def write_kv(self, runs: Runs) -> RemoteWrite:
-        """Start writing runs of the pool into its KV."""
-        ...
-
-    def write_row(self, runs: Runs) -> RemoteWrite:
-        """Start writing runs of the pool into its metadata buffers."""
-        ...
-
-    def close(self) -> None:
-        """End all writing: no byte arrives at the rank any more, and none of the pool is read."""
-        ...
-
-
-MakeWriter = Callable[[DecodeRank], RankWriter]  # raises OSError or ValueError
 
 
 class NixlRankWriter:
