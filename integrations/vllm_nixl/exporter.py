@@ -37,6 +37,8 @@ MAX_GENERATIONS = 4  # at a time: the current one, and those whose leases have n
 BUSY_POLL_S = 0.002  # between two looks for notices while a lease is open
 IDLE_POLL_S = 0.25
 FIRST_RETRY_S, LAST_RETRY_S = 0.5, 10.0  # between attempts to make a generation
+# Between two generations: decode engines do another handshake for each, and each keeps a range of addresses for good.
+GENERATION_S = 2.0
 
 
 class ExporterOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -54,7 +56,7 @@ class ExporterOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Network device of NIXL; "": all."""
 
 
-LeaseCommand = Callable[[LeaseTable, float], list[str]]  # returns loads whose pages are free; the float: seconds, now
+LeaseCommand = Callable[[LeaseTable, float], None]  # the float: seconds, now
 
 
 class KvExporter(threading.Thread):
@@ -105,9 +107,8 @@ class KvExporter(threading.Thread):
         request = f"headrace-{secrets.token_hex(16)}"
         current = self._generations[-1]
 
-        def grant(leases: LeaseTable, now: float) -> list[str]:
+        def grant(leases: LeaseTable, now: float) -> None:
             leases.grant(request, load, tokens=tokens, jobs=jobs, generation=current.number, now=now)
-            return []
 
         self._do(grant)
         return handoff_params(
@@ -120,7 +121,7 @@ class KvExporter(threading.Thread):
         )
 
     def withdraw(self, load: str) -> None:
-        """End the lease of an offer that no engine was told of; release() follows."""
+        """End the lease of an offer whose params were not taken, as far as is known; release() follows."""
         self._do(lambda leases, now: leases.withdraw(load))
 
     def engine_gone(self, agent: str, others: Collection[str]) -> None:
@@ -160,7 +161,8 @@ class KvExporter(threading.Thread):
 
     def _turn(self) -> None:
         self._wait()
-        over = self._take_commands()  # before generations end: some of these offers may be of one
+        self._take_commands()  # before generations end: some of these offers may be of one
+        over: list[str] = []
         self._side_channel.answer(self._generations[-1].payload, self._clock.now())
         for generation in self._generations:
             over += self._take_notices(generation)
@@ -180,12 +182,10 @@ class KvExporter(threading.Thread):
             with contextlib.suppress(BlockingIOError):
                 self._wakeup_recv.recv(4096)
 
-    def _take_commands(self) -> list[str]:
-        over: list[str] = []
+    def _take_commands(self) -> None:
         with contextlib.suppress(queue.Empty):
             while True:
-                over += self._commands.get_nowait()(self._leases, self._clock.now())
-        return over
+                self._commands.get_nowait()(self._leases, self._clock.now())
 
     def _take_notices(self, generation: AgentGeneration) -> list[str]:
         over: list[str] = []
@@ -218,6 +218,7 @@ class KvExporter(threading.Thread):
             self._next_attempt = self._backoff.next(now)
             return
         self._backoff.reset()
+        self._next_attempt = now + GENERATION_S
         self._generations.append(made)
         log.info("engine id %s takes over from %s, whose offers may be read late", made.engine_id, current.engine_id)
 

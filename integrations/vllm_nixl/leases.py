@@ -1,7 +1,7 @@
 """Leases on pages that vLLM decode engines may read: notices, heartbeats, expiry, quarantine. Pure.
 
     OPEN ──notices of all readers──────────────► released
-      │ no sign of life for so long, or its engine is gone
+      │ no sign of life for so long, its engine is gone, or the router did not take the answer
       ▼
     QUARANTINED ──notices of all readers───────► released
       └── the generation's agent is destroyed ─► released
@@ -43,7 +43,7 @@ class Lease:
 
 
 class LeaseTable:
-    """All leases. Its methods return names of loads whose pages can be used again.
+    """All leases. Where methods return names, they are of loads whose pages can be used again.
 
     lease_s: a lease ends after so long without a sign of its engine. limit_s: and after so long in any case.
     """
@@ -97,20 +97,17 @@ class LeaseTable:
         self._quarantined.pop(notice.request, None)
         return [self._end(lease)]
 
-    def withdraw(self, load: str) -> list[str]:
-        """End the lease of a load that no engine was told of."""
+    def withdraw(self, load: str) -> None:
+        """End the lease of a load whose offer was not taken, as far as is known: an engine may have it all the same."""
         for lease in [lease for lease in self._open.values() if lease.load == load]:
-            del self._open[lease.request]
-            self._counters.add("leases_ended_total", labels=("withdrawn",))
-            return [self._end(lease)]
-        return []
+            self._quarantine(lease, "withdrawn")
 
     def tick(self, now: float) -> None:
         """Put what has expired into quarantine."""
         for lease in [lease for lease in self._open.values() if min(lease.expires, lease.latest) <= now]:
             self._quarantine(lease, "expired")
 
-    def engine_gone(self, agent: str, others: Collection[str]) -> list[str]:
+    def engine_gone(self, agent: str, others: Collection[str]) -> None:
         """A decode engine has ended: its leases are over. If there is no other engine, so are all.
 
         agent: its NIXL agent. others: those of the engines that are there.
@@ -118,7 +115,6 @@ class LeaseTable:
         for lease in [lease for lease in self._open.values() if agent in lease.agents or not others]:
             if not lease.agents & set(others):
                 self._quarantine(lease, "engine_gone")
-        return []
 
     def is_drained(self, generation: int) -> bool:
         """Whether no lease of a generation is open."""

@@ -13,7 +13,6 @@ import pytest
 import zmq
 
 from headrace.core.types.geometry import Geometry
-from headrace.integrations.vllm_nixl.exporter import ExporterOptions, KvExporter
 from headrace.integrations.vllm_nixl.kv_pool import VllmPool
 from tests.integrations.vllm_nixl.engines import engine, metadata
 from tests.integrations.vllm_nixl.scripted_reader import Reader
@@ -28,6 +27,8 @@ class Site:
     """An exporter with its pool, and the names of loads whose pages it has released."""
 
     def __init__(self, lease_s: float) -> None:
+        from headrace.integrations.vllm_nixl.exporter import ExporterOptions, KvExporter  # needs nixl
+
         geometry = Geometry("float32", LAYERS, HEADS, DIM, BLOCK)
         self.pool = VllmPool(geometry, PAGES)
         block = HEADS * BLOCK * 2 * DIM * 4

@@ -97,11 +97,13 @@ def test_an_engine_that_has_ended_ends_its_own_leases() -> None:
     assert sorted(leases.generation_ended(0)) == ["load heard", "load others", "load unheard"]
 
 
-def test_an_offer_that_nobody_was_told_of_is_over_at_once() -> None:
+def test_an_offer_that_was_not_taken_is_over_and_may_have_been_read() -> None:
     leases = table()
     grant(leases)
-    assert leases.withdraw("load r") == ["load r"]
-    assert leases.withdraw("load r") == []
+    leases.withdraw("load r")
+    leases.withdraw("load r")
+    assert (len(leases), leases.has_quarantined(0)) == (0, True)
+    assert leases.generation_ended(0) == ["load r"]
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -138,6 +140,8 @@ def test_random_schedules_release_every_load_once_and_never_while_it_can_be_read
             leases.tick(now)
         elif kind == 5 and rng.random() < 0.1:
             leases.engine_gone("d", rng.choice(([], ["e"])))
+        elif kind == 5 and born:
+            leases.withdraw(f"load {rng.choice(list(born))}")
         elif leases.has_quarantined(generation):
             generation += 1
         for old in range(generation):
