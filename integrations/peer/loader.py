@@ -77,6 +77,7 @@ class KvLoader:
         self.effects: deque[Effect] = deque()
         self.results: deque[AnyResult] = deque()
         self.staging_pages = PageRunAllocator(limits.pages)
+        self.stopping_pages = 0  # of STOPPING records
         self._limits = limits
         self._servers = PrefillServers(limits, self.effects, self.results)
         self._records: dict[str, TicketRecord] = {}
@@ -276,6 +277,7 @@ class KvLoader:
             )
         if record.written_directly:
             record.phase, record.deadline = LoadPhase.STOPPING, math.inf
+            self.stopping_pages += record.pages
             return
         self._close(record, now)
 
@@ -285,6 +287,8 @@ class KvLoader:
             self._rows.append(record.row)
         if record.phase in (LoadPhase.RESERVED, LoadPhase.STOPPING, LoadPhase.LOADED):
             self.staging_pages.free(record.page, record.pages)
+        if record.phase is LoadPhase.STOPPING:
+            self.stopping_pages -= record.pages
         server = self._servers.get(record.ticket)
         if server is not None and server.records.pop(record.id, None) is not None:
             server.idle_since = now

@@ -9,7 +9,7 @@ import msgspec
 from headrace.core.messages.orders import OpenSession, PrepareReceive
 from headrace.core.messages.peers import AskReserve, ConnectPrefill, PrefillUp
 from headrace.core.types.addresses import url
-from headrace.core.types.allow_list import Rules, is_allowed
+from headrace.core.types.allow_list import Rules, canonical, is_allowed
 from headrace.core.types.backends import ZMQ
 from headrace.core.types.packed import pack
 from headrace.core.types.request import FirstToken
@@ -201,5 +201,6 @@ class PrefillRecord:
 
 
 def server_name(address: ServerAddress) -> str:
-    """Name of the prefill server at an address: tcp://HOST:PORT of its control endpoint, or its HTTP URL."""
-    return url("http" if address.http else "tcp", address.host, address.port)
+    """Name of the prefill server at an address, however that is spelled: tcp://HOST:PORT of its control endpoint, or
+    its HTTP URL."""
+    return url("http" if address.http else "tcp", canonical(address.host), address.port)

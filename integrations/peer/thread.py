@@ -134,6 +134,12 @@ class PeerThread(threading.Thread):
         except queue.Empty:
             return found
 
+    @property
+    def stopping_pages(self) -> int:
+        """Pages of loads that have ended and that a prefill server may still write into, so that nobody gets them.
+        May be read by any thread."""
+        return self._loader.stopping_pages
+
     def stop(self, timeout_s: float = 2.0) -> None:
         """End every session and the thread; waits up to timeout_s for it."""
         self.submit(None)

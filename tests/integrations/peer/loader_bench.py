@@ -91,4 +91,5 @@ class Bench:
         return ask
 
     def empty(self) -> bool:
-        return len(self.loader) == 0 and self.loader.staging_pages.free_pages == PAGES
+        pages = self.loader.staging_pages.free_pages, self.loader.stopping_pages
+        return len(self.loader) == 0 and pages == (PAGES, 0)

@@ -2,6 +2,8 @@
 
 from typing import Any
 
+import pytest
+
 from headrace.core.messages.orders import CloseSession, OpenSession, PrepareReceive
 from headrace.core.messages.peers import AskCancel, AskRenew, ConnectPrefill, DisconnectPrefill, PrefillDown
 from headrace.integrations.peer.commands import (
@@ -167,6 +169,14 @@ def test_a_server_that_the_owner_names_need_not_be_among_the_rules() -> None:
     [denied] = bench.answers()
     assert isinstance(denied, LoadFailed)
     assert denied.code == "prefill_not_allowed"
+
+
+@pytest.mark.parametrize("host", ["PREFILL.", "[fd00::5]", "fd00:0::5", "::ffff:10.0.0.5"])
+def test_a_server_is_the_same_however_its_address_is_spelled(host: str) -> None:
+    bench = Bench()
+    bench.do(standing(host={"PREFILL.": "prefill", "::ffff:10.0.0.5": "10.0.0.5"}.get(host, "fd00::5")))
+    assert bench.load("a", host=host) == []
+    assert bench.answers() == []
 
 
 def test_a_name_that_moves_to_another_address_leaves_the_earlier_one() -> None:

@@ -106,7 +106,7 @@ def test_a_writer_that_is_stopped_holds_its_pages_and_not_the_connection() -> No
     asked = bench.wait(IDLE_S)
     assert [type(one) for one in asked] == [DisconnectPrefill], "nobody needs that server any more"
     bench.wait(3600)
-    assert bench.loader.staging_pages.free_pages == PAGES - 3
+    assert (bench.loader.staging_pages.free_pages, bench.loader.stopping_pages) == (PAGES - 3, 3)
     assert bench.loader.next_deadline() is None
     bench.hear(SessionClosed(stage=0, session=ask.session))
     assert bench.empty()

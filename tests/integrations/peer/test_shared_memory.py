@@ -33,10 +33,10 @@ from headrace.integrations.peer.commands import (
 from headrace.integrations.peer.records import Limits
 from headrace.integrations.peer.shared_staging import SharedStaging
 from headrace.integrations.peer.thread import PeerThread
+from headrace.integrations.vllm_nixl.kv_pool import vllm_layout
 from headrace.transfer.backends.shm import host_token
 from headrace.transfer.protocol.layout import Bytes
 from tests.e2e.harness import Server, pages_in_use, serving, wait_until
-from tests.integrations.peer.vllm_layout import vllm_layout
 
 pytestmark = pytest.mark.skipif(not host_token(), reason="no shared memory here")
 
@@ -175,6 +175,7 @@ def test_a_stage_that_is_stopped_while_it_writes_keeps_its_pages_until_it_goes_o
             assert owner.result() == LoadCancelled(id="struck"), "at once"
             owner.ask_for_nothing()
             assert owner.peer.results(wait_s=1.0) == [], "all pages are those that may be written"
+            assert owner.peer.stopping_pages == PAGES
         refused = owner.result()
         assert isinstance(refused, LoadFailed)
         assert refused.code == "unknown_ticket"

@@ -14,9 +14,9 @@ from headrace.core.types.geometry import Geometry
 from headrace.integrations.peer import shared_staging
 from headrace.integrations.peer.shared_staging import SharedStaging
 from headrace.integrations.peer.staging import Staging, StagingMemory
+from headrace.integrations.vllm_nixl.kv_pool import vllm_layout
 from headrace.transfer.backends.shm import FOLDER, ShmTransport, host_token
 from headrace.transfer.protocol.layout import Box
-from tests.integrations.peer.vllm_layout import vllm_layout
 
 needs_shm = pytest.mark.skipif(not host_token(), reason="no shared memory here")
 GEOMETRY = Geometry("bfloat16", layers=3, kv_heads=2, head_dim=4, page_size=16)
