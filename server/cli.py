@@ -14,6 +14,7 @@ from headrace.core.types.errors import ConfigError
 from headrace.server.cluster import options as cluster_options
 from headrace.server.config import curve_keys
 from headrace.server.config.flags import add_flags
+from headrace.server.config.gateway import gateway_of
 from headrace.server.config.load import CPUINFO_VARIABLE, load
 from headrace.server.config.settings import GATEWAY_SETTINGS, SETTINGS
 from headrace.server.config.toml_file import to_toml
@@ -198,6 +199,7 @@ def _check(given: argparse.Namespace) -> int:
     from headrace.server.config.resolve import resolve
 
     resolved = resolve(config)
+    gateway_of(resolved.config)
     _open_files(resolved.config)
     print(to_toml(resolved.config), end="")
     print()

@@ -15,6 +15,7 @@ RecomputeReason = Literal[
     "echo",
     "media",
     "prompt_logprobs",
+    "suffix",
     "truncation",
     "pool_too_small",
     "no_kv",
@@ -29,6 +30,7 @@ RECOMPUTE_REASONS: tuple[RecomputeReason, ...] = (
     "echo",  # the decode engine needs the logits of the prompt
     "media",  # images, audio, embeddings: not only tokens
     "prompt_logprobs",  # the decode engine needs the logits of the prompt
+    "suffix",  # the decode engine puts prompt and suffix together, and POST /tokenize does not
     "truncation",  # the decode engine cuts the prompt
     "pool_too_small",  # the prompt is longer than --pool-tokens
     "no_kv",  # the prefill server had no room for a token after the prompt, and sent none
@@ -37,8 +39,6 @@ RECOMPUTE_REASONS: tuple[RecomputeReason, ...] = (
 TEXT_PARTS = ("text", "refusal", "thinking", "input_text", "output_text")
 """Types of content parts that are text."""
 MAX_CHOICES = 1024
-# Fields that make no difference to the prompt, and that the routes which only render a prompt would misread.
-_NOT_RENDERED = ("kv_transfer_params", "stream", "stream_options", "max_tokens", "max_completion_tokens", "min_tokens")
 
 
 class GatewayParams(msgspec.Struct, kw_only=True):
@@ -85,15 +85,28 @@ class GatewayCompletion(GatewayBody, kw_only=True):
     prompt: str | list[str | TokenId | list[TokenId]] | None = None
     prompt_embeds: msgspec.Raw | None = None
     suffix: str | None = None
+    add_special_tokens: bool | None = None
 
     @property
     def media(self) -> bool:
         """Whether there are embeddings in the place of a prompt."""
         return self.prompt_embeds is not None and bytes(self.prompt_embeds) != b"null"
 
+    def recompute_reason(self) -> RecomputeReason | None:
+        """See GatewayBody."""
+        return "suffix" if self.suffix is not None else super().recompute_reason()
+
+    def texts(self) -> list[str]:
+        """The prompts that are texts. Raises HeadraceError (400) if there are none."""
+        found = self.prompt if isinstance(self.prompt, list) else [self.prompt]
+        texts = [item for item in found if isinstance(item, str)]
+        if not texts:
+            raise invalid("prompt", "prompt is required", code="missing_field")
+        return texts
+
     def token_ids(self) -> list[list[int]] | None:
         """The prompts, if they are token ids; None for texts. Raises HeadraceError (400) for a prompt of both."""
-        if not isinstance(self.prompt, list) or not self.prompt or self.suffix is not None:
+        if not isinstance(self.prompt, list) or not self.prompt:
             return None
         kinds = {type(item) for item in self.prompt}
         if kinds == {int}:
@@ -144,12 +157,6 @@ def wrong_place() -> HeadraceError:
         "here with kv_transfer_params.do_remote_decode"
     )
     return invalid("kv_transfer_params", message, code="wrong_role", status=404)
-
-
-def rendered_fields(raw: bytes | bytearray) -> dict[str, msgspec.Raw]:
-    """The body for the decode engine's routes that render a prompt."""
-    fields: dict[str, msgspec.Raw] = msgspec.json.decode(raw, type=dict[str, msgspec.Raw])
-    return {name: value for name, value in fields.items() if name not in _NOT_RENDERED}
 
 
 def unknown_model(name: str, served: Mapping[str, object] | tuple[str, ...]) -> HeadraceError:

@@ -1,6 +1,7 @@
 """HTTP client of one decode engine: prompts as token ids, a first token, metrics. What it sends is bounded in size."""
 
 import asyncio
+from collections.abc import Mapping
 from typing import Any, TypeVar
 
 import httpx
@@ -20,12 +21,8 @@ DECODE_UNREACHABLE = "decode_unreachable"
 DECODE_FAILED = "decode_failed"
 
 
-class RenderedPrompt(msgspec.Struct, frozen=True):
-    """A prompt as the engine would compute it."""
-
-    token_ids: list[TokenId]
-    features: dict[str, Any] | None = None
-    """Of images and such, if there are any."""
+class _Tokenized(msgspec.Struct):
+    tokens: list[TokenId]
 
 
 class _Error(msgspec.Struct):
@@ -44,13 +41,11 @@ class EngineClient:
         self._http = http
         self.url = url
 
-    async def render(self, path: str, fields: dict[str, msgspec.Raw]) -> list[RenderedPrompt]:
-        """The prompts of a body, as the engine's route of this path would compute them: texts tokenized, conversations
-        with its template. Raises HeadraceError: the engine's own refusal of the body, or 502."""
-        answer = await self._post(f"{path}/render", msgspec.json.encode(fields))
-        if answer[:1] == b"[":  # of POST /v1/completions
-            return await self._decoded(f"{path}/render", answer, list[RenderedPrompt])
-        return [await self._decoded(f"{path}/render", answer, RenderedPrompt)]
+    async def tokenize(self, body: Mapping[str, object]) -> list[int]:
+        """Token ids of a text or a conversation, as the engine would compute it. Raises HeadraceError: the engine's own
+        refusal of the body, or 502."""
+        answer = await self._post("/tokenize", msgspec.json.encode(body))
+        return (await self._decoded("/tokenize", answer, _Tokenized)).tokens
 
     async def complete(self, body: dict[str, Any]) -> bytes:
         """POST /v1/completions. Raises HeadraceError."""

@@ -1,10 +1,13 @@
 """The decode engines of a gateway: found at the start, and watched afterwards.
 
-unknown ──probe──► up ◄──probe every second──► down (its process is gone, or does not answer)
-   └── refused: the gateway ends (at the start)  └── refused: it comes back with other values
+    unknown ──probe──► up ◄──handshake every second──► down (its process is gone, or does not answer)
+       └── refused: the gateway ends (at the start)  └── another handshake ──probe──► refused: it has other values
+
+A handshake goes by the side channel and costs the engine nothing; a probe is in the log of its HTTP server.
 """
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Callable, Iterable
 
@@ -13,16 +16,19 @@ import httpx
 from headrace.core.types.decode_address import DecodeAddress
 from headrace.core.types.errors import ConfigError, unavailable
 from headrace.integrations.vllm_nixl.engine_probe import DecodeEngine, EngineGone, EngineUnreachable
+from headrace.integrations.vllm_nixl.wire import HandshakePayload
 from headrace.server.gateway.engine_client import EngineClient
 
 log = logging.getLogger(__name__)
 
-PROBE_S = 1.0  # between two probes of an engine
+PROBE_S = 1.0  # between two probes of an engine, or handshakes with it
 NEWS_S = 10.0  # between two lines about an engine that is waited for
 PROBES_MISSED = 3  # after which an engine that does not answer counts as down; a busy one may be slow
 
 Probe = Callable[[DecodeAddress], DecodeEngine]
 """Blocking. Raises EngineUnreachable, EngineGone, ConfigError."""
+Handshake = Callable[[DecodeAddress], HandshakePayload]
+"""Likewise."""
 
 
 class WatchedEngine:
@@ -34,7 +40,8 @@ class WatchedEngine:
         self.found: DecodeEngine | None = None  # as of the last probe that it has answered and passed
         self.up = False
         self.reason = "it was not asked yet"  # why it is not up
-        self.missed = 0  # probes without an answer since the last one with
+        self.payload: HandshakePayload | None = None  # of the process that was probed last
+        self.missed = 0  # handshakes without an answer since the last one with
         self.ended = ""  # engine id of the last process that is known to have ended
 
     @property
@@ -46,9 +53,13 @@ class WatchedEngine:
 class DecodeEngines:
     """Probes decode engines."""
 
-    def __init__(self, addresses: Iterable[DecodeAddress], http: httpx.AsyncClient, probe: Probe) -> None:
+    def __init__(
+        self, addresses: Iterable[DecodeAddress], http: httpx.AsyncClient, probe: Probe, handshake: Handshake
+    ) -> None:
         self.all = [WatchedEngine(address, EngineClient(http, address.url)) for address in addresses]
         self._probe = probe
+        self._handshake = handshake
+        self._refreshed = -PROBE_S  # when the names of adapters were looked at
         self._tasks: list[asyncio.Task[None]] = []
 
     async def find(self) -> DecodeEngine:
@@ -67,11 +78,11 @@ class DecodeEngines:
         return found[0]
 
     def watch(self, on_gone: Callable[[DecodeEngine], None]) -> None:
-        """Probe the engines every second from now on. on_gone: called with an engine whose process has ended."""
+        """Look at the engines every second from now on. on_gone: called with an engine whose process has ended."""
         self._tasks = [asyncio.create_task(self._watch(engine, on_gone)) for engine in self.all]
 
     async def stop(self) -> None:
-        """End the probes."""
+        """End the watch."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -89,8 +100,17 @@ class DecodeEngines:
                 return engine.client
         raise unavailable(self.problem(), code="no_decode_engine")
 
-    def adapters(self) -> set[str]:
-        """Names of LoRA adapters of all engines."""
+    async def has_adapter(self, name: str) -> bool:
+        """Whether an engine has a LoRA adapter of this name. Adapters come and go while an engine runs."""
+        now = asyncio.get_running_loop().time()
+        if name not in self._adapters() and now - self._refreshed >= PROBE_S:
+            self._refreshed = now
+            for engine in (engine for engine in self.all if engine.up):
+                with contextlib.suppress(EngineUnreachable, ConfigError):  # the watch tells
+                    engine.found = await asyncio.to_thread(self._probe, engine.address)
+        return name in self._adapters()
+
+    def _adapters(self) -> set[str]:
         return {name for engine in self.all if engine.found is not None for name in engine.found.adapters}
 
     def agents(self) -> list[str]:
@@ -123,15 +143,20 @@ class DecodeEngines:
             try:
                 await self._check(engine, known, on_gone)
             except Exception:  # the watch goes on, whatever an engine sends
-                log.exception("the probe of decode engine %s has failed", engine.url)
+                log.exception("the look at decode engine %s has failed", engine.url)
             if (engine.up, engine.reason) != (was_up, reason):
                 level = logging.INFO if engine.up else logging.WARNING
                 log.log(level, "decode engine %s is %s", engine.url, "up" if engine.up else f"down: {engine.reason}")
 
     async def _check(self, engine: WatchedEngine, known: DecodeEngine, on_gone: Callable[[DecodeEngine], None]) -> None:
-        """One probe of an engine that was found before."""
+        """Look once at an engine that was found before."""
         try:
+            payload = await asyncio.to_thread(self._handshake, engine.address)
+            if engine.up and payload == engine.payload:
+                engine.missed = 0
+                return
             found = await asyncio.to_thread(self._probe, engine.address)
+            engine.payload = payload
         except EngineUnreachable as error:
             engine.missed += 1
             gone = isinstance(error, EngineGone)

@@ -13,13 +13,13 @@ from headrace.server.gateway.bodies import (
     GatewayChat,
     GatewayCompletion,
     RecomputeReason,
-    rendered_fields,
     require_remote_decode,
     unknown_model,
 )
 from headrace.server.gateway.engines import DecodeEngines
 from headrace.server.gateway.handoff import NO_KV, SAMPLING, HandoffPrompt, Handoffs, Offer
 from headrace.server.gateway.metrics import GatewayMetrics
+from headrace.server.gateway.tokenize_body import chat_to_tokenize, text_to_tokenize
 
 CHAT_PATH = "/v1/chat/completions"
 COMPLETION_PATH = "/v1/completions"
@@ -116,7 +116,7 @@ class Front:
         self, body: GatewayCompletion | GatewayChat, raw: bytes | bytearray, record: RequestRecord
     ) -> HandoffPrompt:
         """The prompt of a body. Raises HeadraceError if it is wrong, Recompute if it cannot be handed over."""
-        self._check_model(body)
+        await self._check_model(body)
         if (reason := body.recompute_reason()) is not None:
             raise Recompute(reason)
         prompts = await self._token_ids(body, raw)
@@ -134,30 +134,31 @@ class Front:
             context=record.context,
         )
 
-    def _check_model(self, body: GatewayBody) -> None:
+    async def _check_model(self, body: GatewayBody) -> None:
         """Raises HeadraceError (404) for a model that is not served, Recompute for an adapter."""
         if not body.model or body.model in self._served_names:
             return
-        if body.model in self._engines.adapters():
+        if await self._engines.has_adapter(body.model):
             raise Recompute("adapter")
         raise unknown_model(body.model, self._served_names)
 
     async def _token_ids(self, body: GatewayCompletion | GatewayChat, raw: bytes | bytearray) -> list[list[int]]:
         """Token ids of the prompts: as they are in the body, or as a decode engine makes them, so that both sides
         compute the same. Raises HeadraceError, Recompute."""
-        path = CHAT_PATH
+        count = 1
         if isinstance(body, GatewayCompletion):
-            path = COMPLETION_PATH
             if (given := body.token_ids()) is not None:
                 return given
-            if isinstance(body.prompt, list) and any(each != body.prompt[0] for each in body.prompt):
+            texts = body.texts()
+            if any(text != texts[0] for text in texts):
                 raise Recompute("different_prompts")
+            asked, count = text_to_tokenize(body.model, texts[0], body.add_special_tokens), len(texts)
+        else:
+            asked = chat_to_tokenize(raw)
         began = self._clock.now()
-        rendered = await self._engines.client().render(path, rendered_fields(raw))
+        tokens = await self._engines.client().tokenize(asked)
         self._metrics.observe("tokenize", self._clock.now() - began)
-        if any(one.features for one in rendered):
-            raise Recompute("media")
-        return [one.token_ids for one in rendered]
+        return [tokens] * count
 
     async def _hand_over(self, prompt: HandoffPrompt) -> Offer:
         """Raises HeadraceError; Recompute where the decode engine is to make up for it."""

@@ -17,7 +17,8 @@ from headrace.core.runtime.clock import Clock, SystemClock
 from headrace.core.stats import MetricSpec, Sample, Stats
 from headrace.core.types.decode_address import DecodeAddress, parse_decodes
 from headrace.core.types.errors import DRAINING, NOT_READY, ErrorInfo, HeadraceError, unavailable
-from headrace.integrations.vllm_nixl.engine_probe import DecodeEngine, probe
+from headrace.integrations.vllm_nixl.engine_probe import DecodeEngine, ask_side_channel, probe
+from headrace.integrations.vllm_nixl.wire import HandshakePayload
 from headrace.server.frontend.status.recent_events import RecentEvents
 from headrace.server.gateway.assembly import Parts, assemble
 from headrace.server.gateway.engines import DecodeEngines
@@ -47,7 +48,7 @@ class Gateway:
         """Resolves to a sentence when one of its threads has ended: it cannot serve any more."""
         headers = {"Authorization": f"Bearer {config.decode_api_key}"} if config.decode_api_key else {}
         self._http = httpx.AsyncClient(headers=headers, timeout=None, trust_env=False)
-        self._engines = DecodeEngines(parse_decodes(config.decode), self._http, self._probe)
+        self._engines = DecodeEngines(parse_decodes(config.decode), self._http, self._probe, _handshake)
         self._metrics = GatewayMetrics()
         self._parts: Parts | None = None
         self._front: Front | None = None
@@ -212,3 +213,8 @@ class Gateway:
         if not self.failed.done():
             log.error("%s", message)
             self.failed.set_result(message)
+
+
+def _handshake(address: DecodeAddress) -> HandshakePayload:
+    """Blocking."""
+    return ask_side_channel((address.host, address.port))

@@ -78,6 +78,16 @@ class Child:
         assert self._process is not None
         return self._process.pid
 
+    @property
+    def running(self) -> bool:
+        """Whether it was started and has not ended."""
+        return self._process is not None and self._process.returncode is None
+
+    def send_signal(self, number: int) -> None:
+        """Send a signal to the started process. Raises ProcessLookupError if it has just exited."""
+        assert self._process is not None
+        self._process.send_signal(number)
+
     async def wait(self) -> int:
         """Wait for the exit. Returns the status; negative for the signal that killed it."""
         assert self._process is not None

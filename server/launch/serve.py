@@ -26,7 +26,7 @@ from collections.abc import Coroutine, Sequence
 from contextlib import closing
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -37,16 +37,21 @@ from headrace.core.runtime.logs import configure_logging
 from headrace.core.runtime.private_folder import private_folder, remove_abandoned
 from headrace.core.runtime.process import freeze_loaded, raise_descriptor_limit, release_output, say
 from headrace.core.types.addresses import is_loopback, url
+from headrace.server.config.gateway import gateway_of
 from headrace.server.config.load import CPUINFO_VARIABLE
 from headrace.server.frontend import request_log
 from headrace.server.launch.child_process import Child, StartFailed
 from headrace.server.launch.free_port import free_port
+from headrace.server.launch.gateway_child import GatewayChild
 from headrace.server.launch.http_listeners import HttpListeners
 from headrace.server.launch.scheduler_process import ExternalStages, SchedulerProcessConfig
 from headrace.server.launch.stop_signals import StopSignals
 from headrace.server.launch.supervisor import Supervisor
 from headrace.server.version import headrace_version
 from headrace.transfer.backends.shm import sweep
+
+if TYPE_CHECKING:
+    from headrace.server.launch.frontend_process import FrontEnd
 
 log = logging.getLogger(__name__)
 
@@ -92,6 +97,7 @@ async def _serve(
     config: Config, memory: Sequence[str], listeners: HttpListeners, folder: Path, stop: StopSignals
 ) -> int:
     ours, theirs = socket.socketpair()
+    gateway = _gateway(config, listeners)
     external = config.group.start == "external"
     stage_endpoint = _tcp(config.group.host, config.group.port) if external else f"{UNIX}{folder}/stages"
     supervisor = Supervisor(
@@ -123,6 +129,8 @@ async def _serve(
     )
     service = front.service
     supervisor.watch(service.stage_lost)
+    if gateway is not None:
+        gateway.start()
     http = asyncio.ensure_future(front.serve())
     served = stopped = False
     try:
@@ -138,8 +146,10 @@ async def _serve(
         stopped = stop.first.is_set()
         if stopped:
             say("draining; a second signal ends open requests at once")
-            await _first_of(front.drain(), stop.second.wait(), supervisor.fatal)
+            await _first_of(_drained(front, gateway), stop.second.wait(), supervisor.fatal)
     finally:
+        if gateway is not None:
+            await gateway.kill()
         await service.end_requests()
         await front.end(http)
         service.shut_down()
@@ -148,6 +158,21 @@ async def _serve(
     if stopped and not (served and supervisor.fatal.done()):
         return stop.status  # a scheduler that has not started may have ended by the same signal
     return supervisor.fatal.result() if supervisor.fatal.done() else 1
+
+
+async def _drained(front: "FrontEnd", gateway: GatewayChild | None) -> None:
+    """Drain the gateway, whose prompts are computed here, and then this server."""
+    if gateway is not None:
+        await gateway.drain()
+    await front.drain()
+
+
+def _gateway(config: Config, listeners: HttpListeners) -> GatewayChild | None:
+    """The gateway of a prefill server, if it is to have one. Raises ConfigError."""
+    port = listeners.main[0].getsockname()[1]
+    server = msgspec.structs.replace(config.server, port=port)  # 0 was a free one
+    found = gateway_of(msgspec.structs.replace(config, server=server))
+    return None if found is None else GatewayChild(found)
 
 
 async def _first_of(*waits: Coroutine[Any, Any, Any] | asyncio.Future[Any]) -> None:
