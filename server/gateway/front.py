@@ -80,7 +80,7 @@ class Front:
                 jobs, prompt_tokens = prompt.jobs, len(prompt.tokens)
                 began = self._clock.now()
                 offer = await self._hand_over(prompt)
-                self._metrics.observe("prefill", self._clock.now() - began)
+                self._metrics.took("prefill", self._clock.now() - began)
                 self._metrics.handed_over(prompt_tokens)
                 result = offer.result
             except Recompute as without:
@@ -105,7 +105,7 @@ class Front:
 
     def sent(self, served: Served, seconds: float) -> None:
         """The answer was sent, which took so long."""
-        self._metrics.observe("send", seconds)
+        self._metrics.took("send", seconds)
 
     def unsent(self, served: Served) -> None:
         """The client has gone, and does not get the answer."""
@@ -157,7 +157,7 @@ class Front:
             asked = chat_to_tokenize(raw)
         began = self._clock.now()
         tokens = await self._engines.client().tokenize(asked)
-        self._metrics.observe("tokenize", self._clock.now() - began)
+        self._metrics.took("tokenize", self._clock.now() - began)
         return [tokens] * count
 
     async def _hand_over(self, prompt: HandoffPrompt) -> Offer:

@@ -6,7 +6,7 @@ engines found ─► pool, peer, exporter ─► prefill servers connected ─�
 import asyncio
 import contextlib
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import httpx
@@ -14,7 +14,7 @@ import httpx
 from headrace.core.config import GatewayConfig
 from headrace.core.runtime.background import keep_running
 from headrace.core.runtime.clock import Clock, SystemClock
-from headrace.core.stats import MetricSpec, Sample, Stats
+from headrace.core.stats import Sample, Stats
 from headrace.core.types.decode_address import DecodeAddress, parse_decodes
 from headrace.core.types.errors import DRAINING, NOT_READY, ErrorInfo, HeadraceError, unavailable
 from headrace.integrations.vllm_nixl.engine_probe import DecodeEngine, ask_side_channel, probe
@@ -24,7 +24,7 @@ from headrace.server.gateway.assembly import Parts, assemble
 from headrace.server.gateway.engines import DecodeEngines
 from headrace.server.gateway.fingerprint import find_fingerprint
 from headrace.server.gateway.front import Front
-from headrace.server.gateway.metrics import GatewayMetrics, with_prefix
+from headrace.server.gateway.metrics import GATEWAY_CATALOG, GatewayMetrics, with_prefix
 from headrace.server.gateway.model_check import check_models
 from headrace.server.telemetry.prometheus import FrontMetrics
 from headrace.server.upstream.prefill_pool import NO_PREFILL_SERVER
@@ -134,8 +134,8 @@ class Gateway:
             for name in engine.served_names
         ]
 
-    def statistics(self, catalog: Sequence[MetricSpec]) -> list[Stats]:
-        """What /metrics shows: the metrics of this catalog."""
+    def statistics(self) -> list[Stats]:
+        """What /metrics shows."""
         found = [self.front_metrics.statistics(), self._metrics.statistics()]
         gauges = [Sample("gateway_decode_engines_up", sum(engine.up for engine in self._engines.all))]
         if (parts := self._parts) is not None:
@@ -145,7 +145,7 @@ class Gateway:
                 Sample("kv_pages", parts.handoffs.leased_pages, ("leased",)),
                 Sample("prefill_servers_up", len(parts.up())),
             ]
-        names = {spec.name for spec in catalog}
+        names = {spec.name for spec in GATEWAY_CATALOG}
         return [
             Stats(
                 tuple(one for one in stats.samples if one.name in names),

@@ -1,17 +1,17 @@
 """What a gateway counts and measures, for /metrics, and what its decode engines say of where prompts came from."""
 
 import re
-from collections.abc import Iterable
 
 from headrace.core.stats import Counters, Histograms, MetricSpec, Sample, Stats
 from headrace.server.gateway.bodies import RECOMPUTE_REASONS, RecomputeReason
 from headrace.server.telemetry import catalog
 
+PREFIX = "gateway_"
 PHASES = ("tokenize", "prefill", "send")
 LEASE_ENDS = ("read", "expired", "engine_gone", "withdrawn")
 NOTICES = ("done", "heartbeat", "late", "unknown")
 SOURCES = ("local_compute", "local_cache_hit", "external_kv_transfer")
-OWN: tuple[MetricSpec, ...] = (
+HANDOFFS: tuple[MetricSpec, ...] = (
     MetricSpec(
         "gateway_handoffs_total",
         "counter",
@@ -42,7 +42,7 @@ OWN: tuple[MetricSpec, ...] = (
         ("engine", "source"),
     ),
 )
-EXPORTER: tuple[MetricSpec, ...] = (
+_EXPORTER: tuple[MetricSpec, ...] = (
     MetricSpec("leases_open", "gauge", "Offers of KV that a decode engine may read."),
     MetricSpec(
         "leases_quarantined",
@@ -86,12 +86,17 @@ _SHARED = (
 _PROMPT_TOKENS = re.compile(r'^vllm:prompt_tokens_by_source_total\{[^}\n]*\bsource="(\w+)"[^}\n]*\} ([0-9.e+]+)$', re.M)
 
 
-def gateway_catalog() -> tuple[MetricSpec, ...]:
-    """All metrics of a gateway: its own, its exporter's, and those of its HTTP server and process."""
-    process = {spec.name for spec in catalog.PROCESSES}
-    shared = tuple(spec for spec in catalog.CATALOG if spec.name in _SHARED or spec.name in process)
-    exporter = tuple(MetricSpec(f"gateway_{one.name}", one.kind, one.help, one.labels, one.zeros) for one in EXPORTER)
-    return (*OWN, *exporter, *shared)
+OWN_CATALOG: tuple[MetricSpec, ...] = (
+    *HANDOFFS,
+    *(MetricSpec(f"{PREFIX}{one.name}", one.kind, one.help, one.labels, one.zeros) for one in _EXPORTER),
+)
+"""Metrics that gateways alone have."""
+GATEWAY_CATALOG: tuple[MetricSpec, ...] = (
+    *OWN_CATALOG,
+    *(spec for spec in catalog.CATALOG if spec.name in _SHARED),
+    *catalog.PROCESSES,
+)
+"""All metrics of a gateway: its own, and those of its HTTP server and process."""
 
 
 class GatewayMetrics:
@@ -111,7 +116,7 @@ class GatewayMetrics:
         """Count an answer without KV."""
         self._counters.add("gateway_recomputed_total", labels=(reason,))
 
-    def observe(self, phase: str, seconds: float) -> None:
+    def took(self, phase: str, seconds: float) -> None:
         """Count the time of a phase."""
         self._histograms.observe("gateway_phase_seconds", seconds, (phase,))
 
@@ -132,9 +137,4 @@ class GatewayMetrics:
 
 def with_prefix(stats: Stats) -> Stats:
     """Statistics of the exporter, under the names of the catalog."""
-    return Stats(tuple(Sample(f"gateway_{one.name}", one.value, one.labels) for one in stats.samples))
-
-
-def sum_of(samples: Iterable[Sample], name: str) -> float:
-    """The sum of all values of a metric."""
-    return sum(sample.value for sample in samples if sample.name == name)
+    return Stats(tuple(Sample(f"{PREFIX}{one.name}", one.value, one.labels) for one in stats.samples))

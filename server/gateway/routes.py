@@ -19,7 +19,7 @@ from headrace.server.gateway.answers import HandoffAnswer, chat_completion, comp
 from headrace.server.gateway.bodies import GatewayChat, GatewayCompletion, wrong_place
 from headrace.server.gateway.front import CHAT_PATH, COMPLETION_PATH, Front, Served
 from headrace.server.gateway.gateway import Gateway
-from headrace.server.gateway.metrics import gateway_catalog
+from headrace.server.gateway.metrics import GATEWAY_CATALOG
 from headrace.server.telemetry.exposition import CONTENT_TYPE, render
 from headrace.server.version import headrace_version
 
@@ -91,8 +91,7 @@ def _operation_routes(gateway: Gateway) -> APIRouter:
 
     @router.get("/metrics")
     async def metrics() -> Response:
-        catalog = gateway_catalog()
-        return Response(render(gateway.statistics(catalog), catalog), media_type=CONTENT_TYPE)
+        return Response(render(gateway.statistics(), GATEWAY_CATALOG), media_type=CONTENT_TYPE)
 
     @router.get("/version")
     async def version() -> Response:

@@ -4,6 +4,7 @@ import re
 from collections.abc import Iterator
 
 from headrace.core.stats import MetricSpec
+from headrace.server.gateway import metrics as gateway
 from headrace.server.telemetry import catalog
 from headrace.server.telemetry.exposition import PREFIX
 from tests.deployment.files import DASHBOARD, NOT_ON_PANELS, ROOT, load_json, load_yaml
@@ -29,13 +30,15 @@ PARTS: dict[str, tuple[MetricSpec, ...]] = {
     "KV events": catalog.KV_EVENTS,
     "Processes": catalog.PROCESSES,
 }
+NO_PANEL = "the dashboard is of servers"
+GATEWAY = "Gateways (headrace gateway), besides those of HTTP, `kv_pages` and `prefill_servers_up`"
 
 
 def written() -> str:
     """The whole document."""
     listed = {spec.name for specs in PARTS.values() for spec in specs}
     others = tuple(spec for spec in catalog.CATALOG if spec.name not in listed)
-    parts = {**PARTS, "Others": others} if others else PARTS
+    parts = {**PARTS, **({"Others": others} if others else {}), GATEWAY: gateway.OWN_CATALOG}
     return "\n".join([HEAD, *(line for title, specs in parts.items() for line in _table(title, specs))])
 
 
@@ -55,7 +58,7 @@ def _table(title: str, specs: tuple[MetricSpec, ...]) -> Iterator[str]:
     yield "|---|---|---|---|"
     for spec in specs:
         labels = f"{{{','.join(spec.labels)}}}" if spec.labels else ""
-        panels = "; ".join(panels_of(spec.name)) or f"none: {reasons.get(spec.name, '')}"
+        panels = "; ".join(panels_of(spec.name)) or f"none: {reasons.get(spec.name, NO_PANEL)}"
         yield f"| `{spec.name}{labels}` | {spec.kind} | {spec.help} | {panels} |"
     yield ""
 

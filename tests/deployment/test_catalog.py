@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from headrace.scheduler.state.metrics import DROPPED
+from headrace.server.gateway.metrics import HANDOFFS
 from headrace.server.telemetry.catalog import CATALOG
 from headrace.server.telemetry.label_values import MISMATCHES
 from tests.deployment.files import ROOT
@@ -29,7 +30,7 @@ def counted(path: Path) -> Iterator[str]:
 def test_names_agree() -> None:
     paths = [path for package in PACKAGES for path in (ROOT / package).rglob("*.py")]
     in_code = {name for path in paths for name in counted(path)}
-    described = [spec.name for spec in CATALOG]
+    described = [spec.name for spec in (*CATALOG, *HANDOFFS)]
     assert len(described) == len(set(described)), "a metric is described twice"
     assert in_code - set(described) == set(), "counted and not described"
     assert set(described) - in_code == set(), "described and never counted"
@@ -51,7 +52,7 @@ def label_sets(path: Path) -> Iterator[tuple[str, tuple[str | None, ...]]]:
 
 def test_constant_labels_are_there_from_the_start() -> None:
     """Else rate() would not see the first event."""
-    specs = {spec.name: spec for spec in CATALOG}
+    specs = {spec.name: spec for spec in (*CATALOG, *HANDOFFS)}
     found = [each for package in PACKAGES for path in (ROOT / package).rglob("*.py") for each in label_sets(path)]
     assert len(found) > 30, "the search finds too little"
     for name, labels in found:
@@ -89,7 +90,7 @@ def test_dropped_messages_and_hellos_that_do_not_fit_are_listed() -> None:
 
 
 def test_names_follow_the_conventions() -> None:
-    for spec in CATALOG:
+    for spec in (*CATALOG, *HANDOFFS):
         assert spec.name.endswith("_total") == (spec.kind == "counter"), spec.name
         assert spec.help.endswith("."), spec.name
         assert all(len(values) == len(spec.labels) for values in spec.zeros), spec.name
