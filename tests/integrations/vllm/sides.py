@@ -1,12 +1,16 @@
 """What a prefill server is asked for, and how a request to vLLM names it."""
 
+import socket
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any, NamedTuple
+from urllib.parse import urlsplit
 
 import httpx
+import msgspec
 
 from benchmarks.vllm_server import Vllm
 from tests.e2e import gold
@@ -74,3 +78,18 @@ def says(vllm: Vllm, words: str) -> Iterator[None]:
 def background() -> Iterator[ThreadPoolExecutor]:
     with ThreadPoolExecutor(8) as pool:
         yield pool
+
+
+def leave(url: str, body: dict[str, Any], when: threading.Event) -> None:
+    """Post a body to /v1/completions, and hang up at that moment."""
+    content = msgspec.json.encode(body)
+    lines = (
+        "POST /v1/completions HTTP/1.1",
+        "Host: x",
+        "Content-Type: application/json",
+        f"Content-Length: {len(content)}",
+    )
+    head = "\r\n".join((*lines, "", ""))
+    with socket.create_connection(("127.0.0.1", urlsplit(url).port or 0)) as connection:
+        connection.sendall(head.encode() + content)
+        when.wait(60)

@@ -1,20 +1,29 @@
 """What a stock vLLM does about a ticket that it cannot have, and what is left of it on both sides: make test-vllm."""
 
 import contextlib
-import socket
 import threading
 import time
 from concurrent.futures import Future
 from typing import Any
-from urllib.parse import urlsplit
 
 import httpx
-import msgspec
 import pytest
 
 from benchmarks.vllm_server import Vllm
 from tests.e2e.harness import Server, serving, wait_until
-from tests.integrations.vllm.sides import FLAGS, LEASE_S, Curve, background, hold, loads, named, post, prompt, says
+from tests.integrations.vllm.sides import (
+    FLAGS,
+    LEASE_S,
+    Curve,
+    background,
+    hold,
+    leave,
+    loads,
+    named,
+    post,
+    prompt,
+    says,
+)
 
 pytestmark = [pytest.mark.vllm, pytest.mark.usefixtures("nothing_leaks")]
 
@@ -97,7 +106,8 @@ def test_the_client_leaves_in_the_middle(vllm: Vllm, prefill: Server, computing:
     pushed: Future[httpx.Response] | None = None
     with background() as pool:
         stream = threading.Event()
-        leaving = pool.submit(_leave, vllm, ids, named(prefill, ticket), stream)
+        body = {"model": "smollm2", "prompt": ids, "temperature": 0, "max_tokens": 8}
+        leaving = pool.submit(leave, vllm.url, {**body, "kv_transfer_params": named(prefill, ticket)}, stream)
         wait_until(lambda: prefill.metrics()["headrace_reservations_waiting"] == 1, 10, "vLLM has reserved")
         if computing:
             before = prefill.metrics()["headrace_chunks_sent_total"]
@@ -110,20 +120,3 @@ def test_the_client_leaves_in_the_middle(vllm: Vllm, prefill: Server, computing:
             assert pushed.result().status_code == 499, pushed.result().text
     wait_until(vllm.idle, 10, "vLLM has let go")
     assert vllm.text(short) == said
-
-
-def _leave(vllm: Vllm, ids: list[int], params: dict[str, Any], when: threading.Event) -> None:
-    """Ask, and hang up at that moment."""
-    body = msgspec.json.encode(
-        {"model": "smollm2", "prompt": ids, "temperature": 0, "max_tokens": 8, "kv_transfer_params": params}
-    )
-    lines = (
-        "POST /v1/completions HTTP/1.1",
-        "Host: x",
-        "Content-Type: application/json",
-        f"Content-Length: {len(body)}",
-    )
-    head = "\r\n".join((*lines, "", ""))
-    with socket.create_connection(("127.0.0.1", urlsplit(vllm.url).port or 0)) as connection:
-        connection.sendall(head.encode() + body)
-        when.wait(60)

@@ -88,6 +88,13 @@ def site(vllm: Vllm, prefill: Server) -> Iterator[Site]:
         yield made
 
 
+@pytest.fixture(scope="module")
+def staged(vllm: Vllm) -> Iterator[Site]:
+    """A prefill server of two pipeline stages."""
+    with serving(*PREFILL, "--pp", "2") as server, gateway_of((vllm,), (server,)) as made:
+        yield made
+
+
 @pytest.fixture(scope="package")
 def router(site: Site) -> Iterator[Router]:
     """vllm-router before them."""

@@ -11,7 +11,6 @@ import httpx
 from benchmarks.vllm_server import NAME, Ports, Vllm, takes_by_nixl
 from tests.e2e.harness import Server, pages_in_use, running, wait_until
 
-COMPLETION, CHAT = "/v1/completions", "/v1/chat/completions"
 PREFILL = ("--role", "prefill", "--model", "smollm2", "--max-model-len", "4096", "--threads", "1")
 # One thread: the worker keeps another core busy while it waits.
 ENVIRONMENT = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
@@ -65,7 +64,7 @@ class Site(NamedTuple):
         return self.decodes[0]
 
     def quiet(self) -> None:
-        """Wait until nobody holds anything: neither pages nor blocks nor leases."""
+        """Wait until nobody holds pages or blocks."""
         for server in (*self.prefills, self.gateway):
             if server.process.poll() is None:
                 wait_until(lambda server=server: pages_in_use(server) == 0, 20, f"pages are back\n{server.log}")
@@ -75,7 +74,7 @@ class Site(NamedTuple):
 
     def recomputed(self, reason: str) -> float:
         """Requests that were left to the decode engine for this reason."""
-        return self.gateway.metrics().get(f'headrace_gateway_recomputed_total{{reason="{reason}"}}', 0.0)
+        return self.gateway.metrics()[f'headrace_gateway_recomputed_total{{reason="{reason}"}}']
 
 
 @contextmanager

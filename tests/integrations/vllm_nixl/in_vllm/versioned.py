@@ -1,7 +1,7 @@
-"""vLLM's NixlConnector, of a version that no release has."""
+"""vLLM's NixlConnector, of its next version."""
 
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl import metadata
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.connector import NixlConnector
 
-metadata.NIXL_CONNECTOR_VERSION = 99
+metadata.NIXL_CONNECTOR_VERSION += 1
 __all__ = ["NixlConnector"]
