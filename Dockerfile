@@ -2,6 +2,7 @@
 #
 #   docker build -t headrace .                                CPU (podman and buildah: --format docker, for HEALTHCHECK)
 #   docker build -t headrace:cuda --build-arg DEVICE=cuda .   NVIDIA GPUs; run it with --gpus all
+#   docker build -t headrace-nixl --build-arg NIXL=yes .      with NIXL, for headrace gateway and the backend nixl
 #
 # Where torch comes from is pip's configuration, not this file's. The default registry's torch==2.13.0 for Linux is the
 # CUDA build: right for DEVICE=cuda, and working but some gigabytes too large for DEVICE=cpu. For a small CPU image point
@@ -14,6 +15,7 @@ ARG PYTHON=python:3.11-slim
 
 FROM ${PYTHON} AS build
 ARG DEVICE=cpu
+ARG NIXL=no
 ARG PIP_ARGS=""
 ENV PIP_DISABLE_PIP_VERSION_CHECK=1 PATH=/opt/headrace/bin:$PATH
 # For the kernels of engine/native; nothing of it is in the final image.
@@ -24,7 +26,8 @@ COPY requirements requirements
 RUN --mount=type=secret,id=pip,target=/etc/pip.conf --mount=type=cache,target=/root/.cache/pip \
     pip install ${PIP_ARGS} --require-hashes --no-deps -r requirements/server.txt -r requirements/model.txt \
         -r requirements/tracing.txt && \
-    requirements/install-torch python ${PIP_ARGS}
+    requirements/install-torch python ${PIP_ARGS} && \
+    if [ "${NIXL}" = yes ]; then pip install ${PIP_ARGS} --require-hashes --no-deps -r requirements/nixl.txt; fi
 RUN python -c "import sys, torch; cuda = torch.version.cuda; print('torch', torch.__version__, 'for CUDA', cuda); \
     sys.exit('DEVICE=cuda, but pip was pointed at a CPU build of torch' if '${DEVICE}' == 'cuda' and not cuda else 0)"
 COPY pyproject.toml README.md LICENSE ./
@@ -53,7 +56,8 @@ USER headrace
 WORKDIR /home/headrace
 VOLUME /models
 
-# HTTP, control endpoint, data. The last two only when decode servers come from outside the container.
+# HTTP, control endpoint, data. The last two only when decode servers come from outside the container. A gateway has its
+# side channel besides, and NIXL's ports.
 EXPOSE 8000 8100 8200
 STOPSIGNAL SIGTERM
 # Alive, not ready: an orchestrator that routes traffic should ask /ready.

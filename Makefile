@@ -146,12 +146,12 @@ $(ROUTERS_STAMP) $(OPENAPI_STAMP): .venv-%/.ready: requirements/%.txt
 ACCEPTED := CVE-2025-3000 PYSEC-2025-194 PYSEC-2026-139
 
 audit: $(AUDIT_STAMP) ## Look the pinned packages up among the known vulnerabilities.
-	$(AUDIT)/bin/pip-audit --strict --disable-pip $(addprefix -r requirements/,server.txt model.txt cuda.txt tracing.txt dev.txt)
+	$(AUDIT)/bin/pip-audit --strict --disable-pip $(addprefix -r requirements/,server.txt model.txt cuda.txt tracing.txt nixl.txt dev.txt)
 	$(AUDIT)/bin/pip-audit --strict --disable-pip --no-deps $(addprefix --ignore-vuln ,$(ACCEPTED)) -r requirements/torch.txt
 
 sbom: $(AUDIT_STAMP) ## Write a CycloneDX bill of materials of what a server runs with: dist/headrace.cdx.json.
 	@mkdir -p dist
-	cat $(addprefix requirements/,server.txt torch.txt model.txt cuda.txt tracing.txt) | $(AUDIT)/bin/cyclonedx-py requirements --pyproject pyproject.toml -o dist/headrace.cdx.json -
+	cat $(addprefix requirements/,server.txt torch.txt model.txt cuda.txt tracing.txt nixl.txt) | $(AUDIT)/bin/cyclonedx-py requirements --pyproject pyproject.toml -o dist/headrace.cdx.json -
 
 $(AUDIT_STAMP): requirements/audit.txt
 	$(PYTHON) -m venv $(AUDIT)

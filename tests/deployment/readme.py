@@ -38,6 +38,7 @@ RUN_BY = {
     "pip install 'headrace[transformers]'": WHEEL,
     "pip install headrace": BASE,
     "headrace check": "tests/server/test_cli.py::test_check_prints_a_loadable_configuration_and_the_memory",
+    "headrace gateway": "tests/integrations/vllm_nixl/test_texts.py::test_completions_of_token_ids",
     "headrace simulate TRACE": "tests/server/simulate/test_command.py",
     "headrace bench serve URL": "tests/server/bench",
     "docker compose up": "tests/deployment/test_containers.py::test_a_pair_runs_is_watched_and_drains",

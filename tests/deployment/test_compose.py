@@ -1,6 +1,7 @@
 """docker-compose.yml: valid, every service's flags are the server's, and the parts fit together."""
 
 import argparse
+import json
 import re
 import subprocess
 import sys
@@ -11,12 +12,17 @@ from urllib.parse import urlsplit
 import pytest
 
 from headrace.core.config import Config
+from headrace.core.config.gateway import GatewayConfig
+from headrace.core.types.decode_address import parse_decodes
 from headrace.core.types.errors import ConfigError
+from headrace.server.config import gateway as gateway_config
 from headrace.server.config.flags import add_flags
 from headrace.server.config.load import load
+from headrace.server.config.settings import GATEWAY_SETTINGS
 from tests.deployment.files import COMPOSE, ROOT, load_yaml
 
 SERVERS = ("prefill", "decode")
+BUILT = (*SERVERS, "gateway")
 KEY = {"HEADRACE_API_KEY": "a-key"}
 VARIABLE = re.compile(r"\$\{(?P<name>\w+)(?::(?P<mode>[-?])(?P<word>[^}]*))?\}")
 
@@ -71,7 +77,7 @@ def test_flags_and_environment_make_a_configuration(compose: dict[str, Any], rol
     assert config.server.api_keys == ("a-key",)
 
 
-@pytest.mark.parametrize("role", SERVERS)
+@pytest.mark.parametrize("role", BUILT)
 def test_containers_write_to_volumes_and_temporary_files_alone(compose: dict[str, Any], role: str) -> None:
     service = compose["services"][role]
     assert service["read_only"] is True
@@ -124,6 +130,58 @@ def test_the_health_check_asks_for_readiness_at_the_right_port(compose: dict[str
     assert (kind, program, flag) == ("CMD", "python", "-c")
     compile(code, "healthcheck", "exec")
     assert f"http://127.0.0.1:{configuration(service).server.port}/ready" in code
+
+
+@pytest.fixture
+def gateway(compose: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> GatewayConfig:
+    """What the gateway would make of its command and environment."""
+    monkeypatch.setattr(gateway_config, "find_spec", lambda _name: object())  # NIXL is in the image, not here
+    service = compose["services"]["gateway"]
+    assert service["command"][0] == "gateway"
+    parser = argparse.ArgumentParser(exit_on_error=False)
+    add_flags(parser, GATEWAY_SETTINGS)
+    return gateway_config.load_gateway(vars(parser.parse_args(service["command"][1:])), service["environment"])
+
+
+def options(service: dict[str, Any]) -> dict[str, str]:
+    """Flags of a vLLM by name."""
+    return dict(flag.removeprefix("--").split("=", 1) for flag in service["command"])
+
+
+def test_the_gateway_and_vllm_come_with_their_profile_alone(compose: dict[str, Any]) -> None:
+    profiles = {name: service["profiles"] for name, service in compose["services"].items() if "profiles" in service}
+    assert profiles == {"gateway": ["vllm"], "vllm": ["vllm"]}
+
+
+def test_the_gateway_finds_both_sides_and_shows_them_the_key(compose: dict[str, Any], gateway: GatewayConfig) -> None:
+    vllm, prefill = compose["services"]["vllm"], configuration(compose["services"]["prefill"])
+    (decode,) = parse_decodes(gateway.decode)
+    assert decode.url == f"http://vllm:{options(vllm)['port']}"
+    assert decode.side_channel == f"vllm:{vllm['environment']['VLLM_NIXL_SIDE_CHANNEL_PORT']}"
+    assert gateway.prefill == (f"http://prefill:{prefill.server.port}",)
+    assert gateway.prefill_api_key in prefill.server.api_keys
+    assert gateway.decode_api_key == vllm["environment"]["VLLM_API_KEY"] == gateway.api_keys[0]
+
+
+def test_vllm_reads_from_the_gateway_inside_the_network_only(compose: dict[str, Any], gateway: GatewayConfig) -> None:
+    assert gateway.side_channel_host == "gateway", "the name by which other containers reach it"
+    ports = {str(gateway.side_channel_port + number) for number in range(4)}
+    assert ports == set(compose["services"]["gateway"]["expose"])
+    (published,) = compose["services"]["gateway"]["ports"]
+    assert int(published.rsplit(":", 1)[1]) == gateway.port
+
+
+def test_vllm_computes_what_it_cannot_load(compose: dict[str, Any]) -> None:
+    transfer = json.loads(options(compose["services"]["vllm"])["kv-transfer-config"])
+    assert (transfer["kv_connector"], transfer["kv_role"]) == ("NixlConnector", "kv_consumer")
+    assert transfer["kv_load_failure_policy"] == "recompute"
+
+
+def test_prefill_and_vllm_get_the_same_model_and_dtype() -> None:
+    document = interpolate(load_yaml(COMPOSE), {**KEY, "HEADRACE_MODEL": "org/model", "HEADRACE_DTYPE": "bfloat16"})
+    config, given = configuration(document["services"]["prefill"]), options(document["services"]["vllm"])
+    assert (given["model"], given["dtype"]) == ("org/model", "bfloat16")
+    assert (config.model.model, config.model.dtype) == ("org/model", "bfloat16")
 
 
 def test_waits_for_services_that_have_a_health_check(compose: dict[str, Any]) -> None:

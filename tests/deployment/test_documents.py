@@ -55,6 +55,6 @@ def test_headrace_flags_exist(name: str) -> None:
     """In command lines that begin with headrace, up to the end of the line or of a continued one."""
     known = flags()
     joined = text(name).replace("\\\n", " ")
-    for line in re.findall(r"headrace (?:serve|check|stage|keys|demo|simulate|bench)\b([^`\n]*)", joined):
+    for line in re.findall(r"headrace (?:serve|check|gateway|stage|keys|demo|simulate|bench)\b([^`\n]*)", joined):
         unknown = set(re.findall(r"(?<!\S)(--[a-z][\w-]*)", line.split("#")[0])) - known
         assert not unknown, f"{name}: {unknown} in: headrace ...{line}"
