@@ -69,14 +69,7 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True):
         Flag("side-channel-host", HANDOFF, "address that decode engines are told, and that the side channel binds to"),
     ] = "127.0.0.1"
     side_channel_port: Annotated[
-        int,
-        Flag(
-            "side-channel-port",
-            HANDOFF,
-            "first of 4 ports of the side channel, N to N+3; 0: free ones",
-            low=0,
-            high=65532,
-        ),
+        int, port_flag("side-channel-port", HANDOFF, "port of the side channel; 0: a free one")
     ] = 0
     pool_tokens: Annotated[
         int,

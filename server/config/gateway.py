@@ -121,11 +121,8 @@ def _check_binds(config: GatewayConfig) -> None:
             f"--host {config.host} is reachable from other machines and no API key is set: add --api-key KEY "
             "(or set HEADRACE_API_KEY), bind to 127.0.0.1, or add --insecure to serve all of them"
         )
-    if config.port and config.side_channel_port <= config.port <= config.side_channel_port + 3:
-        raise ConfigError(
-            f"--port {config.port} is one of the ports of the side channel, {config.side_channel_port} to "
-            f"{config.side_channel_port + 3}; write another one"
-        )
+    if config.port and config.side_channel_port == config.port:
+        raise ConfigError(f"--port and --side-channel-port are both {config.port}; write another one of them")
 
 
 def _check_installed() -> None:

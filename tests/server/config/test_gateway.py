@@ -75,7 +75,7 @@ def test_wrong_addresses_of_decode_engines(text, words):
         ({"host": "0.0.0.0"}, "--host 0.0.0.0 is reachable from other machines and no API key is set"),
         ({"side_channel_host": "0.0.0.0"}, "--side-channel-host 0.0.0.0 is no address that decode engines could"),
         ({"side_channel_host": "10.0.0.7"}, "who reaches it reads the KV of all prompts"),
-        ({"side_channel_port": 8098}, "--port 8100 is one of the ports of the side channel, 8098 to 8101"),
+        ({"side_channel_port": 8100}, "--port and --side-channel-port are both 8100"),
         ({"curve_key": "a.key_secret"}, "add --curve-server-key FILE"),
         ({"curve_server_keys": ("a.key",)}, "add --curve-key FILE"),
     ],
