@@ -13,6 +13,7 @@ from headrace.core.runtime.clock import Clock
 from headrace.core.types.allow_list import allowed_prefills
 from headrace.core.types.errors import ConfigError
 from headrace.core.types.geometry import ceil_div
+from headrace.engine.device import available_memory
 from headrace.integrations.peer.records import Limits
 from headrace.integrations.peer.thread import PeerThread
 from headrace.integrations.vllm_nixl.engine_probe import DecodeEngine
@@ -155,11 +156,13 @@ def _pool(config: GatewayConfig, engine: DecodeEngine) -> VllmPool:
     tokens = config.pool_tokens or LONGEST_PROMPTS * engine.max_model_len
     geometry = engine.geometry
     pages = max(1, ceil_div(tokens, geometry.page_size))
+    needed, available = pages * geometry.page_bytes, available_memory("cpu")
+    size = f"{pages * geometry.page_size} tokens ({needed >> 20} MiB)"
+    if needed > available:  # all of it is taken at once
+        raise ConfigError(
+            f"no memory for a pool of {size}: {available >> 20} MiB are available; write a smaller --pool-tokens"
+        )
     try:
         return VllmPool(geometry, pages)
     except OSError as error:
-        mib = pages * geometry.page_size * geometry.token_bytes / (1 << 20)
-        raise ConfigError(
-            f"no memory for the pool of {pages * geometry.page_size} tokens ({mib:.0f} MiB): {error.strerror}; write "
-            f"a smaller --pool-tokens"
-        ) from error
+        raise ConfigError(f"no memory for a pool of {size}: {error.strerror}; write a smaller --pool-tokens") from error

@@ -83,14 +83,14 @@ class GatewayCompletion(GatewayBody, kw_only=True):
     """Body of POST /v1/completions."""
 
     prompt: str | list[str | TokenId | list[TokenId]] | None = None
-    prompt_embeds: msgspec.Raw | None = None
+    prompt_embeds: Any = None
     suffix: str | None = None
     add_special_tokens: bool | None = None
 
     @property
     def media(self) -> bool:
         """Whether there are embeddings in the place of a prompt."""
-        return self.prompt_embeds is not None and bytes(self.prompt_embeds) != b"null"
+        return self.prompt_embeds is not None
 
     def recompute_reason(self) -> RecomputeReason | None:
         """See GatewayBody."""

@@ -10,6 +10,7 @@ from typing import Any, ParamSpec
 import httpx
 import msgspec
 import uvicorn
+from fastapi import FastAPI
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as RustTokenizer
 
@@ -274,9 +275,16 @@ def json_of(response: httpx.Response) -> Any:
 @asynccontextmanager
 async def listening(service: Service) -> AsyncIterator[str]:
     """The service's application behind a real HTTP server on a free loopback port; yields the URL."""
+    async with listening_app(create_app(service)) as url:
+        yield url
+
+
+@asynccontextmanager
+async def listening_app(app: FastAPI) -> AsyncIterator[str]:
+    """An application behind a real HTTP server on a free loopback port; yields the URL."""
     with socket.socket() as bound:
         bound.bind(("127.0.0.1", 0))
-        config = uvicorn.Config(create_app(service), log_config=None, lifespan="off", timeout_graceful_shutdown=1)
+        config = uvicorn.Config(app, log_config=None, lifespan="off", timeout_graceful_shutdown=1)
         server = _Server(config)
         serving = asyncio.create_task(server.serve(sockets=[bound]))
         await server.listens.wait()

@@ -15,7 +15,7 @@ from tests.integrations.vllm_nixl.engines import HASH, MODEL, metadata
 
 
 class ScriptedEngine:
-    """The answers are attributes, which tests change.
+    """The answers are attributes, which tests change. What is posted is kept.
 
     Attributes:
         answers: (status, JSON) by path.
@@ -30,11 +30,20 @@ class ScriptedEngine:
         }
         self.payload: bytes | None = handshake()
         self.keys: list[str | None] = []
+        self.posts: list[tuple[str, Any]] = []
         engine = self
 
         class Handler(BaseHTTPRequestHandler):
             def do_GET(self) -> None:
                 engine.keys.append(self.headers["Authorization"])
+                self.answer()
+
+            def do_POST(self) -> None:
+                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+                engine.posts.append((self.path, body))
+                self.answer()
+
+            def answer(self) -> None:
                 status, body = engine.answers.get(self.path, (404, {}))
                 content = body if isinstance(body, bytes) else json.dumps(body).encode()
                 self.send_response(status)
@@ -45,13 +54,16 @@ class ScriptedEngine:
             def log_message(self, *_: Any) -> None:
                 pass
 
-        self._http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self._http = _Server(("127.0.0.1", 0), Handler)
         self.url = f"http://127.0.0.1:{self._http.server_address[1]}"
         self._context: Any = zmq.Context()
         self._router = self._context.socket(zmq.ROUTER)
         self.side_channel = ("127.0.0.1", self._router.bind_to_random_port("tcp://127.0.0.1"))
         self._running = True
-        self._threads = [threading.Thread(target=self._http.serve_forever), threading.Thread(target=self._listen)]
+        self._threads = [
+            threading.Thread(target=self._http.serve_forever, args=(0.02,)),
+            threading.Thread(target=self._listen),
+        ]
         for thread in self._threads:
             thread.start()
 
@@ -70,6 +82,11 @@ class ScriptedEngine:
         self._http.server_close()
         self._router.close(linger=0)
         self._context.term()
+
+
+class _Server(ThreadingHTTPServer):
+    def handle_error(self, *_: Any) -> None:
+        """Clients may leave before they are answered."""
 
 
 def handshake(agent: AgentMetadata | bytes | None = None, digest: str = HASH) -> bytes:
