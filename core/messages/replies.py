@@ -8,6 +8,7 @@ from headrace.core.trace import RequestSpan, SchedulerTrace
 from headrace.core.types.draft import DraftTokens, HiddenStates
 from headrace.core.types.errors import ErrorInfo
 from headrace.core.types.expert_load import ExpertLoad
+from headrace.core.types.geometry import CacheShape
 from headrace.core.types.prompt_logprobs import LogprobRun
 from headrace.core.types.request import HandoffStats, Timing, TokenLogprob, Usage
 
@@ -36,6 +37,8 @@ class StagePools(msgspec.Struct, frozen=True, kw_only=True):
     """tcp://HOST:PORT of the data socket of each rank that offers KV, in rank order."""
     data_ranks: tuple[int, ...] = ()
     """Their ranks."""
+    cache: CacheShape | None = None
+    """Keys and values of the whole model; None for one with other components."""
 
 
 class ServerInfo(SchedulerReply, frozen=True, kw_only=True):

@@ -1,5 +1,6 @@
 """Shape of a KV pool: keys and values, and further components such as a draft model's KV."""
 
+from collections.abc import Iterable
 from typing import Annotated
 
 import msgspec
@@ -106,3 +107,21 @@ class Geometry(msgspec.Struct, frozen=True, omit_defaults=True):
     def pages_for(self, tokens: int) -> int:
         """Pages that hold this many token positions."""
         return ceil_div(tokens, self.page_size)
+
+
+class CacheShape(msgspec.Struct, frozen=True):
+    """Keys and values of a whole model, over all its ranks."""
+
+    dtype: str
+    layers: int
+    kv_heads: int
+    head_dim: int
+
+
+def cache_shape(ranks: Iterable[Geometry]) -> CacheShape | None:
+    """Of the ranks that hold a model; None if any holds other components than keys and values, or if there is none."""
+    parts = [part for rank in ranks for part in rank.tensors]
+    if not parts or any(part.name != KV for part in parts):
+        return None
+    layers, heads = max(part.layer_end for part in parts), max(part.head_end for part in parts)
+    return CacheShape(parts[0].dtype, layers, heads, parts[0].head_dim)

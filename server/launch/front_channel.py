@@ -22,6 +22,7 @@ from headrace.core.runtime.frames import UNSENT_WAIT_S, ConnectionClosed, FrameS
 from headrace.core.stats import Stats, join
 from headrace.core.types.addresses import url
 from headrace.core.types.expert_load import ExpertLoad
+from headrace.core.types.geometry import cache_shape
 from headrace.server.launch.stage_channel import ChannelEvent
 
 
@@ -83,6 +84,7 @@ class FrontChannel:
             kv_pages=min(stage.kv_pages for stage in stages),
             data_endpoints=tuple(url("tcp", stage.data_host, stage.data_port) for stage in offering),
             data_ranks=tuple(stage.stage for stage in offering),
+            cache=cache_shape(stage.offers for stage in offering if stage.offers is not None),
         )
         self._send(msgspec.structs.replace(self._info, stages=pools))
 

@@ -35,6 +35,7 @@ from headrace.core.stats import Stats
 from headrace.core.status import SchedulerStatus
 from headrace.core.types.errors import CANCELLED, ErrorInfo
 from headrace.core.types.expert_load import ExpertLoad
+from headrace.core.types.geometry import CacheShape
 from headrace.core.types.prompt_logprobs import pack_runs
 from headrace.core.types.request import FetchFrom, HandoffStats, SendTo, Timing, TokenLogprob, Usage
 from headrace.server.app import create_app
@@ -164,7 +165,8 @@ class FakeLink:
 
 def server_info(*, control_port: int) -> ServerInfo:
     """The identity of a server whose stages are ready."""
-    stages = StagePools(fingerprint="fp", kv_pages=100, data_endpoints=("tcp://127.0.0.1:5556",))
+    cache = CacheShape("float32", 4, 2, 8)
+    stages = StagePools(fingerprint="fp", kv_pages=100, data_endpoints=("tcp://127.0.0.1:5556",), cache=cache)
     return ServerInfo(instance="i" * 32, control_port=control_port, stages=stages)
 
 

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
+from headrace.core.types.geometry import CacheShape
 from headrace.core.types.request import FinishReason
 from headrace.server.tokenizer.logprobs import LogprobEntry, TopLogprob
 
@@ -257,6 +258,7 @@ class HandoffReply(msgspec.Struct):
     model: str
     fingerprint: str | None
     page_size: int
+    kv_cache: CacheShape | None
     structured_outputs: bool
     penalties: bool
     hidden_states: bool

@@ -105,6 +105,7 @@ def handoff_routes(model: ServedModel, control: ControlAddress, stats: StatsColl
                 "model": model.name,
                 "fingerprint": info.stages.fingerprint if info.stages is not None else None,
                 "page_size": config.engine.page_size,
+                "kv_cache": info.stages.cache if info.stages is not None else None,
                 "structured_outputs": True,
                 "penalties": True,
                 "hidden_states": True,

@@ -190,6 +190,7 @@ async def test_decode_servers_find_the_control_endpoint(tokenizer: Tokenizer) ->
             "model": "tiny",
             "fingerprint": "fp",
             "page_size": 16,
+            "kv_cache": {"dtype": "float32", "layers": 4, "kv_heads": 2, "head_dim": 8},
             "structured_outputs": True,
             "penalties": True,
             "hidden_states": True,
