@@ -27,7 +27,20 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True):
     prefill: Annotated[
         tuple[str, ...], Flag("prefill", SERVER, "URL of a Headrace prefill server; give it once per server")
     ] = ()
-    decode_engine: Annotated[DecodeEngineKind, Flag("decode-engine", SERVER, "what the decode engines are")] = "vllm"
+    decode_engine: Annotated[
+        DecodeEngineKind,
+        Flag(
+            "decode-engine",
+            SERVER,
+            "what the decode engines are; sglang is experimental: it was never run against an SGLang engine",
+        ),
+    ] = "vllm"
+    sglang_page_size: Annotated[
+        int, Flag("sglang-page-size", SERVER, "the --page-size of SGLang decode engines", low=1, high=1024)
+    ] = 1
+    sglang_kv_cache_dtype: Annotated[
+        str, Flag("sglang-kv-cache-dtype", SERVER, "the --kv-cache-dtype of SGLang decode engines")
+    ] = "auto"
     allow_untested: Annotated[
         bool,
         Flag("allow-untested", SERVER, "serve decode engines of versions that were not tested with this gateway, too"),
@@ -71,6 +84,23 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True):
     side_channel_port: Annotated[
         int, port_flag("side-channel-port", HANDOFF, "port of the side channel; 0: a free one")
     ] = 0
+    bootstrap_port: Annotated[
+        int,
+        port_flag(
+            "bootstrap-port",
+            HANDOFF,
+            "port where SGLang decode engines and routers find the gateway, at --side-channel-host; 0: a free one",
+        ),
+    ] = 8998
+    bootstrap_timeout_s: Annotated[
+        float,
+        Flag(
+            "bootstrap-timeout",
+            HANDOFF,
+            "seconds that a request waits for the SGLang decode engine to ask for its room, and a room for its request",
+            low=1,
+        ),
+    ] = 300.0
     pool_tokens: Annotated[
         int,
         Flag("pool-tokens", HANDOFF, "tokens of KV held for decode engines; 0: four of the longest prompts", low=0),

@@ -15,7 +15,7 @@ from headrace.core.config import TransferConfig
 from headrace.core.stats import Stats
 from headrace.core.types.errors import ConfigError, ErrorInfo
 from headrace.core.types.geometry import Geometry
-from headrace.integrations.peer.commands import LoadResult, ServerState
+from headrace.integrations.peer.commands import ConnectServer, LoadResult, ServerState
 from headrace.integrations.peer.records import Limits
 from headrace.integrations.peer.shared_staging import SharedStaging
 from headrace.integrations.peer.thread import PeerFailed, PeerThread
@@ -110,6 +110,10 @@ class KvHandover:
         """Start the threads."""
         for thread in (self._peer, self._results, self.rooms, self._bootstrap):
             thread.start()
+
+    def connect(self, *servers: ConnectServer) -> None:
+        """Keep sessions with these prefill servers; `server_state` is told of them."""
+        self._peer.submit(*servers)
 
     def expect(self, request: str, room: int) -> None:
         """See RoomThread.expect()."""

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from importlib.util import find_spec
+from itertools import combinations
 from typing import Any
 
 import msgspec
@@ -68,10 +69,10 @@ def check_gateway(config: GatewayConfig) -> None:
         )
     if not config.prefill:
         raise ConfigError("a gateway needs prefill servers: add --prefill http://HOST:PORT (once per server)")
-    decodes = parse_decodes(config.decode)
+    urls = decode_urls(config)
     for each in config.prefill:
         server_url(each, "--prefill")
-        if any(each == decode.url for decode in decodes):
+        if each in urls:
             raise ConfigError(f"--prefill and --decode both name {each}; a server is one or the other")
     if twice := sorted({each for each in config.prefill if config.prefill.count(each) > 1}):
         raise ConfigError(f"--prefill {twice[0]} is given more than once; once is enough")
@@ -81,6 +82,13 @@ def check_gateway(config: GatewayConfig) -> None:
         )
     _check_keys(config)
     _check_binds(config)
+
+
+def decode_urls(config: GatewayConfig) -> tuple[str, ...]:
+    """URLs of the decode engines' HTTP servers. Raises ConfigError."""
+    if config.decode_engine == "vllm":
+        return tuple(one.url for one in parse_decodes(config.decode))
+    return tuple(server_url(each, "--decode") for each in config.decode)  # SGLang engines have no side channel
 
 
 def _check_keys(config: GatewayConfig) -> None:
@@ -121,8 +129,12 @@ def _check_binds(config: GatewayConfig) -> None:
             f"--host {config.host} is reachable from other machines and no API key is set: add --api-key KEY "
             "(or set HEADRACE_API_KEY), bind to 127.0.0.1, or add --insecure to serve all of them"
         )
-    if config.port and config.side_channel_port == config.port:
-        raise ConfigError(f"--port and --side-channel-port are both {config.port}; write another one of them")
+    ports = {"port": config.port, "side-channel-port": config.side_channel_port}
+    if config.decode_engine == "sglang":
+        ports["bootstrap-port"] = config.bootstrap_port
+    for (one, port), (other, same) in combinations(ports.items(), 2):
+        if port and port == same:
+            raise ConfigError(f"--{one} and --{other} are both {port}; write another one of them")
 
 
 def _check_installed() -> None:

@@ -30,6 +30,8 @@ from headrace.integrations.vllm_nixl.engine_probe import DecodeEngine
 from headrace.server.frontend import request_log
 from headrace.server.gateway.gateway import Gateway
 from headrace.server.gateway.routes import create_gateway_app
+from headrace.server.gateway.sglang.gateway import SglangGateway
+from headrace.server.gateway.sglang.routes import create_sglang_app
 from headrace.server.launch.http_listeners import bind
 from headrace.server.launch.http_protocol import HttpConnections, HttpServer, LoopErrors, uvicorn_config
 from headrace.server.launch.stop_signals import StopSignals
@@ -37,6 +39,8 @@ from headrace.server.version import headrace_version
 from headrace.transfer.backends.shm import sweep
 
 log = logging.getLogger(__name__)
+
+AnyGateway = Gateway | SglangGateway
 
 MISTAKE = 2
 FAILED = 1
@@ -66,7 +70,7 @@ def run(config: GatewayConfig, stop: StopSignals | None = None) -> int:
 
 async def _until_stopped(config: GatewayConfig, listeners: list[Any], stop: StopSignals) -> int:
     with stop.attached():
-        gateway = Gateway(config)
+        gateway: AnyGateway = SglangGateway(config) if config.decode_engine == "sglang" else Gateway(config)
         http = _Http(gateway, listeners)
         try:
             return await _serve(config, gateway, http, stop)
@@ -75,11 +79,11 @@ async def _until_stopped(config: GatewayConfig, listeners: list[Any], stop: Stop
             await http.end()
 
 
-async def _serve(config: GatewayConfig, gateway: Gateway, http: "_Http", stop: StopSignals) -> int:
+async def _serve(config: GatewayConfig, gateway: AnyGateway, http: "_Http", stop: StopSignals) -> int:
     started = time.monotonic()
     say(_beginning(config, http.port))
     over = asyncio.ensure_future(_first_of(stop.first.wait(), gateway.failed, http.serving))
-    starting = asyncio.ensure_future(gateway.start())
+    starting = asyncio.ensure_future(_started(gateway))
     await asyncio.wait((over, starting), return_when=asyncio.FIRST_COMPLETED)
     if starting.done():
         say(_announcement(config, starting.result(), http.port, time.monotonic() - started))
@@ -95,16 +99,21 @@ async def _serve(config: GatewayConfig, gateway: Gateway, http: "_Http", stop: S
     return stop.status
 
 
+async def _started(gateway: AnyGateway) -> DecodeEngine | str:
+    """What is served. Raises ConfigError."""
+    return await gateway.start()
+
+
 class _Http:
     """The HTTP server of a gateway, which serves from the beginning."""
 
-    def __init__(self, gateway: Gateway, listeners: list[Any]) -> None:
+    def __init__(self, gateway: AnyGateway, listeners: list[Any]) -> None:
         config, errors = gateway.config, LoopErrors()
         self.port: int = listeners[0].getsockname()[1]
         self._connections = HttpConnections(max_http_connections())
         gateway.front_metrics.include(self._connections.statistics, errors.statistics)
         asyncio.get_running_loop().set_exception_handler(errors)
-        app = create_gateway_app(gateway)
+        app = create_sglang_app(gateway) if isinstance(gateway, SglangGateway) else create_gateway_app(gateway)
         debug = config.log_level == "debug"
         self._server = HttpServer(uvicorn_config(app, config.host, self.port, self._connections, debug=debug))
         self.serving: asyncio.Future[None] = asyncio.ensure_future(self._server.serve(listeners))
@@ -136,20 +145,25 @@ async def _first_of(*waits: Coroutine[Any, Any, Any] | asyncio.Future[Any]) -> N
 
 def _beginning(config: GatewayConfig, port: int) -> str:
     """What is waited for, before anything of it has answered."""
-    decodes = parse_decodes(config.decode)
     lines = [f"Headrace {headrace_version()}: gateway at http://{config.host}:{port}, waiting for"]
-    lines += [f"  decode   {one.url}  (side channel {one.side_channel})" for one in decodes]
+    if config.decode_engine == "vllm":
+        decodes = parse_decodes(config.decode)
+        lines += [f"  decode   {one.url}  (side channel {one.side_channel})" for one in decodes]
     lines += [f"  prefill  {url}" for url in config.prefill]
     return "\n".join(lines)
 
 
-def _announcement(config: GatewayConfig, engine: DecodeEngine, port: int, seconds: float) -> str:
+def _announcement(config: GatewayConfig, served: DecodeEngine | str, port: int, seconds: float) -> str:
     """What is served, once it is."""
-    geometry = engine.geometry
+    if isinstance(served, DecodeEngine):
+        geometry = served.geometry
+        served = (
+            f"Headrace {headrace_version()}: gateway for {served.served_names[0]} "
+            f"(vLLM {served.vllm_version}, {geometry.dtype}, blocks of {geometry.page_size} tokens)"
+        )
     return "\n".join(
         [
-            f"Headrace {headrace_version()}: gateway for {engine.served_names[0]} "
-            f"(vLLM {engine.vllm_version}, {geometry.dtype}, blocks of {geometry.page_size} tokens)",
+            served,
             f"  http   http://{config.host}:{port}  (a prefill server for routers; also /metrics, /ready)",
             f"ready in {seconds:.1f} s; Ctrl-C drains",
         ]

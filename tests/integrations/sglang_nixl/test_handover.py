@@ -17,46 +17,30 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from headrace.core.types.allow_list import allowed_prefills
 from headrace.core.types.errors import ErrorInfo
 from headrace.core.types.geometry import ceil_div
-from headrace.engine.kv.memory_plan import stage_geometry
-from headrace.engine.model.source import load_spec, resolve_source
-from headrace.integrations.peer.commands import Loaded, LoadKv, ReleaseLoad, TicketRef
-from headrace.integrations.peer.records import Limits
-from headrace.integrations.peer.staging import Staging
-from headrace.integrations.peer.thread import PeerThread
+from headrace.integrations.peer.commands import Loaded, TicketRef
 from headrace.integrations.sglang_nixl.handover import HandoverOptions, KvHandover
 from headrace.integrations.sglang_nixl.records import Held, RoomLimits
-from headrace.transfer.protocol.layout import Bytes
-from tests.e2e.harness import Server, pages_in_use, serving, wait_until
+from tests.e2e.harness import Server, pages_in_use, wait_until
 from tests.integrations.sglang_nixl.decode_engine import DecodeEngine
+from tests.integrations.sglang_nixl.prefill_side import (
+    GEOMETRY,
+    HOST,
+    MODEL,
+    POISON,
+    arrived,
+    decode_engine,
+    limits,
+    tokens,
+    untouched,
+)
 
 pytestmark = pytest.mark.nixl
 
-MODEL = "stub:layers=4,hidden=128,heads=8,kv_heads=4,vocab=1000,max_len=8192"
-GEOMETRY = stage_geometry(load_spec(resolve_source(MODEL)), "float32", 1)
 PAGE = 32
 POOL_PAGES = 160
-HOST = "127.0.0.1"
 ROOM = (1 << 62) + 77
-POISON = 0xEE
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
-    flags = ("--threads", "1", "--no-prefix-cache", "--drain-timeout", "1", "--kv-pages", "1024")
-    with serving("--role", "prefill", "--model", MODEL, *flags) as made:
-        yield made
-
-
-def limits(server: Server, pages: int, page_size: int) -> Limits:
-    return Limits(
-        fingerprint=server.get("/v1/handoff").json()["fingerprint"],
-        rules=allowed_prefills((), (HOST,)),
-        pages=pages,
-        page_tokens=page_size,
-    )
 
 
 class Side:
@@ -154,62 +138,8 @@ def pair(shared: tuple[Side, DecodeEngine], server: Server) -> Iterator[tuple[Si
 
 
 def engine(side: Side, folder: Path, ranks: int = 1, rank: int = 0) -> DecodeEngine:
-    setup = {
-        "bootstrap": f"{HOST}:{side.handover.bootstrap_port}",
-        "layers": GEOMETRY.layers,
-        "heads": GEOMETRY.kv_heads // ranks,
-        "token_bytes": GEOMETRY.head_dim * GEOMETRY.item_bytes,
-        "page_size": side.handover.staging.geometry.page_size,
-        "pages": 4096 // side.handover.staging.geometry.page_size + 40,
-        "tp_size": ranks,
-        "tp_rank": rank,
-    }
-    made = DecodeEngine(folder, setup)
-    made.memory[:] = POISON
-    return made
-
-
-def tokens(count: int, seed: int = 0) -> list[int]:
-    return [int(token) for token in np.random.default_rng((seed, count)).integers(0, 1000, count)]
-
-
-@pytest.fixture(scope="module")
-def reference(server: Server) -> Iterator[Callable[[list[int]], tuple[Bytes, Loaded]]]:
-    """KV of prompts as a Headrace decode peer gets it: [layers, K/V, heads, tokens, bytes]; and its result."""
-    staging = Staging(GEOMETRY, 4096)
-    peer = PeerThread(limits(server, staging.pages, 64), staging, name="peer", max_model_len=4096)
-    peer.start()
-
-    def load(prompt: list[int]) -> tuple[Bytes, Loaded]:
-        ticket = f"reference-{time.monotonic_ns()}"
-        body = {"prompt_token_ids": prompt, "ticket": ticket, "handoff": "hold", "temperature": 0, "logprobs": 3}
-        answer = server.post("/v1/prefill", body)
-        assert answer.status_code == 200, answer.text
-        port = server.get("/v1/handoff").json()["control_port"]
-        peer.submit(LoadKv(id=ticket, ticket=TicketRef(name=ticket, host=HOST, port=port), start=0, tokens=len(prompt)))
-        [loaded] = peer.results(20)
-        assert isinstance(loaded, Loaded)
-        found = staging.data[:, :, :, loaded.at : loaded.at + loaded.count].copy()
-        peer.submit(ReleaseLoad(id=ticket))
-        return found, loaded
-
-    yield load
-    peer.stop()
-
-
-def arrived(one: DecodeEngine, pages: list[int], count: int) -> Bytes:
-    """The first tokens of these pages: [layers, K/V, heads, tokens, bytes]."""
-    kv = one.kv[:, :, pages].reshape(2, one.setup.layers, -1, one.setup.heads, one.setup.token_bytes)
-    return kv[:, :, :count].transpose(1, 0, 3, 2, 4)
-
-
-def untouched(one: DecodeEngine, pages: list[int], count: int) -> bool:
-    """Whether nothing but the first tokens of these pages was written."""
-    copy = one.kv.copy()
-    flat = copy[:, :, pages].reshape(2, one.setup.layers, -1, one.setup.heads, one.setup.token_bytes)
-    flat[:, :, :count] = POISON
-    copy[:, :, pages] = flat.reshape(copy[:, :, pages].shape)
-    return bool((copy == POISON).all())
+    page_size = side.handover.staging.geometry.page_size
+    return decode_engine(folder, side.handover.bootstrap_port, page_size, ranks, rank)
 
 
 @pytest.mark.parametrize("length", [1, PAGE - 1, PAGE, PAGE + 1, 1000])

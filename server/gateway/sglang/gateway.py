@@ -1,0 +1,301 @@
+"""A gateway for SGLang decode engines: how it starts, hands over a request, drains and stops. Experimental.
+
+    router ──body──► rooms expect it ──► prefill server computes and holds ──► rooms load and write ──► answer
+       └────body────► decode engine ──room, pages──► rooms ───────────────────────┘
+
+Both sides get the same body at once, as SGLang's routers send it. The decode engine samples no first token: the prefill
+server's goes into its metadata row, so the body goes on to the prefill server with the client's sampling options.
+"""
+
+import asyncio
+import contextlib
+import logging
+import os
+import secrets
+import socket
+from collections.abc import Iterator, Mapping, Sequence
+
+import httpx
+import msgspec
+
+from headrace.core.config import GatewayConfig, TransferConfig
+from headrace.core.runtime.clock import Clock, SystemClock
+from headrace.core.stats import MetricSpec, Sample, Stats
+from headrace.core.types.allow_list import allowed_prefills
+from headrace.core.types.errors import (
+    CANCELLED,
+    DRAINING,
+    NOT_READY,
+    ConfigError,
+    ErrorInfo,
+    HeadraceError,
+    unavailable,
+)
+from headrace.core.types.geometry import Geometry, ceil_div
+from headrace.integrations.peer.commands import ServerState
+from headrace.integrations.peer.records import Limits
+from headrace.integrations.sglang_nixl import NEVER_RUN
+from headrace.integrations.sglang_nixl.handover import HandoverOptions, KvHandover
+from headrace.integrations.sglang_nixl.records import RoomLimits
+from headrace.server.config.gateway import decode_urls
+from headrace.server.frontend.status.recent_events import RecentEvents
+from headrace.server.gateway.metrics import GatewayMetrics
+from headrace.server.gateway.sglang.bodies import ServedModel, SglangBody, held_at, without_params
+from headrace.server.gateway.sglang.decode_hosts import DecodeHosts
+from headrace.server.gateway.sglang.prefills import PrefillAnswer, PrefillServers
+from headrace.server.telemetry.prometheus import FrontMetrics
+from headrace.server.upstream.discovery_client import DiscoveryClient
+from headrace.server.version import headrace_version
+from headrace.transfer.sockets.curve_keys import known_servers
+
+log = logging.getLogger(__name__)
+
+LONGEST_PROMPTS = 4  # that the pool holds unless --pool-tokens says otherwise
+CHECK_S = 0.1
+ASK_S = 0.5
+NEWS_S = 10.0  # between two lines about what is waited for
+DRAIN_POLL_S = 0.05
+
+
+class SglangGateway:
+    """See the module's docstring. Used by the event loop only."""
+
+    def __init__(self, config: GatewayConfig, clock: Clock | None = None) -> None:
+        self.config = config
+        self.clock = clock or SystemClock()
+        self.front_metrics = FrontMetrics()
+        self.recent = RecentEvents()
+        self.failed: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        """Resolves to a sentence when one of its threads has ended: it cannot serve any more."""
+        self._loop = asyncio.get_running_loop()
+        headers = {"Authorization": f"Bearer {config.prefill_api_key}"} if config.prefill_api_key else {}
+        self._http = httpx.AsyncClient(headers=headers, timeout=None, trust_env=False)
+        self._prefills = PrefillServers(config.prefill, self._http)
+        self._metrics = GatewayMetrics()
+        self._handover: KvHandover | None = None
+        self._rooms: dict[str, asyncio.Future[ErrorInfo | None]] = {}  # by request
+        self._draining = False
+        self._open = 0  # requests that are being answered
+        self._watch: asyncio.Task[None] | None = None
+
+    async def start(self) -> str:
+        """Find the prefill servers, and begin to serve. Returns lines that say what is served. Raises ConfigError."""
+        config = self.config
+        model, longest = await self._find_model()
+        if model.kv_cache is None:
+            raise ConfigError(
+                f"prefill server of {model.model}: GET /v1/handoff tells no shape of keys and values, so that SGLang "
+                "decode engines cannot be served (another kind of cache, or an earlier version)"
+            )
+        shape = model.kv_cache
+        geometry = Geometry(shape.dtype, shape.layers, shape.kv_heads, shape.head_dim, config.sglang_page_size)
+        self._handover = handover = self._make_handover(geometry, model, longest)
+        handover.start()
+        handover.connect(*(server.connect for server in self._prefills.all))
+        while not any(server.up for server in self._prefills.all):
+            if all(server.unfit for server in self._prefills.all):
+                raise ConfigError(self._prefills.problem())
+            await asyncio.sleep(CHECK_S)
+        self.front_metrics.set_build(headrace_version(), "gateway", model.model)
+        self._watch = asyncio.create_task(self._watch_threads(handover))
+        return "\n".join(
+            [
+                f"Headrace {headrace_version()}: gateway for {model.model} and SGLang decode engines "
+                f"({shape.dtype}, pages of {geometry.page_size} tokens)",
+                f"  {NEVER_RUN}",
+                f"  bootstrap  {config.side_channel_host}:{handover.bootstrap_port}  (the second value of a router's "
+                "--prefill URL PORT)",
+            ]
+        )
+
+    async def hand_over(self, path: str, body: SglangBody, headers: Mapping[str, str]) -> PrefillAnswer:
+        """Have a body's prompt computed and its KV written into the decode engine that asks for its room. Raises
+        HeadraceError. Cancelling it gives up the prompt and the room."""
+        handover = self._require()
+        if body.room is None:
+            return await self._prefills.post(path, msgspec.json.encode(body.fields), headers)
+        request, began = secrets.token_hex(16), self.clock.now()
+        ended = self._rooms[request] = self._loop.create_future()
+        handover.expect(request, body.room)
+        why = ErrorInfo(code=CANCELLED, message="the router's connection was closed", status=499)
+        try:
+            answer = await self._computed(path, body.posted(f"sglang-{request}"), headers, ended)
+            if answer.status != 200:
+                why = _refused(answer)
+                return answer
+            held = held_at(answer.content, answer.host, answer.port)
+            handover.hold(request, body.room, held)
+            if (error := await asyncio.shield(ended)) is not None:
+                raise HeadraceError(error)
+            self._metrics.handed_over(held.tokens)
+            self._metrics.observe("prefill", self.clock.now() - began)
+            return msgspec.structs.replace(answer, content=without_params(answer.content))
+        except HeadraceError as error:
+            why = error.info
+            raise
+        finally:
+            del self._rooms[request]
+            if not ended.done():
+                handover.withdraw(request, body.room, why)
+
+    async def get(self, path: str) -> tuple[int, bytes]:
+        """What a prefill server answers to a router's question. Raises HeadraceError."""
+        self._require()
+        return await self._prefills.get(path)
+
+    @contextlib.contextmanager
+    def counted(self) -> Iterator[None]:
+        """A request that is being answered: drain() waits for it."""
+        self._open += 1
+        try:
+            yield
+        finally:
+            self._open -= 1
+
+    def unhealthy(self) -> ErrorInfo | None:
+        """Why this process counts as dead (503), or None."""
+        return unavailable(self.failed.result(), code="unhealthy").info if self.failed.done() else None
+
+    def not_ready(self) -> ErrorInfo | None:
+        """Why prompts would not be handed over now (503), or None."""
+        if (problem := self.unhealthy()) is not None:
+            return problem
+        if self._draining:
+            return unavailable("the gateway is draining", code=DRAINING).info
+        if self._watch is None:
+            return unavailable(f"the gateway is starting: {self._prefills.problem()}", code=NOT_READY).info
+        text = self._prefills.problem()
+        return unavailable(text, code="no_prefill_server").info if text else None
+
+    def statistics(self, catalog: Sequence[MetricSpec]) -> list[Stats]:
+        """What /metrics shows: the metrics of this catalog."""
+        up = Sample("prefill_servers_up", sum(server.up for server in self._prefills.all))
+        names = {spec.name for spec in catalog}
+        found = (self.front_metrics.statistics(), self._metrics.statistics(), Stats((up,)))
+        return [
+            Stats(
+                tuple(one for one in stats.samples if one.name in names),
+                tuple(one for one in stats.histograms if one.name in names),
+            )
+            for stats in found
+        ]
+
+    async def drain(self) -> None:
+        """Refuse requests from now on; return when the open ones are answered, or --drain-timeout is over."""
+        self._draining = True
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self.config.drain_timeout_s):
+                while self._open:
+                    await asyncio.sleep(DRAIN_POLL_S)
+
+    async def stop(self) -> None:
+        """End all threads."""
+        self._draining = True
+        if self._watch is not None:
+            self._watch.cancel()
+        if self._handover is not None:
+            await asyncio.to_thread(self._handover.stop)
+        await self._http.aclose()
+
+    def _make_handover(self, geometry: Geometry, model: ServedModel, longest: int) -> KvHandover:
+        """Raises ConfigError for ports and memory that cannot be had."""
+        config = self.config
+        pages = ceil_div(config.pool_tokens or LONGEST_PROMPTS * longest, geometry.page_size)
+        try:
+            return KvHandover(
+                geometry,
+                HandoverOptions(
+                    host=config.side_channel_host,
+                    bootstrap_port=config.bootstrap_port,
+                    rank_port=config.side_channel_port,
+                    kv_cache_dtype=config.sglang_kv_cache_dtype,
+                    rooms=RoomLimits(bootstrap_s=config.bootstrap_timeout_s),
+                ),
+                Limits(
+                    fingerprint=model.fingerprint or "",
+                    model=model.model,
+                    rules=allowed_prefills(config.prefill, ()),
+                    pages=pages,
+                    page_tokens=geometry.page_size,
+                    server_keys=known_servers(config.curve_key, config.curve_server_keys),
+                ),
+                name=f"{socket.gethostname()}:{config.port} (gateway {os.getpid()})",
+                max_model_len=longest,
+                ended=self._on_thread_ended,
+                server_state=self._on_thread_state,
+                is_decode_host=DecodeHosts(decode_urls(config)).covers,
+                transfer=TransferConfig(curve_key=config.curve_key),
+                api_key=config.prefill_api_key,
+            )
+        except OSError as error:
+            mib = pages * geometry.page_size * geometry.token_bytes / (1 << 20)
+            raise ConfigError(
+                f"no memory for the pool of {pages * geometry.page_size} tokens ({mib:.0f} MiB): {error}; write a "
+                "smaller --pool-tokens"
+            ) from error
+
+    async def _find_model(self) -> tuple[ServedModel, int]:
+        """Wait for the first prefill server that says what it serves; also its longest sequence."""
+        client, told = DiscoveryClient(self._http, self._http), -NEWS_S
+        while True:
+            reasons = []
+            for server in self._prefills.all:
+                try:
+                    model = msgspec.json.decode(await client.handoff(server.url, key=True), type=ServedModel)
+                    if model.fingerprint:
+                        answer = (await self._http.get(f"{server.url}/v1/models")).json()
+                        return model, int(answer["data"][0]["max_model_len"])
+                    reasons.append(f"{server.url} is loading")
+                except HeadraceError as error:
+                    reasons.append(f"{server.url}: {error.info.message}")
+                except (httpx.HTTPError, msgspec.DecodeError, ValueError, LookupError, TypeError) as error:
+                    reasons.append(f"{server.url}: an unexpected response: {error}")
+            if self._loop.time() - told >= NEWS_S:
+                told = self._loop.time()
+                log.info("waiting for a prefill server: %s", "; ".join(reasons))
+            await asyncio.sleep(ASK_S)
+
+    async def _computed(
+        self, path: str, posted: bytes, headers: Mapping[str, str], ended: "asyncio.Future[ErrorInfo | None]"
+    ) -> PrefillAnswer:
+        """A prefill server's answer. Raises HeadraceError, also if the room ends before."""
+        computing = asyncio.ensure_future(self._prefills.post(path, posted, headers))
+        try:
+            await asyncio.wait((computing, ended), return_when=asyncio.FIRST_COMPLETED)
+            if ended.done() and (error := ended.result()) is not None:
+                raise HeadraceError(error)
+            return await computing
+        finally:
+            computing.cancel()
+
+    def _require(self) -> KvHandover:
+        """Raises HeadraceError (503) while requests are not handed over."""
+        if (problem := self.not_ready()) is not None:
+            raise HeadraceError(problem)
+        assert self._handover is not None, "it is ready"
+        return self._handover
+
+    async def _watch_threads(self, handover: KvHandover) -> None:
+        while handover.is_alive:
+            await asyncio.sleep(1.0)
+        if not self.failed.done():
+            self.failed.set_result("a thread that serves SGLang decode engines has ended")
+
+    def _on_thread_ended(self, request: str, error: ErrorInfo | None) -> None:
+        def resolve() -> None:
+            future = self._rooms.get(request)
+            if future is not None and not future.done():
+                future.set_result(error)
+
+        with contextlib.suppress(RuntimeError):  # the event loop is closed
+            self._loop.call_soon_threadsafe(resolve)
+
+    def _on_thread_state(self, state: ServerState) -> None:
+        with contextlib.suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(self._prefills.update, state)
+
+
+def _refused(answer: PrefillAnswer) -> ErrorInfo:
+    """Why the decode engine gets no KV, if a prefill server has answered with an error."""
+    text = answer.content[:300].decode("utf-8", "replace")
+    return ErrorInfo(code="prefill_refused", message=f"the prefill server answered {answer.status}: {text}", status=502)
