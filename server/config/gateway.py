@@ -88,7 +88,10 @@ def decode_urls(config: GatewayConfig) -> tuple[str, ...]:
     """URLs of the decode engines' HTTP servers. Raises ConfigError."""
     if config.decode_engine == "vllm":
         return tuple(one.url for one in parse_decodes(config.decode))
-    return tuple(server_url(each, "--decode") for each in config.decode)  # SGLang engines have no side channel
+    for each in config.decode:
+        if "=" in each:
+            raise ConfigError(f"--decode {each}: SGLang decode engines have no side channel; write their URL alone")
+    return tuple(server_url(each, "--decode") for each in config.decode)
 
 
 def _check_keys(config: GatewayConfig) -> None:

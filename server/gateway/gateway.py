@@ -24,7 +24,7 @@ from headrace.server.gateway.assembly import Parts, assemble
 from headrace.server.gateway.engines import DecodeEngines
 from headrace.server.gateway.fingerprint import find_fingerprint
 from headrace.server.gateway.front import Front
-from headrace.server.gateway.metrics import GATEWAY_CATALOG, GatewayMetrics, with_prefix
+from headrace.server.gateway.metrics import GatewayMetrics, in_catalog, with_prefix
 from headrace.server.gateway.model_check import check_models
 from headrace.server.telemetry.prometheus import FrontMetrics
 from headrace.server.upstream.prefill_pool import NO_PREFILL_SERVER
@@ -145,14 +145,7 @@ class Gateway:
                 Sample("kv_pages", parts.handoffs.leased_pages, ("leased",)),
                 Sample("prefill_servers_up", len(parts.up())),
             ]
-        names = {spec.name for spec in GATEWAY_CATALOG}
-        return [
-            Stats(
-                tuple(one for one in stats.samples if one.name in names),
-                tuple(one for one in stats.histograms if one.name in names),
-            )
-            for stats in (*found, Stats(tuple(gauges)))
-        ]
+        return in_catalog((*found, Stats(tuple(gauges))))
 
     async def drain(self) -> None:
         """Refuse requests from now on; return when the open ones are answered, and decode engines have read what they

@@ -1,6 +1,7 @@
 """What a gateway counts and measures, for /metrics, and what its decode engines say of where prompts came from."""
 
 import re
+from collections.abc import Iterable
 
 from headrace.core.stats import Counters, Histograms, MetricSpec, Sample, Stats
 from headrace.server.gateway.bodies import RECOMPUTE_REASONS, RecomputeReason
@@ -133,6 +134,18 @@ class GatewayMetrics:
             Sample("gateway_decode_prompt_tokens_total", value, labels) for labels, value in self._prompt_tokens.items()
         )
         return Stats((*self._counters.snapshot(), *engines), self._histograms.snapshot())
+
+
+def in_catalog(found: Iterable[Stats]) -> list[Stats]:
+    """What /metrics of a gateway shows of these."""
+    names = {spec.name for spec in GATEWAY_CATALOG}
+    return [
+        Stats(
+            tuple(one for one in stats.samples if one.name in names),
+            tuple(one for one in stats.histograms if one.name in names),
+        )
+        for stats in found
+    ]
 
 
 def with_prefix(stats: Stats) -> Stats:

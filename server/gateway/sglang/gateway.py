@@ -13,14 +13,14 @@ import logging
 import os
 import secrets
 import socket
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 
 import httpx
 import msgspec
 
 from headrace.core.config import GatewayConfig, TransferConfig
 from headrace.core.runtime.clock import Clock, SystemClock
-from headrace.core.stats import MetricSpec, Sample, Stats
+from headrace.core.stats import Sample, Stats
 from headrace.core.types.allow_list import allowed_prefills
 from headrace.core.types.errors import (
     CANCELLED,
@@ -39,7 +39,7 @@ from headrace.integrations.sglang_nixl.handover import HandoverOptions, KvHandov
 from headrace.integrations.sglang_nixl.records import RoomLimits
 from headrace.server.config.gateway import decode_urls
 from headrace.server.frontend.status.recent_events import RecentEvents
-from headrace.server.gateway.metrics import GatewayMetrics
+from headrace.server.gateway.metrics import GatewayMetrics, in_catalog
 from headrace.server.gateway.sglang.bodies import ServedModel, SglangBody, held_at, without_params
 from headrace.server.gateway.sglang.decode_hosts import DecodeHosts
 from headrace.server.gateway.sglang.prefills import PrefillAnswer, PrefillServers
@@ -128,7 +128,7 @@ class SglangGateway:
             if (error := await asyncio.shield(ended)) is not None:
                 raise HeadraceError(error)
             self._metrics.handed_over(held.tokens)
-            self._metrics.observe("prefill", self.clock.now() - began)
+            self._metrics.took("prefill", self.clock.now() - began)
             return msgspec.structs.replace(answer, content=without_params(answer.content))
         except HeadraceError as error:
             why = error.info
@@ -167,18 +167,10 @@ class SglangGateway:
         text = self._prefills.problem()
         return unavailable(text, code="no_prefill_server").info if text else None
 
-    def statistics(self, catalog: Sequence[MetricSpec]) -> list[Stats]:
-        """What /metrics shows: the metrics of this catalog."""
+    def statistics(self) -> list[Stats]:
+        """What /metrics shows."""
         up = Sample("prefill_servers_up", sum(server.up for server in self._prefills.all))
-        names = {spec.name for spec in catalog}
-        found = (self.front_metrics.statistics(), self._metrics.statistics(), Stats((up,)))
-        return [
-            Stats(
-                tuple(one for one in stats.samples if one.name in names),
-                tuple(one for one in stats.histograms if one.name in names),
-            )
-            for stats in found
-        ]
+        return in_catalog((self.front_metrics.statistics(), self._metrics.statistics(), Stats((up,))))
 
     async def drain(self) -> None:
         """Refuse requests from now on; return when the open ones are answered, or --drain-timeout is over."""

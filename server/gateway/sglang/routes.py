@@ -16,7 +16,7 @@ from headrace.server.api.response.streaming import ClientDisconnected, json_resp
 from headrace.server.frontend.request.generation_request import GenerationResult
 from headrace.server.frontend.request_log import RequestRecord
 from headrace.server.gateway.handoff import SAMPLING
-from headrace.server.gateway.metrics import gateway_catalog
+from headrace.server.gateway.metrics import GATEWAY_CATALOG
 from headrace.server.gateway.sglang.bodies import SglangBody, take_apart
 from headrace.server.gateway.sglang.gateway import SglangGateway
 from headrace.server.telemetry.exposition import CONTENT_TYPE, render
@@ -84,8 +84,7 @@ def _operation_routes(gateway: SglangGateway) -> APIRouter:
 
     @router.get("/metrics")
     async def metrics() -> Response:
-        catalog = gateway_catalog()
-        return Response(render(gateway.statistics(catalog), catalog), media_type=CONTENT_TYPE)
+        return Response(render(gateway.statistics(), GATEWAY_CATALOG), media_type=CONTENT_TYPE)
 
     @router.get("/version")
     async def version() -> Response:

@@ -76,6 +76,14 @@ def test_wrong_addresses_of_decode_engines(text, words):
         ({"side_channel_host": "0.0.0.0"}, "--side-channel-host 0.0.0.0 is no address that decode engines could"),
         ({"side_channel_host": "10.0.0.7"}, "who reaches it reads the KV of all prompts"),
         ({"side_channel_port": 8100}, "--port and --side-channel-port are both 8100"),
+        (
+            {"decode_engine": "sglang", "side_channel_port": 8998},
+            "--side-channel-port and --bootstrap-port are both 8998",
+        ),
+        (
+            {"decode_engine": "sglang", "decode": (f"{DECODE}=127.0.0.1:5600",)},
+            "have no side channel; write their URL alone",
+        ),
         ({"curve_key": "a.key_secret"}, "add --curve-server-key FILE"),
         ({"curve_server_keys": ("a.key",)}, "add --curve-key FILE"),
     ],
