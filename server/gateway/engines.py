@@ -25,6 +25,8 @@ PROBE_S = 1.0  # between two probes of an engine, or handshakes with it
 NEWS_S = 10.0  # between two lines about an engine that is waited for
 PROBES_MISSED = 3  # after which an engine that does not answer counts as down; a busy one may be slow
 
+NO_DECODE_ENGINE = "no_decode_engine"
+
 Probe = Callable[[DecodeAddress], DecodeEngine]
 """Blocking. Raises EngineUnreachable, EngineGone, ConfigError."""
 Handshake = Callable[[DecodeAddress], HandshakePayload]
@@ -98,7 +100,7 @@ class DecodeEngines:
         for engine in self.all:
             if engine.up:
                 return engine.client
-        raise unavailable(self.problem(), code="no_decode_engine")
+        raise unavailable(self.problem(), code=NO_DECODE_ENGINE)
 
     async def has_adapter(self, name: str) -> bool:
         """Whether an engine has a LoRA adapter of this name. Adapters come and go while an engine runs."""

@@ -21,7 +21,7 @@ from headrace.integrations.vllm_nixl.engine_probe import DecodeEngine, ask_side_
 from headrace.integrations.vllm_nixl.wire import HandshakePayload
 from headrace.server.frontend.status.recent_events import RecentEvents
 from headrace.server.gateway.assembly import Parts, assemble
-from headrace.server.gateway.engines import DecodeEngines
+from headrace.server.gateway.engines import NO_DECODE_ENGINE, DecodeEngines
 from headrace.server.gateway.fingerprint import find_fingerprint
 from headrace.server.gateway.front import Front
 from headrace.server.gateway.metrics import GatewayMetrics, in_catalog, with_prefix
@@ -113,7 +113,7 @@ class Gateway:
         if self._parts is not None and (text := self._parts.prefills.problem()):
             return unavailable(text, code=NO_PREFILL_SERVER).info
         if text := self._engines.problem():
-            return unavailable(text, code="no_decode_engine").info
+            return unavailable(text, code=NO_DECODE_ENGINE).info
         return None
 
     def models(self) -> list[dict[str, Any]]:
@@ -183,7 +183,9 @@ class Gateway:
         if self._draining:
             return unavailable("the gateway is draining", code=DRAINING).info
         if self._front is not None:
-            return None
+            if any(engine.up for engine in self._engines.all):
+                return None
+            return unavailable(self._engines.problem(), code=NO_DECODE_ENGINE).info
         waiting = [f"decode engine {one.url}: {one.reason}" for one in self._engines.all if one.found is None]
         if self._parts is not None and (text := self._parts.prefills.problem()):
             waiting.append(text)

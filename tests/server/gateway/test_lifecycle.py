@@ -75,6 +75,8 @@ async def test_an_engine_that_ends_and_comes_back(monkeypatch: pytest.MonkeyPatc
         await until(lambda: _says(site, f"decode engine {site.decode.url}: "))
         assert "compatibility hash" in await ready(site)
         assert await site.count("gateway_decode_engines_up") == 0
+        refused = await site.post(prompt=IDS)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "no_decode_engine")
         site.decode.payload = handshake(metadata(engine_id="fourth"), HASH)
         await until(lambda: _says(site, ""))
         await until(lambda: _ready(site))
