@@ -1,6 +1,8 @@
 """The gateway that a prefill server starts: started again when it ends, drained by SIGTERM, killed at the end."""
 
 import asyncio
+import signal
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,11 +16,14 @@ ROOT = Path(__file__).resolve().parents[3]
 
 
 @pytest.fixture(autouse=True)
-def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
+def stand_in(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A process that waits until it is told to end."""
+    before = signal.signal(signal.SIGTERM, signal.SIG_DFL)  # a child inherits that it is ignored
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     monkeypatch.setattr(gateway_child, "MODULE", "tests.server.launch.child")
     monkeypatch.setattr(gateway_child, "FIRST_PAUSE_S", 0.01)
+    yield
+    signal.signal(signal.SIGTERM, before)
 
 
 async def running(gateway: GatewayChild, other_than: int = 0) -> int:
