@@ -121,7 +121,7 @@ class SglangGateway:
         try:
             answer = await self._computed(path, body.posted(f"sglang-{request}"), headers, ended)
             if answer.status != 200:
-                why = _refused(answer)
+                why = refusal(answer)
                 return answer
             held = held_at(answer.content, answer.host, answer.port)
             handover.hold(request, body.room, held)
@@ -287,7 +287,8 @@ class SglangGateway:
             self._loop.call_soon_threadsafe(self._prefills.update, state)
 
 
-def _refused(answer: PrefillAnswer) -> ErrorInfo:
+def refusal(answer: PrefillAnswer) -> ErrorInfo:
     """Why the decode engine gets no KV, if a prefill server has answered with an error."""
     text = answer.content[:300].decode("utf-8", "replace")
-    return ErrorInfo(code="prefill_refused", message=f"the prefill server answered {answer.status}: {text}", status=502)
+    message = f"the prefill server answered {answer.status}: {text}"
+    return ErrorInfo(code="prefill_refused", message=message, status=answer.status)

@@ -18,7 +18,7 @@ from headrace.server.frontend.request_log import RequestRecord
 from headrace.server.gateway.handoff import SAMPLING
 from headrace.server.gateway.metrics import GATEWAY_CATALOG
 from headrace.server.gateway.sglang.bodies import SglangBody, take_apart
-from headrace.server.gateway.sglang.gateway import SglangGateway
+from headrace.server.gateway.sglang.gateway import SglangGateway, refusal
 from headrace.server.telemetry.exposition import CONTENT_TYPE, render
 from headrace.server.version import headrace_version
 
@@ -122,5 +122,8 @@ class RoomResponse(Response):
         except HeadraceError as error:
             record.failed(error.info)
             return error_response(error.info)
+        if answer.status >= 400:
+            record.failed(refusal(answer))
+            return Response(answer.content, answer.status, media_type="application/json")
         record.ended(GenerationResult(finish_reason=None, usage=Usage(0, 0, 0), timing=Timing(), kv="handed_over"))
         return Response(answer.content, answer.status, media_type="application/json")

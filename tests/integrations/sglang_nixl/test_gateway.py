@@ -116,6 +116,10 @@ def test_what_the_prefill_server_refuses_fails_the_room_at_the_decode_engine(
     answer = posted(gateway, "/v1/completions", room, {"prompt": [1, 2], "nonsense": 1})
     assert answer.status_code == 400
     assert "nonsense" in answer.text
+    counted = [
+        name for name, value in gateway[0].metrics().items() if name.startswith("headrace_requests_total") and value
+    ]
+    assert any('outcome="refused"' in name or 'outcome="failed"' in name for name in counted), counted
     status, reason = one.status(room)
     assert status == "0"
     assert "answered 400" in reason
