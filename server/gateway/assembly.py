@@ -6,6 +6,7 @@ import logging
 import os
 import socket
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from headrace.core.config import GatewayConfig, TransferConfig
 from headrace.core.messages.replies import PrefillState
@@ -17,7 +18,6 @@ from headrace.engine.device import available_memory
 from headrace.integrations.peer.records import Limits
 from headrace.integrations.peer.thread import PeerThread
 from headrace.integrations.vllm_nixl.engine_probe import DecodeEngine
-from headrace.integrations.vllm_nixl.exporter import ExporterOptions, KvExporter
 from headrace.integrations.vllm_nixl.kv_pool import VllmPool
 from headrace.server.frontend.generation.prefill_failover import PrefillFailover
 from headrace.server.gateway.fingerprint import ServedFingerprint
@@ -27,6 +27,9 @@ from headrace.server.telemetry.prometheus import FrontMetrics
 from headrace.server.upstream.prefill_pool import PrefillPool
 from headrace.server.upstream.prefill_server import PrefillServer
 from headrace.transfer.sockets.curve_keys import known_servers
+
+if TYPE_CHECKING:
+    from headrace.integrations.vllm_nixl.exporter import KvExporter
 
 log = logging.getLogger(__name__)
 
@@ -41,7 +44,7 @@ class Parts:
         self,
         engine: DecodeEngine,
         pool: VllmPool,
-        exporter: KvExporter,
+        exporter: "KvExporter",
         loads: KvLoads,
         prefills: PrefillPool,
         handoffs: Handoffs,
@@ -101,7 +104,7 @@ def assemble(
             loop.call_soon_threadsafe(handoffs.released, load)
 
     try:
-        exporter = KvExporter(engine, pool, _options(config), release)
+        exporter = _exporter(config, engine, pool, release)
     except OSError as error:
         pool.close()
         raise ConfigError(f"NIXL cannot be used: {error}") from error
@@ -142,13 +145,19 @@ def assemble(
     return Parts(engine, pool, exporter, loads, prefills, handoffs)
 
 
-def _options(config: GatewayConfig) -> ExporterOptions:
-    return ExporterOptions(
+def _exporter(
+    config: GatewayConfig, engine: DecodeEngine, pool: VllmPool, release: Callable[[str], None]
+) -> "KvExporter":
+    """Raises OSError if NIXL cannot be used."""
+    from headrace.integrations.vllm_nixl.exporter import ExporterOptions, KvExporter  # loads NIXL
+
+    options = ExporterOptions(
         host=config.side_channel_host,
         port=config.side_channel_port,
         lease_s=config.lease_s,
         limit_s=config.lease_limit_s,
     )
+    return KvExporter(engine, pool, options, release)
 
 
 def _pool(config: GatewayConfig, engine: DecodeEngine) -> VllmPool:
