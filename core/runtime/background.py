@@ -1,8 +1,9 @@
-"""Background tasks of an event loop that nobody waits for: one that fails is logged, and begins again."""
+"""Tasks of an event loop: those that nobody waits for and that begin again when they fail, and the first of several."""
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any
 
 from headrace.core.runtime.backoff import Backoff
 from headrace.core.runtime.clock import Clock, SystemClock
@@ -33,3 +34,16 @@ async def keep_running(what: str, work: Callable[[], Awaitable[None]], clock: Cl
             pause_s = backoff.next_delay()
             log.exception("%s has failed, and begins again in %g s", what, pause_s)
         await asyncio.sleep(pause_s)
+
+
+async def first_of(*waits: Coroutine[Any, Any, Any] | asyncio.Future[Any]) -> None:
+    """Return when one of them is done, and raise what it raised. Other coroutines are cancelled; futures are not."""
+    futures = [asyncio.ensure_future(wait) for wait in waits]
+    try:
+        done, _ = await asyncio.wait(futures, return_when=asyncio.FIRST_COMPLETED)
+        for future in done:
+            future.result()
+    finally:
+        for wait, future in zip(waits, futures, strict=True):
+            if wait is not future:
+                future.cancel()

@@ -10,11 +10,11 @@ import asyncio
 import logging
 import sys
 import time
-from collections.abc import Coroutine
 from contextlib import ExitStack
 from typing import Any
 
 from headrace.core.config import GatewayConfig
+from headrace.core.runtime.background import first_of
 from headrace.core.runtime.log_throttle import RepeatedWarningFilter
 from headrace.core.runtime.logs import configure_logging
 from headrace.core.runtime.process import (
@@ -82,7 +82,7 @@ async def _until_stopped(config: GatewayConfig, listeners: list[Any], stop: Stop
 async def _serve(config: GatewayConfig, gateway: AnyGateway, http: "_Http", stop: StopSignals) -> int:
     started = time.monotonic()
     say(_beginning(config, http.port))
-    over = asyncio.ensure_future(_first_of(stop.first.wait(), gateway.failed, http.serving))
+    over = asyncio.ensure_future(first_of(stop.first.wait(), gateway.failed, http.serving))
     starting = asyncio.ensure_future(_started(gateway))
     await asyncio.wait((over, starting), return_when=asyncio.FIRST_COMPLETED)
     if starting.done():
@@ -95,7 +95,7 @@ async def _serve(config: GatewayConfig, gateway: AnyGateway, http: "_Http", stop
         return FAILED
     say("draining; a second signal ends open requests at once")
     http.leave()
-    await _first_of(gateway.drain(), stop.second.wait(), gateway.failed)
+    await first_of(gateway.drain(), stop.second.wait(), gateway.failed)
     return stop.status
 
 
@@ -128,19 +128,6 @@ class _Http:
         await asyncio.wait((self.serving,), timeout=LAST_ANSWERS_S)
         self._connections.cut()
         await self.serving
-
-
-async def _first_of(*waits: Coroutine[Any, Any, Any] | asyncio.Future[Any]) -> None:
-    """Return when one of them is done, and raise what it raised. Other coroutines are cancelled; futures are not."""
-    futures = [asyncio.ensure_future(wait) for wait in waits]
-    try:
-        done, _ = await asyncio.wait(futures, return_when=asyncio.FIRST_COMPLETED)
-        for future in done:
-            future.result()
-    finally:
-        for wait, future in zip(waits, futures, strict=True):
-            if wait is not future:
-                future.cancel()
 
 
 def _beginning(config: GatewayConfig, port: int) -> str:

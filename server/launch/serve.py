@@ -22,15 +22,16 @@ import logging
 import socket
 import sys
 import time
-from collections.abc import Coroutine, Sequence
+from collections.abc import Sequence
 from contextlib import closing
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from headrace.core.config import Config, EngineConfig, StageConfig
+from headrace.core.runtime.background import first_of
 from headrace.core.runtime.frames import UNIX, FrameSocket
 from headrace.core.runtime.log_throttle import RepeatedWarningFilter
 from headrace.core.runtime.logs import configure_logging
@@ -137,16 +138,16 @@ async def _serve(
         await service.start()
         freeze_loaded()
         status = [front.print_engine_status()] if external else []
-        over = asyncio.ensure_future(_first_of(stop.first.wait(), supervisor.fatal, http, *status))
-        await _first_of(over, service.readiness.wait_engine_ready())
+        over = asyncio.ensure_future(first_of(stop.first.wait(), supervisor.fatal, http, *status))
+        await first_of(over, service.readiness.wait_engine_ready())
         if not over.done():
             served = True
-            await _first_of(over, front.announce(started))
+            await first_of(over, front.announce(started))
             await over
         stopped = stop.first.is_set()
         if stopped:
             say("draining; a second signal ends open requests at once")
-            await _first_of(_drained(front, gateway), stop.second.wait(), supervisor.fatal)
+            await first_of(_drained(front, gateway), stop.second.wait(), supervisor.fatal)
     finally:
         if gateway is not None:
             await gateway.kill()
@@ -173,19 +174,6 @@ def _gateway(config: Config, listeners: HttpListeners) -> GatewayChild | None:
     server = msgspec.structs.replace(config.server, port=port)  # 0 was a free one
     found = gateway_of(msgspec.structs.replace(config, server=server))
     return None if found is None else GatewayChild(found)
-
-
-async def _first_of(*waits: Coroutine[Any, Any, Any] | asyncio.Future[Any]) -> None:
-    """Return when one of them is done, and raise what it raised. Other coroutines are cancelled; futures are not."""
-    futures = [asyncio.ensure_future(wait) for wait in waits]
-    try:
-        done, _ = await asyncio.wait(futures, return_when=asyncio.FIRST_COMPLETED)
-        for future in done:
-            future.result()
-    finally:
-        for wait, future in zip(waits, futures, strict=True):
-            if wait is not future:
-                future.cancel()
 
 
 def _beginning(config: Config, memory: Sequence[str]) -> str:
