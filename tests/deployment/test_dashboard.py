@@ -10,12 +10,14 @@ import pytest
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
+from headrace.server.gateway.metrics import OWN_CATALOG
 from headrace.server.telemetry.catalog import CATALOG
 from headrace.server.telemetry.exposition import PREFIX, render
 from tests.deployment.files import COMPOSE, DASHBOARD, NOT_ON_PANELS, ROOT, RULES, load_json, load_yaml, promtool
 
 SCRAPED = {"instance", "job", "role"}  # labels that Prometheus adds (configs/prometheus.yml)
 METRIC = re.compile(r"(?P<name>\bheadrace_\w+)(?:\{(?P<matchers>[^}]*)\})?")
+SERVED = (*CATALOG, *OWN_CATALOG)  # by servers, and by gateways
 PROVISIONING = ROOT / "configs/grafana/provisioning"
 
 
@@ -45,9 +47,9 @@ QUERIES = sorted({*dashboard_queries(), *alert_queries()})
 
 def known() -> dict[str, set[str]]:
     """Label names by sample name, for everything in /metrics of a server that has done nothing yet."""
-    specs = {PREFIX + spec.name: spec for spec in CATALOG}
+    specs = {PREFIX + spec.name: spec for spec in SERVED}
     found: dict[str, set[str]] = {}
-    for family in text_string_to_metric_families(render([]).decode()):
+    for family in text_string_to_metric_families(render([], SERVED).decode()):
         counter = family.type == "counter"
         spec = specs[family.name + "_total" if counter else family.name]
         if family.type == "histogram":
@@ -59,7 +61,7 @@ def known() -> dict[str, set[str]]:
 
 
 KNOWN = known()
-SPECS = {PREFIX + spec.name: spec for spec in CATALOG}
+SPECS = {PREFIX + spec.name: spec for spec in SERVED}
 
 
 @pytest.mark.parametrize("query", QUERIES)

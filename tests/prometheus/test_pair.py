@@ -10,6 +10,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
+from headrace.server.gateway.metrics import OWN_CATALOG
 from headrace.server.telemetry.catalog import CATALOG
 from headrace.server.telemetry.exposition import PREFIX
 from tests.deployment.test_dashboard import METRIC, alert_queries, panels, queries_of
@@ -41,6 +42,7 @@ EMPTY = {
     "stage_tier_bytes_total": "there are no tiers",
     "stage_tier_failures_total": "there are no tiers",
 }
+EMPTY |= {spec.name: "there is no gateway" for spec in OWN_CATALOG}
 """Metrics whose queries find nothing on this pair, and why."""
 
 BY_CHANCE = {"chunks_rejected_total", "dropped_messages_total", "nacks_total", "stale_messages_total"}
