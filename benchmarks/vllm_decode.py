@@ -1,17 +1,19 @@
-"""Time to first token in ms of a stock vLLM that loads its prompt's KV, through Headrace's connector and NixlConnector.
+"""Time to first token in ms of a vLLM that loads its prompt's KV: from a Headrace prefill server through the connector
+and through the gateway, and from another vLLM through NixlConnector.
 
-`python -m benchmarks.vllm_decode`; needs the environment that `make test-vllm` makes. The KV comes from a Headrace
-prefill server through the connector, or from another vLLM through NixlConnector; beside each, vLLM computes the prompt
-itself, which shows the state of the machine. Prompts are prefilled before the clock starts. The two run one after the
-other, since a NIXL worker keeps a core busy.
+`python -m benchmarks.vllm_decode`; needs the environments that `make test-vllm` makes, and runs in that with NIXL:
+`.venv-nixl/bin/python -m benchmarks.vllm_decode`. Prompts are prefilled before the clock starts. The three take turns,
+a prompt each, and their vLLMs are stopped while it is not their turn, since a NIXL worker keeps a core busy. vLLM also
+computes prompts itself, which shows the state of the machine.
 """
 
 import secrets
+import signal
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack, closing
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,6 +23,7 @@ from benchmarks.server import first_event_ms
 from benchmarks.vllm_server import INSTALLED, NAME, Vllm, export_smollm2, takes_by_nixl, takes_from_headrace
 from headrace.server.launch.local_server import LocalServer
 
+SETTLE_S = 0.5  # after vLLMs have been told to go on
 Prepare = Callable[[list[int]], dict[str, Any]]  # prefills a prompt elsewhere; returns its kv_transfer_params
 
 
@@ -59,6 +62,45 @@ def from_vllm(prefill: Vllm) -> Prepare:
     return prepare
 
 
+def from_gateway(gateway: LocalServer) -> Prepare:
+    """Prefills on a Headrace server behind a gateway, which has the KV then."""
+
+    def prepare(ids: list[int]) -> dict[str, Any]:
+        body = {"model": NAME, "prompt": ids, "max_tokens": 1, "kv_transfer_params": {"do_remote_decode": True}}
+        answer = gateway.request("POST", "/v1/completions", body)
+        assert answer.status_code == 200, answer.text
+        params: dict[str, Any] = answer.json()["kv_transfer_params"]
+        return params
+
+    return prepare
+
+
+class Way(NamedTuple):
+    """One way for KV into a vLLM."""
+
+    name: str
+    decode: Vllm
+    prepare: Prepare
+    others: tuple[Vllm, ...] = ()  # that take part
+    ready: Callable[[], bool] = lambda: True  # whether prepare() can be called
+
+    @contextmanager
+    def turn(self) -> Iterator[None]:
+        """Its vLLMs run."""
+        for server in (self.decode, *self.others):
+            server.signal(signal.SIGCONT)
+        time.sleep(SETTLE_S)
+        while not self.ready():
+            time.sleep(SETTLE_S)
+        yield
+        self.stop()
+
+    def stop(self) -> None:
+        """Its vLLMs get no processor until its next turn."""
+        for server in (self.decode, *self.others):
+            server.signal(signal.SIGSTOP)
+
+
 class Rounds(NamedTuple):
     """What to measure."""
 
@@ -67,53 +109,60 @@ class Rounds(NamedTuple):
     alone: int  # of them, those in which vLLM computes the prompt itself, too
 
 
-class Latencies(NamedTuple):
-    """Time to first token of each round, in milliseconds."""
-
-    fetched: list[float]  # with loaded KV
-    alone: list[float]  # computed by vLLM itself
+ALONE = "vLLM alone"
+Latencies = dict[str, list[float]]
+"""Time to first token of each round in ms, by way, and ALONE."""
 
 
-def measure(decode: Vllm, prepare: Prepare, rounds: Rounds) -> dict[int, Latencies]:
+def measure(ways: Sequence[Way], rounds: Rounds) -> dict[int, Latencies]:
     """Latencies by prompt length."""
     results: dict[int, Latencies] = {}
     for length in rounds.lengths:
-        found = results[length] = Latencies([], [])
-        before = decode.loaded_tokens()
-        for seed in range(rounds.times + 1):  # the first one is warm-up
-            ids = prompt(length, 1000 * length + seed)
-            found.fetched.append(first_token_ms(decode, ids, prepare(ids)))
-            if 0 < seed <= rounds.alone:
-                found.alone.append(first_token_ms(decode, ids, None))
-            console.print(f"{length:,} tokens, round {seed}: {found.fetched[-1]:,.1f} ms")
-        del found.fetched[0]
-        time.sleep(2.0)  # the metric lags by a step
-        loaded = decode.loaded_tokens() - before
-        assert loaded == length * (rounds.times + 1), f"{loaded} tokens were loaded"
+        found = results[length] = {name: [] for name in (*(way.name for way in ways), ALONE)}
+        for number in range(rounds.times + 1):  # the first one is warm-up
+            ids = prompt(length, 1000 * length + number)
+            for way in ways:
+                with way.turn():
+                    before = way.decode.loaded_tokens()
+                    found[way.name].append(first_token_ms(way.decode, ids, way.prepare(ids)))
+                    console.print(f"{length:,} tokens, round {number}, {way.name}: {found[way.name][-1]:,.1f} ms")
+                    if way is ways[0] and 0 < number <= rounds.alone:
+                        found[ALONE].append(first_token_ms(way.decode, ids, None))
+                    time.sleep(1.0)  # the metric lags by a step
+                    loaded = way.decode.loaded_tokens() - before
+                    assert loaded == length, f"{way.name}: {loaded} tokens were loaded"
+        for way in ways:
+            del found[way.name][0]
     return results
 
 
-def through_connector(model: Path, dtype: str, rounds: Rounds) -> dict[int, Latencies]:
-    """Latencies with KV from a Headrace prefill server."""
+@contextmanager
+def started(model: Path, dtype: str) -> Iterator[list[Way]]:
+    """The three ways, all of whose vLLMs are stopped."""
     flags = ("--role", "prefill", "--dtype", dtype, "--max-model-len", "4096", "--no-prefix-cache", "--threads", "1")
-    with ExitStack() as stack, console.status("a Headrace prefill server and a vLLM with the connector"):
+    with ExitStack() as stack, console.status("four vLLMs, a prefill server and a gateway"):
+        transfers = (takes_from_headrace(), takes_by_nixl(), takes_by_nixl("kv_both"), takes_by_nixl("kv_both"))
         prefill = stack.enter_context(closing(LocalServer(*flags)))
-        decode = stack.enter_context(closing(Vllm(model, takes_from_headrace(), dtype=dtype, modules=(INSTALLED,))))
         prefill.wait_ready()
-        decode.wait_ready()
-        return measure(decode, from_headrace(prefill), rounds)
-
-
-def through_nixl(model: Path, dtype: str, rounds: Rounds) -> dict[int, Latencies]:
-    """Latencies with KV from another vLLM through NixlConnector."""
-    with ExitStack() as stack, console.status("two vLLMs with NixlConnector"):
-        servers = []
-        for _ in range(2):
-            server = Vllm(model, takes_by_nixl("kv_both"), dtype=dtype)
-            servers.append(stack.enter_context(closing(server)))
-        for server in servers:
-            server.wait_ready()
-        return measure(servers[1], from_vllm(servers[0]), rounds)
+        servers: list[Vllm] = []
+        for number, transfer in enumerate(transfers):
+            made = Vllm(model, transfer, dtype=dtype, modules=(INSTALLED,) if number == 0 else ())
+            servers.append(stack.enter_context(closing(made)))
+            made.wait_ready()
+            if number != 1:
+                made.signal(signal.SIGSTOP)
+        connected, behind, first, second = servers
+        decode = f"{behind.url}=127.0.0.1:{behind.ports.side_channel}"
+        gateway = LocalServer("--decode", decode, "--prefill", prefill.url, command="gateway")
+        stack.enter_context(closing(gateway)).wait_ready()
+        ways = [
+            Way("connector", connected, from_headrace(prefill)),
+            Way("gateway", behind, from_gateway(gateway), ready=gateway.ready),
+            Way("NixlConnector", second, from_vllm(first), (first,)),
+        ]
+        for way in ways:
+            way.stop()
+        yield ways
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -128,17 +177,16 @@ def main(arguments: Sequence[str]) -> int:
     given = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory() as folder:
         model = export_smollm2(Path(folder), given.dtype)
-        rounds = Rounds(given.lengths, given.rounds, given.alone)
-        ours = through_connector(model, given.dtype, rounds)
-        theirs = through_nixl(model, given.dtype, rounds)
+        with started(model, given.dtype) as ways:
+            results = measure(ways, Rounds(given.lengths, given.rounds, given.alone))
     rows = []
-    for length in given.lengths:
-        columns = (*ours[length], *theirs[length])
-        ratio = statistics.median(ours[length].fetched) / statistics.median(theirs[length].fetched)
-        rows.append((f"{length:,}", *(spread(column) if column else "-" for column in columns), f"{ratio:.2f}"))
+    for length, found in results.items():
+        medians = {name: statistics.median(column) for name, column in found.items() if column}
+        ratio = medians["gateway"] / medians["NixlConnector"]
+        rows.append((f"{length:,}", *(spread(column) if column else "-" for column in found.values()), f"{ratio:.2f}"))
     print_table(
         f"time to first token, ms, {given.dtype}: median (range) of {given.rounds} rounds",
-        ("tokens", "headrace", "vLLM alone, then", "NixlConnector", "vLLM alone, then", "headrace / Nixl"),
+        ("tokens", *results[given.lengths[0]], "gateway / Nixl"),
         rows,
     )
     return 0
