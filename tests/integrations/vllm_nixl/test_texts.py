@@ -9,7 +9,7 @@ import pytest
 from tests.e2e import gold
 from tests.integrations.vllm.sides import loads, prompt
 from tests.integrations.vllm_nixl.fleet import Example, Site
-from tests.integrations.vllm_nixl.texts import CHAT, COMPLETION, GREEDY, chat, check, loaded, own
+from tests.integrations.vllm_nixl.texts import CHAT, COMPLETION, GREEDY, chat, check, loaded, none_computed, own
 from tests.routers.fleet import Router, routed
 from tests.routers.test_texts import texts
 
@@ -45,7 +45,7 @@ def test_vllms_proxy_example(site: Site, length: int) -> None:
     body = {**GREEDY, "prompt": prompt(length, at=110)}
     params = example.params(COMPLETION, body) | {"remote_host": "127.0.0.1"}
     with loads(site.decode, loaded(length)):
-        answer = example.second(COMPLETION, {**body, "cache_salt": "demo"}, params)
+        answer = example.second(COMPLETION, {**body, "cache_salt": f"demo-{length}"}, params)
     assert texts(answer) == own(site.decode, COMPLETION, body)
 
 
@@ -59,15 +59,15 @@ def test_xpyd_proxy(site: Site) -> None:
 @pytest.mark.parametrize("length", [128, 300])
 def test_equal_prompts_are_loaded(site: Site, router: Router, length: int) -> None:
     ids = prompt(length, at=500)
-    check(site, router, COMPLETION, {"prompt": [ids, ids, ids]}, 3 * length)
+    check(site, router, COMPLETION, {"prompt": [ids, ids, ids]}, 3 * length, none_computed)
 
 
 @pytest.mark.parametrize("length", [128, 300])
 def test_samples_of_a_prompt_are_loaded(site: Site, router: Router, length: int) -> None:
     """Each of them by itself: vLLM makes requests of them."""
-    ids = prompt(length, at=550)
-    check(site, router, COMPLETION, {"prompt": ids, "n": 2}, 2 * length)
-    check(site, router, CHAT, {"messages": chat(site.decode, length), "n": 2}, 2 * length)
+    sampled = {"n": 2, "temperature": 0.8, "seed": 7}
+    check(site, router, COMPLETION, {"prompt": prompt(length, at=550), **sampled}, 2 * length, none_computed)
+    check(site, router, CHAT, {"messages": chat(site.decode, length), **sampled}, 2 * length, none_computed)
 
 
 def test_different_prompts_are_computed_by_vllm(site: Site, router: Router) -> None:

@@ -1,10 +1,14 @@
 """Bodies, and what a vLLM makes of them alone and through a gateway."""
 
 import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 from benchmarks.vllm_server import NAME, Vllm
 from tests.e2e import gold
+from tests.e2e.harness import wait_until
 from tests.integrations.vllm.sides import loads, prompt
 from tests.integrations.vllm_nixl.fleet import Example, Site
 from tests.routers.fleet import Router
@@ -36,12 +40,30 @@ def chat(vllm: Vllm, length: int) -> list[dict[str, str]]:
     raise AssertionError(f"no conversation has {length} tokens")
 
 
-def check(site: Site, through: Router | Example, path: str, body: dict[str, Any], tokens: int) -> None:
+@contextmanager
+def none_computed(vllm: Vllm, tokens: int) -> Iterator[None]:
+    """As many tokens of prompts are loaded, or found in the cache, as vLLM would have to compute otherwise."""
+    names = ("external_kv_transfer", "local_cache_hit")
+    time.sleep(0.5)  # the metric is behind by a step
+    taken = lambda: sum(vllm.metric("vllm:prompt_tokens_by_source_total", name) for name in names)  # noqa: E731
+    before = taken()
+    yield
+    wait_until(lambda: taken() - before >= tokens, 5, f"{tokens} tokens, {taken() - before}")
+    assert taken() - before == tokens
+    assert vllm.loaded_tokens() > 0
+
+
+Count = Callable[[Vllm, int], AbstractContextManager[None]]
+
+
+def check(
+    site: Site, through: Router | Example, path: str, body: dict[str, Any], tokens: int, count: Count = loads
+) -> None:
     """Whole and as a stream: the text is vLLM's own, and of so many loaded tokens."""
     body = {**GREEDY, **body}
     expected = own(site.decode, path, body)
     assert all(expected.values())
     for stream in (False, True):
-        with loads(site.decode, tokens):
+        with count(site.decode, tokens):
             answer = through.post(path, {**body, "stream": stream, "cache_salt": os.urandom(8).hex()})
             assert (streamed if stream else texts)(answer) == expected
