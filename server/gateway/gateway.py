@@ -112,8 +112,6 @@ class Gateway:
             return problem
         if self._parts is not None and (text := self._parts.prefills.problem()):
             return unavailable(text, code=NO_PREFILL_SERVER).info
-        if text := self._engines.problem():
-            return unavailable(text, code=NO_DECODE_ENGINE).info
         return None
 
     def models(self) -> list[dict[str, Any]]:
@@ -182,10 +180,9 @@ class Gateway:
             return problem
         if self._draining:
             return unavailable("the gateway is draining", code=DRAINING).info
-        if self._front is not None:
-            if any(engine.up for engine in self._engines.all):
-                return None
-            return unavailable(self._engines.problem(), code=NO_DECODE_ENGINE).info
+        if self._front is not None:  # an engine with other values must not be offered KV, and the router chooses
+            text = self._engines.problem()
+            return unavailable(text, code=NO_DECODE_ENGINE).info if text else None
         waiting = [f"decode engine {one.url}: {one.reason}" for one in self._engines.all if one.found is None]
         if self._parts is not None and (text := self._parts.prefills.problem()):
             waiting.append(text)

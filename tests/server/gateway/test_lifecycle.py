@@ -7,6 +7,7 @@ import pytest
 
 from headrace.core.types.errors import ConfigError
 from headrace.server.gateway import engines, model_check
+from headrace.server.gateway.engines import WatchedEngine
 from tests.integrations.vllm_nixl.engines import AGENT, BLOCK, HASH, metadata
 from tests.integrations.vllm_nixl.scripted_engine import handshake
 from tests.server.fakes import in_loop
@@ -80,6 +81,22 @@ async def test_an_engine_that_ends_and_comes_back(monkeypatch: pytest.MonkeyPatc
         site.decode.payload = handshake(metadata(engine_id="fourth"), HASH)
         await until(lambda: _says(site, ""))
         await until(lambda: _ready(site))
+
+
+@in_loop
+async def test_one_engine_with_other_values_is_offered_no_kv(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The router chooses the engine, and may choose that one; one that is only down takes no request."""
+    async with gateway_site(monkeypatch) as site:
+        engines = site.gateway._engines
+        other = WatchedEngine(engines.all[0].address, engines.all[0].client)
+        other.found, other.reason = engines.all[0].found, "geometry: blocks of 256 here, of 128 there"
+        engines.all.append(other)
+        refused = await site.post(prompt=IDS)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "no_decode_engine")
+        assert "blocks of 256 here" in refused.json()["error"]["message"]
+        other.missed = 1
+        assert (await site.post(prompt=IDS)).status_code == 200
+        engines.all.pop()
 
 
 async def _gone(site: Site) -> bool:
