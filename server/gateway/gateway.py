@@ -181,8 +181,8 @@ class Gateway:
         if self._draining:
             return unavailable("the gateway is draining", code=DRAINING).info
         if self._front is not None:  # an engine with other values must not be offered KV, and the router chooses
-            text = self._engines.problem()
-            return unavailable(text, code=NO_DECODE_ENGINE).info if text else None
+            unfit = self._engines.problem()
+            return unavailable(unfit, code=NO_DECODE_ENGINE).info if unfit else None
         waiting = [f"decode engine {one.url}: {one.reason}" for one in self._engines.all if one.found is None]
         if self._parts is not None and (text := self._parts.prefills.problem()):
             waiting.append(text)
