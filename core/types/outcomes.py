@@ -42,6 +42,7 @@ REFUSED = (
     "wrong_role",
     # what the server cannot do now
     errors.DRAINING,
+    "no_decode_engine",
     "no_prefill",
     "no_prefill_server",
     "no_hidden_states",
@@ -59,9 +60,12 @@ REFUSED = (
 FAILED = (
     "bad_chunk",
     "bad_metadata",
+    "bad_prefill_answer",
     "bad_reservation",
     errors.CHECKSUM,
     errors.DEADLINE,
+    "decode_failed",
+    "decode_unreachable",
     errors.GRAMMAR_REJECTED,
     "internal_error",
     errors.LEASE_EXPIRED,
@@ -71,6 +75,7 @@ FAILED = (
     errors.PEER_GONE,
     errors.PREFILL_FAILED,
     errors.PREFILL_LOST,
+    "prefill_refused",
     errors.PREFILL_UNREACHABLE,
     "scheduler_lost",
     "scheduler_silent",
