@@ -10,7 +10,6 @@ import contextlib
 import logging
 import queue
 import secrets
-import socket
 import threading
 from collections.abc import Sequence
 from typing import Any
@@ -22,6 +21,7 @@ from headrace.core.config import TransferConfig
 from headrace.core.messages.peers import PeerEffect, PeerEvent
 from headrace.core.runtime.clock import Clock, LoopClock, SystemClock
 from headrace.core.runtime.event_loop import EventLoop
+from headrace.core.runtime.wakeup import Wakeup
 from headrace.core.types.allow_list import is_allowed
 from headrace.core.types.backends import ZMQ
 from headrace.integrations.peer.commands import AnyCommand, AnyResult, ControlPortReply, LookUpControlPort
@@ -103,9 +103,7 @@ class PeerThread(threading.Thread):
         self._loop = EventLoop((self._control_client, self._receiver), zmq.Poller, self._clock, self._clock.wait)
         self._commands: queue.SimpleQueue[AnyCommand | ControlPortReply | None] = queue.SimpleQueue()  # one per request
         self._results: queue.SimpleQueue[AnyResult | ThreadEnded] = queue.SimpleQueue()  # one per load; server states
-        self._wakeup_send, self._wakeup_recv = socket.socketpair()
-        for end in (self._wakeup_send, self._wakeup_recv):
-            end.setblocking(False)
+        self._wakeup = Wakeup()
         self._lookups = ControlPortLookup(self.submit, api_key, limits.rules)
         self._running = True
 
@@ -113,8 +111,7 @@ class PeerThread(threading.Thread):
         """Queue commands and wake the thread; None ends it."""
         for command in commands:
             self._commands.put(command)
-        with contextlib.suppress(BlockingIOError, OSError):  # full: the thread is awake; closed: it has ended
-            self._wakeup_send.send(b"\0")
+        self._wakeup.set()
 
     def results(self, wait_s: float = 0.0) -> list[AnyResult]:
         """Results since the last call, waiting up to wait_s for the first one.
@@ -158,14 +155,13 @@ class PeerThread(threading.Thread):
             self._lookups.close()
             self._control_client.close()
             self._receiver.close()
-            self._wakeup_send.close()
-            self._wakeup_recv.close()
+            self._wakeup.close()
             self._results.put(ThreadEnded(reason))
             self._context.term()
 
     def _turn(self) -> None:
-        readable = self._loop.wait([self._wakeup_recv.fileno()], [self._loader.next_deadline()])
-        if self._wakeup_recv.fileno() in readable:
+        readable = self._loop.wait([self._wakeup.fileno()], [self._loader.next_deadline()])
+        if self._wakeup.fileno() in readable:
             self._take_commands()
         for _, events in self._loop.events():
             self._handle_events(events)
@@ -173,8 +169,7 @@ class PeerThread(threading.Thread):
         self._apply_effects()
 
     def _take_commands(self) -> None:
-        with contextlib.suppress(BlockingIOError):
-            self._wakeup_recv.recv(4096)
+        self._wakeup.clear()
         with contextlib.suppress(queue.Empty):
             while True:
                 command = self._commands.get_nowait()

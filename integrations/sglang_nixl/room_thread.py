@@ -9,7 +9,6 @@ One turn: wait │ commands │ messages │ writes │ deadlines; after each, a
 import contextlib
 import logging
 import queue
-import socket
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
@@ -18,6 +17,7 @@ from typing import Any
 import zmq
 
 from headrace.core.runtime.clock import Clock, LoopClock, SystemClock
+from headrace.core.runtime.wakeup import Wakeup
 from headrace.core.stats import Stats
 from headrace.core.types.addresses import bracketed, url
 from headrace.core.types.errors import ConfigError, ErrorInfo
@@ -84,9 +84,7 @@ class RoomThread(threading.Thread):
         self._pull, self.port = _bind(self._context, host, port)
         self._pushes: OrderedDict[Address, Any] = OrderedDict()
         self._calls: queue.SimpleQueue[Callable[[float], None] | None] = queue.SimpleQueue()  # a few for each request
-        self._wakeup_send, self._wakeup_recv = socket.socketpair()
-        for end in (self._wakeup_send, self._wakeup_recv):
-            end.setblocking(False)
+        self._wakeup = Wakeup()
         self._running = True
 
     def expect(self, request: str, room: int) -> None:
@@ -119,7 +117,7 @@ class RoomThread(threading.Thread):
         """Serve until stop()."""
         poller = zmq.Poller()
         poller.register(self._pull, zmq.POLLIN)
-        poller.register(self._wakeup_recv.fileno(), zmq.POLLIN)
+        poller.register(self._wakeup.fileno(), zmq.POLLIN)
         try:
             while self._running:
                 self._wait(poller)
@@ -138,14 +136,12 @@ class RoomThread(threading.Thread):
             for push in self._pushes.values():
                 push.close()
             self._pull.close()
-            self._wakeup_send.close()
-            self._wakeup_recv.close()
+            self._wakeup.close()
             self._context.term()
 
     def _call(self, call: Callable[[float], None] | None) -> None:
         self._calls.put(call)
-        with contextlib.suppress(BlockingIOError, OSError):  # full: the thread is awake; closed: it has ended
-            self._wakeup_send.send(b"\0")
+        self._wakeup.set()
 
     def _wait(self, poller: Any) -> None:
         timeout = float(POLL_MS if self._writes else IDLE_MS)
@@ -156,8 +152,7 @@ class RoomThread(threading.Thread):
         poller.poll(int(timeout))
 
     def _take_calls(self) -> None:
-        with contextlib.suppress(BlockingIOError):
-            self._wakeup_recv.recv(4096)
+        self._wakeup.clear()
         with contextlib.suppress(queue.Empty):
             while True:
                 call = self._calls.get_nowait()

@@ -11,7 +11,6 @@ import contextlib
 import logging
 import queue
 import secrets
-import socket
 import threading
 from collections.abc import Callable, Collection
 from typing import Any
@@ -22,6 +21,7 @@ import zmq
 from headrace.core.runtime.backoff import Backoff
 from headrace.core.runtime.clock import Clock, LoopClock, SystemClock
 from headrace.core.runtime.polling import Poll
+from headrace.core.runtime.wakeup import Wakeup
 from headrace.core.stats import Sample, Stats
 from headrace.core.types.geometry import ceil_div
 from headrace.integrations.vllm_nixl.agent_generation import AgentGeneration
@@ -86,9 +86,7 @@ class KvExporter(threading.Thread):
         self._commands: queue.SimpleQueue[LeaseCommand] = queue.SimpleQueue()  # one per offer
         self._backoff = Backoff(FIRST_RETRY_S, LAST_RETRY_S)
         self._next_attempt = 0.0
-        self._wakeup_send, self._wakeup_recv = socket.socketpair()
-        for end in (self._wakeup_send, self._wakeup_recv):
-            end.setblocking(False)
+        self._wakeup = Wakeup()
         self._poll = Poll(zmq.Poller)
         self._running = True
         self._statistics = self._count()
@@ -135,7 +133,7 @@ class KvExporter(threading.Thread):
     def stop(self, timeout_s: float = 5.0) -> None:
         """End the thread, and every reader's access."""
         self._running = False
-        self._wake()
+        self._wakeup.set()
         if self.ident is None:
             self._close()
         else:
@@ -156,8 +154,7 @@ class KvExporter(threading.Thread):
             generation.end()
         self._side_channel.close()
         self._context.term()
-        self._wakeup_send.close()
-        self._wakeup_recv.close()
+        self._wakeup.close()
 
     def _turn(self) -> None:
         self._wait()
@@ -176,11 +173,8 @@ class KvExporter(threading.Thread):
     def _wait(self) -> None:
         longest_s = BUSY_POLL_S if len(self._leases) else IDLE_POLL_S
         self._clock.wait(longest_s)
-        sockets = self._wakeup_recv.fileno(), *self._side_channel.sockets()
-        readable = self._poll.readable(sockets, longest_s)
-        if self._wakeup_recv.fileno() in readable:
-            with contextlib.suppress(BlockingIOError):
-                self._wakeup_recv.recv(4096)
+        self._poll.readable((self._wakeup.fileno(), *self._side_channel.sockets()), longest_s)
+        self._wakeup.clear()
 
     def _take_commands(self) -> None:
         with contextlib.suppress(queue.Empty):
@@ -234,8 +228,4 @@ class KvExporter(threading.Thread):
 
     def _do(self, command: LeaseCommand) -> None:
         self._commands.put(command)
-        self._wake()
-
-    def _wake(self) -> None:
-        with contextlib.suppress(BlockingIOError, OSError):  # full: the thread is awake; closed: it has ended
-            self._wakeup_send.send(b"\0")
+        self._wakeup.set()
