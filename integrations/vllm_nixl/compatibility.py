@@ -8,7 +8,6 @@ the dtype are in no message but this one: of those that fit the size of its bloc
 import hashlib
 import json
 from collections.abc import Iterable, Iterator
-from functools import lru_cache
 from itertools import product
 
 import msgspec
@@ -63,13 +62,11 @@ def compatibility_hash(factors: Factors) -> str:
     return hashlib.sha256(json.dumps(msgspec.structs.asdict(factors), sort_keys=True).encode()).hexdigest()
 
 
-@lru_cache(maxsize=64)  # a running engine is asked every second
 def find_factors(wanted: str, observed: Observed) -> Factors | None:
     """The factors of a decode engine that can be served, found by its hash; None when there are none."""
     return _first(wanted, _served(observed))
 
 
-@lru_cache(maxsize=64)
 def explain_mismatch(wanted: str, observed: Observed) -> str:
     """Why find_factors() has found none: the factor with another value, with both values."""
     for name, ours, others in _deviations(observed):

@@ -89,7 +89,6 @@ class KvExporter(threading.Thread):
         self._wakeup = Wakeup()
         self._poll = Poll(zmq.Poller)
         self._running = True
-        self._statistics = self._count()
 
     def offer(self, load: str, first_page: int, tokens: int, jobs: int = 1) -> dict[str, Any]:
         """Open a lease on loaded KV: returns kv_transfer_params for the decode engine, and release() follows.
@@ -127,8 +126,12 @@ class KvExporter(threading.Thread):
         self._do(lambda leases, now: leases.engine_gone(agent, others))
 
     def statistics(self) -> Stats:
-        """Counters and gauges for /metrics, as of the last event."""
-        return self._statistics
+        """Counters and gauges for /metrics."""
+        samples = (
+            Sample("handshakes_total", self._side_channel.handshakes),
+            Sample("nixl_agents", len(self._generations)),
+        )
+        return Stats(samples=(*samples, *self._leases.statistics().samples))
 
     def stop(self, timeout_s: float = 5.0) -> None:
         """End the thread, and every reader's access."""
@@ -168,7 +171,6 @@ class KvExporter(threading.Thread):
         for load in over:
             self._release(load)
         self._replace_current(self._clock.now())
-        self._statistics = self._count()
 
     def _wait(self) -> None:
         longest_s = BUSY_POLL_S if len(self._leases) else IDLE_POLL_S
@@ -218,13 +220,6 @@ class KvExporter(threading.Thread):
 
     def _make_generation(self, number: int) -> AgentGeneration:
         return AgentGeneration(number, self._engine, self._pool, self._options.devices)
-
-    def _count(self) -> Stats:
-        samples = (
-            Sample("handshakes_total", self._side_channel.handshakes),
-            Sample("nixl_agents", len(self._generations)),
-        )
-        return Stats(samples=(*samples, *self._leases.statistics().samples))
 
     def _do(self, command: LeaseCommand) -> None:
         self._commands.put(command)

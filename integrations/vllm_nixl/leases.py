@@ -136,7 +136,7 @@ class LeaseTable:
         return min((min(lease.expires, lease.latest) for lease in self._open.values()), default=None)
 
     def statistics(self) -> Stats:
-        """Counters and gauges for /metrics."""
+        """Counters and gauges for /metrics. May be called by any thread: the labels are there from the start."""
         gauges = (Sample("leases_open", len(self._open)), Sample("leases_quarantined", len(self._quarantined)))
         return Stats(samples=(*gauges, *self._counters.snapshot()))
 
