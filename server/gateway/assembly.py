@@ -13,8 +13,6 @@ from headrace.core.messages.replies import PrefillState
 from headrace.core.runtime.clock import Clock
 from headrace.core.types.allow_list import allowed_prefills
 from headrace.core.types.errors import ConfigError
-from headrace.core.types.geometry import ceil_div
-from headrace.engine.device import available_memory
 from headrace.integrations.peer.records import Limits
 from headrace.integrations.peer.thread import PeerThread
 from headrace.integrations.vllm_nixl.engine_probe import DecodeEngine
@@ -23,6 +21,7 @@ from headrace.server.frontend.generation.prefill_failover import PrefillFailover
 from headrace.server.gateway.fingerprint import ServedFingerprint
 from headrace.server.gateway.handoff import Handoffs
 from headrace.server.gateway.kv_loads import KvLoads
+from headrace.server.gateway.pool_size import with_pool
 from headrace.server.telemetry.prometheus import FrontMetrics
 from headrace.server.upstream.prefill_pool import PrefillPool
 from headrace.server.upstream.prefill_server import PrefillServer
@@ -33,7 +32,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-LONGEST_PROMPTS = 4  # that the pool holds unless --pool-tokens says otherwise
 CHECK_S = 0.1
 
 
@@ -95,7 +93,8 @@ def assemble(
     """Make all parts; nothing is started. on_failure: told in the event loop that a thread has ended, and why. Raises
     ConfigError for ports and memory that cannot be had."""
     loop = asyncio.get_running_loop()
-    pool = _pool(config, engine)
+    geometry = engine.geometry
+    pool = with_pool(config, geometry, engine.max_model_len, lambda pages: VllmPool(geometry, pages))
 
     def release(load: str) -> None:
         """On the exporter's thread."""
@@ -114,7 +113,7 @@ def assemble(
         model=engine.served_names[0],
         rules=allowed_prefills(config.prefill, ()),
         pages=pool.pages,
-        page_tokens=engine.geometry.page_size,
+        page_tokens=geometry.page_size,
         server_keys=keys,
     )
     peer = PeerThread(
@@ -138,7 +137,7 @@ def assemble(
         loads,
         exporter,
         clock,
-        page_tokens=engine.geometry.page_size,
+        page_tokens=geometry.page_size,
         max_model_len=engine.max_model_len,
         pages=pool.pages,
     )
@@ -158,20 +157,3 @@ def _exporter(
         limit_s=config.lease_limit_s,
     )
     return KvExporter(engine, pool, options, release)
-
-
-def _pool(config: GatewayConfig, engine: DecodeEngine) -> VllmPool:
-    """Raises ConfigError if there is not as much memory."""
-    tokens = config.pool_tokens or LONGEST_PROMPTS * engine.max_model_len
-    geometry = engine.geometry
-    pages = max(1, ceil_div(tokens, geometry.page_size))
-    needed, available = pages * geometry.page_bytes, available_memory("cpu")
-    size = f"{pages * geometry.page_size} tokens ({needed >> 20} MiB)"
-    if needed > available:  # all of it is taken at once
-        raise ConfigError(
-            f"no memory for a pool of {size}: {available >> 20} MiB are available; write a smaller --pool-tokens"
-        )
-    try:
-        return VllmPool(geometry, pages)
-    except OSError as error:
-        raise ConfigError(f"no memory for a pool of {size}: {error.strerror}; write a smaller --pool-tokens") from error

@@ -31,7 +31,7 @@ from headrace.core.types.errors import (
     HeadraceError,
     unavailable,
 )
-from headrace.core.types.geometry import Geometry, ceil_div
+from headrace.core.types.geometry import Geometry
 from headrace.integrations.peer.commands import ServerState
 from headrace.integrations.peer.records import Limits
 from headrace.integrations.sglang_nixl import NEVER_RUN
@@ -40,6 +40,7 @@ from headrace.integrations.sglang_nixl.records import RoomLimits
 from headrace.server.config.gateway import decode_urls
 from headrace.server.frontend.status.recent_events import RecentEvents
 from headrace.server.gateway.metrics import GatewayMetrics, in_catalog
+from headrace.server.gateway.pool_size import with_pool
 from headrace.server.gateway.sglang.bodies import ServedModel, SglangBody, held_at, without_params
 from headrace.server.gateway.sglang.decode_hosts import DecodeHosts
 from headrace.server.gateway.sglang.prefills import PrefillAnswer, PrefillServers
@@ -50,7 +51,6 @@ from headrace.transfer.sockets.curve_keys import known_servers
 
 log = logging.getLogger(__name__)
 
-LONGEST_PROMPTS = 4  # that the pool holds unless --pool-tokens says otherwise
 CHECK_S = 0.1
 ASK_S = 0.5
 NEWS_S = 10.0  # between two lines about what is waited for
@@ -89,7 +89,10 @@ class SglangGateway:
             )
         shape = model.kv_cache
         geometry = Geometry(shape.dtype, shape.layers, shape.kv_heads, shape.head_dim, config.sglang_page_size)
-        self._handover = handover = self._make_handover(geometry, model, longest)
+        handover = with_pool(
+            config, geometry, longest, lambda pages: self._make_handover(geometry, model, longest, pages)
+        )
+        self._handover = handover
         handover.start()
         handover.connect(*(server.connect for server in self._prefills.all))
         while not any(server.up for server in self._prefills.all):
@@ -189,42 +192,34 @@ class SglangGateway:
             await asyncio.to_thread(self._handover.stop)
         await self._http.aclose()
 
-    def _make_handover(self, geometry: Geometry, model: ServedModel, longest: int) -> KvHandover:
-        """Raises ConfigError for ports and memory that cannot be had."""
+    def _make_handover(self, geometry: Geometry, model: ServedModel, longest: int, pages: int) -> KvHandover:
+        """Raises ConfigError for ports that cannot be had, OSError for memory."""
         config = self.config
-        pages = ceil_div(config.pool_tokens or LONGEST_PROMPTS * longest, geometry.page_size)
-        try:
-            return KvHandover(
-                geometry,
-                HandoverOptions(
-                    host=config.side_channel_host,
-                    bootstrap_port=config.bootstrap_port,
-                    rank_port=config.side_channel_port,
-                    kv_cache_dtype=config.sglang_kv_cache_dtype,
-                    rooms=RoomLimits(bootstrap_s=config.bootstrap_timeout_s),
-                ),
-                Limits(
-                    fingerprint=model.fingerprint or "",
-                    model=model.model,
-                    rules=allowed_prefills(config.prefill, ()),
-                    pages=pages,
-                    page_tokens=geometry.page_size,
-                    server_keys=known_servers(config.curve_key, config.curve_server_keys),
-                ),
-                name=f"{socket.gethostname()}:{config.port} (gateway {os.getpid()})",
-                max_model_len=longest,
-                ended=self._on_thread_ended,
-                server_state=self._on_thread_state,
-                is_decode_host=DecodeHosts(decode_urls(config)).covers,
-                transfer=TransferConfig(curve_key=config.curve_key),
-                api_key=config.prefill_api_key,
-            )
-        except OSError as error:
-            mib = pages * geometry.page_size * geometry.token_bytes / (1 << 20)
-            raise ConfigError(
-                f"no memory for the pool of {pages * geometry.page_size} tokens ({mib:.0f} MiB): {error}; write a "
-                "smaller --pool-tokens"
-            ) from error
+        return KvHandover(
+            geometry,
+            HandoverOptions(
+                host=config.side_channel_host,
+                bootstrap_port=config.bootstrap_port,
+                rank_port=config.side_channel_port,
+                kv_cache_dtype=config.sglang_kv_cache_dtype,
+                rooms=RoomLimits(bootstrap_s=config.bootstrap_timeout_s),
+            ),
+            Limits(
+                fingerprint=model.fingerprint or "",
+                model=model.model,
+                rules=allowed_prefills(config.prefill, ()),
+                pages=pages,
+                page_tokens=geometry.page_size,
+                server_keys=known_servers(config.curve_key, config.curve_server_keys),
+            ),
+            name=f"{socket.gethostname()}:{config.port} (gateway {os.getpid()})",
+            max_model_len=longest,
+            ended=self._on_thread_ended,
+            server_state=self._on_thread_state,
+            is_decode_host=DecodeHosts(decode_urls(config)).covers,
+            transfer=TransferConfig(curve_key=config.curve_key),
+            api_key=config.prefill_api_key,
+        )
 
     async def _find_model(self) -> tuple[ServedModel, int]:
         """Wait for the first prefill server that says what it serves; also its longest sequence."""
