@@ -8,35 +8,22 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from headrace.core.config import GatewayConfig
-from headrace.core.runtime.process import max_http_connections
 from headrace.server.api.request.body import decode_body, read_body
 from headrace.server.api.request.body_budget import BodyBudget
-from headrace.server.api.response.error_response import error_response, install_handlers
-from headrace.server.api.response.middleware import ApiKeys, RequestMetrics
 from headrace.server.api.response.streaming import ClientDisconnected, json_response, until_disconnect
 from headrace.server.frontend.request_log import RequestRecord
 from headrace.server.gateway.answers import HandoffAnswer, chat_completion, completion
 from headrace.server.gateway.bodies import GatewayChat, GatewayCompletion, wrong_place
 from headrace.server.gateway.front import CHAT_PATH, COMPLETION_PATH, Front, Served
 from headrace.server.gateway.gateway import Gateway
-from headrace.server.gateway.metrics import GATEWAY_CATALOG
-from headrace.server.telemetry.exposition import CONTENT_TYPE, render
-from headrace.server.version import headrace_version
+from headrace.server.gateway.operations import gateway_app
 
 _ELSEWHERE = ("/v1/responses", "/v1/embeddings", "/v1/messages", "/generate", "/inference/v1/generate")
 
 
 def create_gateway_app(gateway: Gateway) -> FastAPI:
     """All routes. The caller starts and stops the gateway."""
-    app = FastAPI(title="Headrace gateway", docs_url=None, redoc_url=None, openapi_url=None)
-    install_handlers(app)
-    budget = BodyBudget(gateway.config.max_body_bytes)
-    gateway.front_metrics.include(budget.statistics)
-    app.include_router(_prompt_routes(gateway, gateway.config, budget))
-    app.include_router(_operation_routes(gateway))
-    app.add_middleware(ApiKeys, keys=gateway.config.api_keys, tenants={}, max_open=max_http_connections() // 2)
-    app.add_middleware(RequestMetrics, metrics=gateway.front_metrics, clock=gateway.clock, recent=gateway.recent)
-    return app
+    return gateway_app("Headrace gateway", gateway, lambda budget: _prompt_routes(gateway, gateway.config, budget))
 
 
 def _prompt_routes(gateway: Gateway, config: GatewayConfig, budget: BodyBudget) -> APIRouter:
@@ -68,34 +55,6 @@ def _prompt_routes(gateway: Gateway, config: GatewayConfig, budget: BodyBudget) 
     @router.get("/v1/models")
     async def models() -> Response:
         return json_response({"object": "list", "data": gateway.models()})
-
-    return router
-
-
-def _operation_routes(gateway: Gateway) -> APIRouter:
-    router = APIRouter()
-
-    @router.get("/health")
-    async def health() -> Response:
-        """200 while this process works, also while it waits for decode engines."""
-        if (problem := gateway.unhealthy()) is not None:
-            return error_response(problem)
-        return json_response({"status": "ok"})
-
-    @router.get("/ready")
-    async def ready() -> Response:
-        """200 if a prompt sent now would be handed over."""
-        if (problem := gateway.not_ready()) is not None:
-            return error_response(problem)
-        return json_response({"status": "ready"})
-
-    @router.get("/metrics")
-    async def metrics() -> Response:
-        return Response(render(gateway.statistics(), GATEWAY_CATALOG), media_type=CONTENT_TYPE)
-
-    @router.get("/version")
-    async def version() -> Response:
-        return json_response({"version": headrace_version()})
 
     return router
 

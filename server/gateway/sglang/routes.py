@@ -5,22 +5,18 @@ from fastapi import APIRouter, FastAPI, Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from headrace.core.runtime.process import max_http_connections
 from headrace.core.types.errors import HeadraceError, invalid
 from headrace.core.types.request import Timing, Usage
 from headrace.server.api.request.body import read_body
 from headrace.server.api.request.body_budget import BodyBudget
-from headrace.server.api.response.error_response import error_response, install_handlers
-from headrace.server.api.response.middleware import ApiKeys, RequestMetrics
-from headrace.server.api.response.streaming import ClientDisconnected, json_response, until_disconnect
+from headrace.server.api.response.error_response import error_response
+from headrace.server.api.response.streaming import ClientDisconnected, until_disconnect
 from headrace.server.frontend.request.generation_request import GenerationResult
 from headrace.server.frontend.request_log import RequestRecord
 from headrace.server.gateway.handoff import SAMPLING
-from headrace.server.gateway.metrics import GATEWAY_CATALOG
+from headrace.server.gateway.operations import gateway_app
 from headrace.server.gateway.sglang.bodies import SglangBody, take_apart
 from headrace.server.gateway.sglang.gateway import SglangGateway, refusal
-from headrace.server.telemetry.exposition import CONTENT_TYPE, render
-from headrace.server.version import headrace_version
 
 PROMPTS = ("/generate", "/v1/completions", "/v1/chat/completions")
 QUESTIONS = (
@@ -33,16 +29,7 @@ PASSED_ON = ("x-request-id", "traceparent", "tracestate")
 
 def create_sglang_app(gateway: SglangGateway) -> FastAPI:
     """All routes. The caller starts and stops the gateway."""
-    app = FastAPI(title="Headrace gateway for SGLang", docs_url=None, redoc_url=None, openapi_url=None)
-    install_handlers(app)
-    config = gateway.config
-    budget = BodyBudget(config.max_body_bytes)
-    gateway.front_metrics.include(budget.statistics)
-    app.include_router(_prompt_routes(gateway, budget))
-    app.include_router(_operation_routes(gateway))
-    app.add_middleware(ApiKeys, keys=config.api_keys, tenants={}, max_open=max_http_connections() // 2)
-    app.add_middleware(RequestMetrics, metrics=gateway.front_metrics, clock=gateway.clock, recent=gateway.recent)
-    return app
+    return gateway_app("Headrace gateway for SGLang", gateway, lambda budget: _prompt_routes(gateway, budget))
 
 
 def _prompt_routes(gateway: SglangGateway, budget: BodyBudget) -> APIRouter:
@@ -64,32 +51,6 @@ def _prompt_routes(gateway: SglangGateway, budget: BodyBudget) -> APIRouter:
         router.add_api_route(path, hand_over, methods=["POST"])
     for path in QUESTIONS:
         router.add_api_route(path, question, methods=["GET"])
-    return router
-
-
-def _operation_routes(gateway: SglangGateway) -> APIRouter:
-    router = APIRouter()
-
-    @router.get("/health")
-    async def health() -> Response:
-        """200 while this process works."""
-        problem = gateway.unhealthy()
-        return json_response({"status": "ok"}) if problem is None else error_response(problem)
-
-    @router.get("/ready")
-    async def ready() -> Response:
-        """200 if a prompt sent now would be handed over."""
-        problem = gateway.not_ready()
-        return json_response({"status": "ready"}) if problem is None else error_response(problem)
-
-    @router.get("/metrics")
-    async def metrics() -> Response:
-        return Response(render(gateway.statistics(), GATEWAY_CATALOG), media_type=CONTENT_TYPE)
-
-    @router.get("/version")
-    async def version() -> Response:
-        return json_response({"version": headrace_version()})
-
     return router
 
 
