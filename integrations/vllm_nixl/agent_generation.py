@@ -1,6 +1,6 @@
 """A prefill engine as vLLM decode engines see it: a NIXL agent with an engine id and a mapping of the pool.
 
-What a generation has offered can be read until it is ended, and by nobody afterwards: its agent is destroyed and its
+What a generation has offered can be read until it is ended, and not afterwards: its agent is destroyed and its
 mapping retired. A decode engine that meets a new engine id at a known address does the handshake again, and lets go of
 the old one when its own reads are over (_track_remote_engine_replacement in vLLM's nixl/base_worker.py).
 """

@@ -1,4 +1,4 @@
-"""KV exporter: offers loaded KV to vLLM decode engines by NIXL, until they have read it or nobody can read it any more.
+"""KV exporter: offers loaded KV to vLLM decode engines by NIXL, until they have read it or can read it no more.
 
     owner ──offer()──► lease ──► kv_transfer_params ──► router ──► decode engine
           ◄─release()── leases ◄── notices ── NIXL agent ◄── READ ──┤
@@ -73,7 +73,7 @@ class KvExporter(threading.Thread):
     ) -> None:
         """Open the side channel and make a NIXL agent; start() runs the thread.
 
-        release: called on the thread with a load's name, once for each offer, when nobody can read its pages any more.
+        release: called on the thread with a load's name, once for each offer, when its pages can be read no more.
         Raises ConfigError for a port that cannot be bound, OSError when NIXL cannot be used.
         """
         super().__init__(name="headrace-exporter", daemon=True)

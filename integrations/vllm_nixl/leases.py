@@ -7,7 +7,7 @@
       └── the generation's agent is destroyed ─► released
 
 vLLM's protocol has no way to take a lease back: a decode engine that was stopped reads when it goes on, and says so
-afterwards. So pages whose lease ended unread are not used again until nobody can read them any more, which is when the
+afterwards. So pages whose lease ended unread are not used again until they can be read no more, which is when the
 NIXL agent that they were offered by is gone (agents.py).
 """
 
@@ -125,7 +125,7 @@ class LeaseTable:
         return any(lease.generation == generation for lease in self._quarantined.values())
 
     def generation_ended(self, generation: int) -> list[str]:
-        """Nobody can read what a drained generation offered."""
+        """What a drained generation has offered can be read no more."""
         over = [lease for lease in self._quarantined.values() if lease.generation == generation]
         for lease in over:
             del self._quarantined[lease.request]
