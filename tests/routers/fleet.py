@@ -105,8 +105,8 @@ class Router:
 KINDS = ("vllm-nixl", "vllm-mooncake", "vllm-mini-lb", "sglang", "sglang-mini-lb", "xpyd")
 
 
-def start(kind: str, site: Behind, folder: Path) -> Router:
-    """One of KINDS in front of the servers. folder: for a configuration file."""
+def start(kind: str, site: Behind, folder: Path, *flags: str) -> Router:
+    """One of KINDS in front of the servers. folder: for a configuration file. flags: more of its own."""
     port = free_port()
     place = ("--host", "127.0.0.1", "--port", str(port))
     decodes = [flag for url in site.decode_urls for flag in ("--decode", url)]
@@ -126,7 +126,7 @@ def start(kind: str, site: Behind, folder: Path) -> Router:
             command = ["sglang-router", "launch", *place, "--mini-lb", "--pd-disaggregation", *pair]
         case _:
             command = ["xpyd", "proxy", "--config", _xpyd_config(folder, port, site)]
-    return Router(kind, *command, port=port)
+    return Router(kind, *command, *flags, port=port)
 
 
 def _xpyd_config(folder: Path, port: int, site: Behind) -> str:
@@ -150,10 +150,10 @@ def _xpyd_config(folder: Path, port: int, site: Behind) -> str:
 
 
 @contextmanager
-def routed(kind: str, site: Behind) -> Iterator[Router]:
-    """A router that serves."""
+def routed(kind: str, site: Behind, *flags: str) -> Iterator[Router]:
+    """A router that serves. flags: more of its own."""
     with tempfile.TemporaryDirectory() as folder:
-        router = start(kind, site, Path(folder))
+        router = start(kind, site, Path(folder), *flags)
         try:
             router.wait_ready({"model": site.model, "prompt": "ready", "max_tokens": 1, "temperature": 0})
             yield router

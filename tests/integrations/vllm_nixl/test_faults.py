@@ -17,7 +17,7 @@ from headrace.server.launch.free_port import free_port
 from tests.e2e.harness import Server, pages_in_use, running, wait_until
 from tests.integrations.vllm.sides import background, leave, loads, prompt
 from tests.integrations.vllm_nixl.fleet import ASKED, PREFILL, Example, Site, gateway_flags, gateway_of
-from tests.integrations.vllm_nixl.texts import COMPLETION, GREEDY, own
+from tests.integrations.vllm_nixl.texts import COMPLETION, GREEDY, fresh, own
 from tests.routers.fleet import Router
 from tests.routers.test_texts import texts
 
@@ -39,11 +39,6 @@ def soon(bound_s: float = BOUND_S) -> Iterator[None]:
 
 def body(length: int, at: int) -> dict[str, Any]:
     return fresh({**GREEDY, "prompt": prompt(length, at=at)})
-
-
-def fresh(asked: dict[str, Any]) -> dict[str, Any]:
-    """The same body, of which nothing is in a cache."""
-    return {**asked, "cache_salt": f"fault-{time.monotonic_ns()}"}
 
 
 @pytest.fixture(scope="module")

@@ -23,9 +23,14 @@ def loaded(length: int) -> int:
     return length if length > 1 else 0
 
 
+def fresh(body: dict[str, Any]) -> dict[str, Any]:
+    """The same body, of which vLLM has nothing in its cache."""
+    return {**body, "cache_salt": os.urandom(8).hex()}
+
+
 def own(vllm: Vllm, path: str, body: dict[str, Any]) -> dict[int, str]:
     """What vLLM makes of a body alone."""
-    answer = vllm.client.post(path, json={**body, "cache_salt": os.urandom(8).hex()})
+    answer = vllm.client.post(path, json=fresh(body))
     return texts(answer)
 
 
@@ -65,5 +70,5 @@ def check(
     assert all(expected.values())
     for stream in (False, True):
         with count(site.decode, tokens):
-            answer = through.post(path, {**body, "stream": stream, "cache_salt": os.urandom(8).hex()})
+            answer = through.post(path, fresh({**body, "stream": stream}))
             assert (streamed if stream else texts)(answer) == expected
