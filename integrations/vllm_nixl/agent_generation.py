@@ -6,6 +6,7 @@ the old one when its own reads are over (_track_remote_engine_replacement in vLL
 """
 
 import logging
+import math
 import uuid
 from collections.abc import Iterator
 
@@ -31,12 +32,14 @@ class AgentGeneration:
         number: counts generations.
         engine_id: remote_engine_id of what it offers.
         payload: its answer to handshakes.
+        asked: when it was last sent, in seconds of the exporter's clock.
     """
 
     def __init__(self, number: int, engine: DecodeEngine, pool: VllmPool, devices: str) -> None:
         """devices: network device of NIXL, "" for all. Raises OSError when NIXL cannot be used."""
         self.number = number
         self.engine_id = str(uuid.uuid4())
+        self.asked = -math.inf
         self._mapping = PoolMapping(pool.file, pool.layout.bytes)
         try:
             self._agent = Agent(self._mapping.memory, devices, same_host=True)

@@ -39,6 +39,9 @@ IDLE_POLL_S = 0.25
 FIRST_RETRY_S, LAST_RETRY_S = 0.5, 10.0  # between attempts to make a generation
 # Between two generations: decode engines do another handshake for each, and each keeps a range of addresses for good.
 GENERATION_S = 2.0
+# A decode engine that has just got an agent's metadata connects to it with its first read. One whose agent is destroyed
+# in the middle of that may wait for good: vLLM sets no limit to a transfer.
+CONNECT_S = 2.0
 
 
 class ExporterOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -163,7 +166,7 @@ class KvExporter(threading.Thread):
         self._wait()
         self._take_commands()  # before generations end: some of these offers may be of one
         over: list[str] = []
-        self._side_channel.answer(self._generations[-1].payload, self._clock.now())
+        self._answer_queries(self._generations[-1])
         for generation in self._generations:
             over += self._take_notices(generation)
         self._leases.tick(self._clock.now())
@@ -183,6 +186,10 @@ class KvExporter(threading.Thread):
             while True:
                 self._commands.get_nowait()(self._leases, self._clock.now())
 
+    def _answer_queries(self, current: AgentGeneration) -> None:
+        if self._side_channel.answer(current.payload, now := self._clock.now()):
+            current.asked = now
+
     def _take_notices(self, generation: AgentGeneration) -> list[str]:
         over: list[str] = []
         for agent, text in generation.notices():
@@ -191,10 +198,12 @@ class KvExporter(threading.Thread):
         return over
 
     def _end_drained(self) -> list[str]:
-        """End generations that have been replaced and have no open lease. Returns loads whose pages are free."""
+        """End replaced generations that have no open lease and to which nobody connects. Returns loads whose pages are
+        free."""
         over: list[str] = []
         for generation in self._generations[:-1]:
-            if self._leases.is_drained(generation.number):
+            connected = self._clock.now() - generation.asked >= CONNECT_S
+            if connected and self._leases.is_drained(generation.number):
                 generation.end()
                 self._generations.remove(generation)
                 over += self._leases.generation_ended(generation.number)

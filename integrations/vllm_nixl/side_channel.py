@@ -39,8 +39,9 @@ class SideChannel:
         """Sockets to poll for reading."""
         return self._listener.sockets()
 
-    def answer(self, payload: bytes, now: float) -> None:
-        """Answer what has come. payload: see wire.encode_payload()."""
+    def answer(self, payload: bytes, now: float) -> int:
+        """Answer what has come; returns the number of handshakes. payload: see wire.encode_payload()."""
+        before = self.handshakes
         for arrival in self._listener.receive(now):
             delimiter, query = arrival.body if len(arrival.body) == 2 else (b"", b"")
             if not delimiter and is_query(query):
@@ -49,6 +50,7 @@ class SideChannel:
                 self.handshakes += 1
             else:
                 self._listener.refuse(arrival, b"", now)
+        return self.handshakes - before
 
     def close(self) -> None:
         """Close all sockets."""

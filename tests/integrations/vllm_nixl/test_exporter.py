@@ -165,6 +165,20 @@ def test_pages_wait_for_leases_of_their_generation(hasty: Site, reader: Reader) 
     hasty.until(lambda: hasty.count("nixl_agents") == 1)
 
 
+def test_who_has_just_done_the_handshake_can_still_read(exporting: Site, reader: Reader) -> None:
+    """Its connection is not cut while it is made; its pages have the prompt's KV until it is."""
+    wanted = exporting.fill(0, 20, seed=7)
+    params = exporting.exporter.offer("slow", 0, 20)
+    reader.handshake(params)
+    exporting.exporter.withdraw("slow")
+    exporting.until(lambda: exporting.count("nixl_agents") == 2)
+    with pytest.raises(queue.Empty):
+        exporting.freed(1.0)
+    assert np.array_equal(reader.read(params), wanted)  # type: ignore[arg-type]
+    assert exporting.freed() == "slow"
+    exporting.until(lambda: exporting.count("nixl_agents") == 1)
+
+
 def test_a_killed_engine_ends_its_leases_at_once(exporting: Site) -> None:
     params = exporting.exporter.offer("dead", 0, 16)
     reader = Reader()
