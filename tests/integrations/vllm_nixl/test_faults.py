@@ -3,14 +3,17 @@
 The table of docs/vllm.md, row by row: the right text or a clear error within five seconds, vLLM alive, nothing held.
 """
 
+import shutil
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+from safetensors.torch import load_file, save_file
 
 from benchmarks.vllm_server import Vllm
 from headrace.server.launch.free_port import free_port
@@ -270,6 +273,17 @@ def test_prefill_servers_of_another_model_or_dtype(vllm: Vllm, flags: tuple[str,
     with running(Server("--role", "prefill", *flags)) as other:
         log = refused(*gateway_flags((vllm,), (other,)))
     assert all(word in log for word in words), log
+
+
+def test_prefill_servers_with_other_weights(vllm: Vllm, folder: Callable[[str], Path], tmp_path: Path) -> None:
+    """Name and geometry are the same; the first tokens are not."""
+    shutil.copytree(folder("float32"), tmp_path, dirs_exist_ok=True)
+    weights = load_file(tmp_path / "model.safetensors")
+    weights["model.layers.3.mlp.down_proj.weight"].neg_()
+    save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
+    with running(Server("--role", "prefill", "--model", str(tmp_path), "--dtype", "float32")) as other:
+        log = refused(*gateway_flags((vllm,), (other,)))
+    assert f"the model of prefill server {other.url} is not that of decode engine {vllm.url}" in log
 
 
 def test_an_engine_with_another_version_of_the_connector(versioned: Vllm, prefill: Server) -> None:
