@@ -15,6 +15,7 @@ SHORTAGES = frozenset((errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, 
 GROUP_ENDED_STATUS = 3  # exit status of a rank whose server shares experts with another one that has ended
 MAX_SESSIONLESS = 1024
 MAX_HTTP_CONNECTIONS = 16_384
+MAX_INT_DIGITS = 640
 
 _PR_SET_PDEATHSIG = 1
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of glibc's mallopt
@@ -97,6 +98,12 @@ def raise_descriptor_limit() -> None:
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with suppress(OSError, ValueError):  # macOS reports "unlimited" and refuses it; the old limit stays
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+def limit_integers() -> None:
+    """Limit the digits of integers in JSON to the least that Python takes, since the time to read one grows with their
+    square."""
+    sys.set_int_max_str_digits(MAX_INT_DIGITS)
 
 
 def max_sessionless() -> int:

@@ -2,6 +2,8 @@
 
 import asyncio
 import logging
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
 
 import httpx
 import msgspec
@@ -9,6 +11,8 @@ import msgspec
 from headrace.core.runtime.codec import NO_MESSAGE
 from headrace.core.types.errors import HeadraceError
 from headrace.server.upstream.discovery_client import DiscoveryClient
+
+Answer = TypeVar("Answer")
 
 log = logging.getLogger(__name__)
 
@@ -27,28 +31,40 @@ class ServedFingerprint(msgspec.Struct, frozen=True):
 async def find_fingerprint(urls: tuple[str, ...], api_key: str) -> ServedFingerprint:
     """Wait for the first prefill server that says what it serves. Others are compared with it when they connect."""
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-    loop = asyncio.get_running_loop()
-    told = -NEWS_S
     async with httpx.AsyncClient(headers=headers, trust_env=False) as http:
         client = DiscoveryClient(http, http)
-        while True:
-            answers = await asyncio.gather(*(_ask(client, url) for url in urls))
-            for answer in answers:
-                if isinstance(answer, ServedFingerprint):
-                    return answer
-            if loop.time() - told >= NEWS_S:
-                told = loop.time()
-                for answer in answers:
-                    log.info("%s; waiting for it", answer)
-            await asyncio.sleep(ASK_S)
+
+        async def ask(url: str) -> ServedFingerprint | None:
+            found = msgspec.json.decode(await client.handoff(url, key=True), type=ServedFingerprint)
+            return found if found.fingerprint else None
+
+        return await first_answer(urls, ask)
 
 
-async def _ask(client: DiscoveryClient, url: str) -> ServedFingerprint | str:
-    """What a server says, or why it says nothing."""
+async def first_answer(urls: tuple[str, ...], ask: Callable[[str], Awaitable[Answer | None]]) -> Answer:
+    """Ask prefill servers until one has answered; what is waited for is logged. ask: returns None while a server loads,
+    and may raise HeadraceError, httpx.HTTPError and what msgspec raises for an unexpected response."""
+    loop = asyncio.get_running_loop()
+    told = -NEWS_S
+    while True:
+        answers = await asyncio.gather(*(_asked(url, ask) for url in urls))
+        for answer, _ in answers:
+            if answer is not None:
+                return answer
+        if loop.time() - told >= NEWS_S:
+            told = loop.time()
+            for url, (_, reason) in zip(urls, answers, strict=True):
+                log.info("prefill server %s %s; waiting for it", url, reason)
+        await asyncio.sleep(ASK_S)
+
+
+async def _asked(url: str, ask: Callable[[str], Awaitable[Answer | None]]) -> tuple[Answer | None, str]:
+    """What a server says, and why it says nothing."""
     try:
-        found = msgspec.json.decode(await client.handoff(url, key=True), type=ServedFingerprint)
+        return await ask(url), "is loading"
     except HeadraceError as error:
-        return f"prefill server {url}: {error.info.message}"
+        return None, f"does not say what it serves: {error.info.message}"
+    except httpx.HTTPError as error:
+        return None, f"does not say what it serves: {type(error).__name__} {error}".rstrip()
     except NO_MESSAGE as error:
-        return f"prefill server {url}: GET /v1/handoff sent an unexpected response: {error}"
-    return found if found.fingerprint else f"prefill server {url} is loading"
+        return None, f"sent an unexpected response: {error}"

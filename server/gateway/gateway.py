@@ -4,61 +4,46 @@ engines found ─► pool, peer, exporter ─► prefill servers connected ─�
 """
 
 import asyncio
-import contextlib
-import logging
-from collections.abc import Iterator
 from typing import Any
 
 import httpx
 
 from headrace.core.config import GatewayConfig
 from headrace.core.runtime.background import keep_running
-from headrace.core.runtime.clock import Clock, SystemClock
+from headrace.core.runtime.clock import Clock
 from headrace.core.stats import Sample, Stats
 from headrace.core.types.decode_address import DecodeAddress, parse_decodes
-from headrace.core.types.errors import DRAINING, NOT_READY, ErrorInfo, HeadraceError, unavailable
+from headrace.core.types.errors import NOT_READY, ErrorInfo, HeadraceError, unavailable
 from headrace.integrations.vllm_nixl.engine_probe import DecodeEngine, ask_side_channel, probe
 from headrace.integrations.vllm_nixl.wire import HandshakePayload
-from headrace.server.frontend.status.recent_events import RecentEvents
 from headrace.server.gateway.assembly import Parts, assemble
+from headrace.server.gateway.base import BaseGateway
 from headrace.server.gateway.engines import NO_DECODE_ENGINE, DecodeEngines
 from headrace.server.gateway.fingerprint import find_fingerprint
 from headrace.server.gateway.front import Front
 from headrace.server.gateway.metrics import GatewayMetrics, in_catalog, with_prefix
 from headrace.server.gateway.model_check import check_models
-from headrace.server.telemetry.prometheus import FrontMetrics
 from headrace.server.upstream.prefill_pool import NO_PREFILL_SERVER
 from headrace.server.version import headrace_version
 
-log = logging.getLogger(__name__)
-
 SCRAPE_S = 5.0  # between two looks at the metrics of the decode engines
-DRAIN_POLL_S = 0.05
 
 
-class Gateway:
-    """See the module's docstring. Used by the event loop only."""
+class Gateway(BaseGateway):
+    """A gateway for vLLM decode engines: see the module's docstring. Used by the event loop only."""
 
     def __init__(self, config: GatewayConfig, clock: Clock | None = None) -> None:
-        self.config = config
-        self.clock = clock or SystemClock()
-        self.front_metrics = FrontMetrics()
-        self.recent = RecentEvents()
-        self.failed: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        """Resolves to a sentence when one of its threads has ended: it cannot serve any more."""
+        super().__init__(config, clock)
         headers = {"Authorization": f"Bearer {config.decode_api_key}"} if config.decode_api_key else {}
         self._http = httpx.AsyncClient(headers=headers, timeout=None, trust_env=False)
         self._engines = DecodeEngines(parse_decodes(config.decode), self._http, self._probe, _handshake)
         self._metrics = GatewayMetrics()
         self._parts: Parts | None = None
         self._front: Front | None = None
-        self._draining = False
-        self._open = 0  # requests that are being answered
         self._tasks: list[asyncio.Task[None]] = []
 
-    async def start(self) -> DecodeEngine:
-        """Find the decode engines and the prefill servers, and begin to serve. Returns one of the engines. Raises
-        ConfigError for those that cannot be served, and for ports and memory that cannot be had."""
+    async def start(self) -> str:
+        """See BaseGateway: decode engines and prefill servers."""
         config = self.config
         fingerprint = asyncio.create_task(find_fingerprint(config.prefill, config.prefill_api_key))
         try:
@@ -82,7 +67,10 @@ class Gateway:
             served_names=engine.served_names,
             recompute=config.fallback == "recompute",
         )
-        return engine
+        return (
+            f"Headrace {headrace_version()}: gateway for {engine.served_names[0]} (vLLM {engine.vllm_version}, "
+            f"{engine.geometry.dtype}, blocks of {engine.geometry.page_size} tokens)"
+        )
 
     def require_front(self) -> Front:
         """What answers prompts. Raises HeadraceError (503) if none are answered now."""
@@ -90,21 +78,6 @@ class Gateway:
             raise HeadraceError(problem)
         assert self._front is not None, "there is no refusal"
         return self._front
-
-    @contextlib.contextmanager
-    def counted(self) -> Iterator[None]:
-        """A request that is being answered: drain() waits for it."""
-        self._open += 1
-        try:
-            yield
-        finally:
-            self._open -= 1
-
-    def unhealthy(self) -> ErrorInfo | None:
-        """Why this process counts as dead (503), or None."""
-        if self.failed.done():
-            return unavailable(self.failed.result(), code="unhealthy").info
-        return None
 
     def not_ready(self) -> ErrorInfo | None:
         """Why prompts would not be handed over now (503), or None."""
@@ -145,18 +118,9 @@ class Gateway:
             ]
         return in_catalog((*found, Stats(tuple(gauges))))
 
-    async def drain(self) -> None:
-        """Refuse requests from now on; return when the open ones are answered, and decode engines have read what they
-        were told of, or --drain-timeout is over."""
-        self._draining = True
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(self.config.drain_timeout_s):
-                while self._open or (self._parts is not None and self._parts.handoffs.leased_pages):
-                    await asyncio.sleep(DRAIN_POLL_S)
-
     async def stop(self) -> None:
         """End all tasks and threads."""
-        self._draining = True
+        await super().stop()
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -164,6 +128,10 @@ class Gateway:
         if self._parts is not None:
             await self._parts.stop()
         await self._http.aclose()
+
+    def _in_use(self) -> bool:
+        """Decode engines still read what they were told of, too."""
+        return super()._in_use() or (self._parts is not None and self._parts.handoffs.leased_pages > 0)
 
     def _probe(self, address: DecodeAddress) -> DecodeEngine:
         """Blocking."""
@@ -176,10 +144,8 @@ class Gateway:
 
     def _refusal(self) -> ErrorInfo | None:
         """Why a request would be refused now (503), or None."""
-        if (problem := self.unhealthy()) is not None:
+        if (problem := self._ending()) is not None:
             return problem
-        if self._draining:
-            return unavailable("the gateway is draining", code=DRAINING).info
         if self._front is not None:  # an engine with other values must not be offered KV, and the router chooses
             unfit = self._engines.problem()
             return unavailable(unfit, code=NO_DECODE_ENGINE).info if unfit else None
@@ -200,11 +166,6 @@ class Gateway:
                 if engine.up:
                     self._metrics.take_engine_metrics(engine.url, await engine.client.metrics())
             await asyncio.sleep(SCRAPE_S)
-
-    def _fail(self, message: str) -> None:
-        if not self.failed.done():
-            log.error("%s", message)
-            self.failed.set_result(message)
 
 
 def _handshake(address: DecodeAddress) -> HandshakePayload:

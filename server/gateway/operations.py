@@ -1,49 +1,22 @@
 """What gateways of all kinds have around the routes of prompts: operations, API keys, metrics of requests."""
 
 from collections.abc import Callable
-from typing import Protocol
 
 from fastapi import APIRouter, FastAPI
 from starlette.responses import Response
 
-from headrace.core.config import GatewayConfig
-from headrace.core.runtime.clock import Clock
 from headrace.core.runtime.process import max_http_connections
-from headrace.core.stats import Stats
-from headrace.core.types.errors import ErrorInfo
 from headrace.server.api.request.body_budget import BodyBudget
 from headrace.server.api.response.error_response import error_response, install_handlers
 from headrace.server.api.response.middleware import ApiKeys, RequestMetrics
 from headrace.server.api.response.streaming import json_response
-from headrace.server.frontend.status.recent_events import RecentEvents
+from headrace.server.gateway.base import BaseGateway
 from headrace.server.gateway.metrics import GATEWAY_CATALOG
 from headrace.server.telemetry.exposition import CONTENT_TYPE, render
-from headrace.server.telemetry.prometheus import FrontMetrics
 from headrace.server.version import headrace_version
 
 
-class OperatedGateway(Protocol):
-    """What operations ask a gateway for."""
-
-    config: GatewayConfig
-    clock: Clock
-    front_metrics: FrontMetrics
-    recent: RecentEvents
-
-    def unhealthy(self) -> ErrorInfo | None:
-        """Why this process counts as dead (503), or None."""
-        ...
-
-    def not_ready(self) -> ErrorInfo | None:
-        """Why prompts would not be handed over now (503), or None."""
-        ...
-
-    def statistics(self) -> list[Stats]:
-        """What /metrics shows."""
-        ...
-
-
-def gateway_app(title: str, gateway: OperatedGateway, prompt_routes: Callable[[BodyBudget], APIRouter]) -> FastAPI:
+def gateway_app(title: str, gateway: BaseGateway, prompt_routes: Callable[[BodyBudget], APIRouter]) -> FastAPI:
     """The application of a gateway. prompt_routes: makes the routes of its kind, whose bodies share a budget."""
     app = FastAPI(title=title, docs_url=None, redoc_url=None, openapi_url=None)
     install_handlers(app)
@@ -56,7 +29,7 @@ def gateway_app(title: str, gateway: OperatedGateway, prompt_routes: Callable[[B
     return app
 
 
-def _operation_routes(gateway: OperatedGateway) -> APIRouter:
+def _operation_routes(gateway: BaseGateway) -> APIRouter:
     router = APIRouter()
 
     @router.get("/health")

@@ -13,12 +13,15 @@ import time
 from contextlib import ExitStack
 from typing import Any
 
+from fastapi import FastAPI
+
 from headrace.core.config import GatewayConfig
 from headrace.core.runtime.background import first_of
 from headrace.core.runtime.log_throttle import RepeatedWarningFilter
 from headrace.core.runtime.logs import configure_logging
 from headrace.core.runtime.process import (
     freeze_loaded,
+    limit_integers,
     max_http_connections,
     raise_descriptor_limit,
     release_output,
@@ -26,8 +29,8 @@ from headrace.core.runtime.process import (
 )
 from headrace.core.types.decode_address import parse_decodes
 from headrace.core.types.errors import ConfigError
-from headrace.integrations.vllm_nixl.engine_probe import DecodeEngine
 from headrace.server.frontend import request_log
+from headrace.server.gateway.base import BaseGateway
 from headrace.server.gateway.gateway import Gateway
 from headrace.server.gateway.routes import create_gateway_app
 from headrace.server.gateway.sglang.gateway import SglangGateway
@@ -40,12 +43,9 @@ from headrace.transfer.backends.shm import sweep
 
 log = logging.getLogger(__name__)
 
-AnyGateway = Gateway | SglangGateway
-
 MISTAKE = 2
 FAILED = 1
 LAST_ANSWERS_S = 0.5
-MAX_INT_DIGITS = 640  # of numbers in bodies, the least that Python takes: the time to read one grows with their square
 
 
 def run(config: GatewayConfig, stop: StopSignals | None = None) -> int:
@@ -55,7 +55,7 @@ def run(config: GatewayConfig, stop: StopSignals | None = None) -> int:
     logging.getLogger("httpx").setLevel(logging.WARNING)
     logging.getLogger("uvicorn.error").addFilter(RepeatedWarningFilter())  # clients cause its warnings
     raise_descriptor_limit()
-    sys.set_int_max_str_digits(MAX_INT_DIGITS)
+    limit_integers()
     sweep()  # pools in shared memory of gateways that were killed
     stop = stop or StopSignals()
     try:
@@ -70,8 +70,8 @@ def run(config: GatewayConfig, stop: StopSignals | None = None) -> int:
 
 async def _until_stopped(config: GatewayConfig, listeners: list[Any], stop: StopSignals) -> int:
     with stop.attached():
-        gateway: AnyGateway = SglangGateway(config) if config.decode_engine == "sglang" else Gateway(config)
-        http = _Http(gateway, listeners)
+        gateway, app = _make(config)
+        http = _Http(gateway, app, listeners)
         try:
             return await _serve(config, gateway, http, stop)
         finally:
@@ -79,11 +79,20 @@ async def _until_stopped(config: GatewayConfig, listeners: list[Any], stop: Stop
             await http.end()
 
 
-async def _serve(config: GatewayConfig, gateway: AnyGateway, http: "_Http", stop: StopSignals) -> int:
+def _make(config: GatewayConfig) -> tuple[BaseGateway, FastAPI]:
+    """A gateway for the decode engines of a kind, and its routes."""
+    if config.decode_engine == "sglang":
+        sglang = SglangGateway(config)
+        return sglang, create_sglang_app(sglang)
+    vllm = Gateway(config)
+    return vllm, create_gateway_app(vllm)
+
+
+async def _serve(config: GatewayConfig, gateway: BaseGateway, http: "_Http", stop: StopSignals) -> int:
     started = time.monotonic()
     say(_beginning(config, http.port))
     over = asyncio.ensure_future(first_of(stop.first.wait(), gateway.failed, http.serving))
-    starting = asyncio.ensure_future(_started(gateway))
+    starting = asyncio.ensure_future(gateway.start())
     await asyncio.wait((over, starting), return_when=asyncio.FIRST_COMPLETED)
     if starting.done():
         say(_announcement(config, starting.result(), http.port, time.monotonic() - started))
@@ -99,21 +108,15 @@ async def _serve(config: GatewayConfig, gateway: AnyGateway, http: "_Http", stop
     return stop.status
 
 
-async def _started(gateway: AnyGateway) -> DecodeEngine | str:
-    """What is served. Raises ConfigError."""
-    return await gateway.start()
-
-
 class _Http:
     """The HTTP server of a gateway, which serves from the beginning."""
 
-    def __init__(self, gateway: AnyGateway, listeners: list[Any]) -> None:
+    def __init__(self, gateway: BaseGateway, app: FastAPI, listeners: list[Any]) -> None:
         config, errors = gateway.config, LoopErrors()
         self.port: int = listeners[0].getsockname()[1]
         self._connections = HttpConnections(max_http_connections())
         gateway.front_metrics.include(self._connections.statistics, errors.statistics)
         asyncio.get_running_loop().set_exception_handler(errors)
-        app = create_sglang_app(gateway) if isinstance(gateway, SglangGateway) else create_gateway_app(gateway)
         debug = config.log_level == "debug"
         self._server = HttpServer(uvicorn_config(app, config.host, self.port, self._connections, debug=debug))
         self.serving: asyncio.Future[None] = asyncio.ensure_future(self._server.serve(listeners))
@@ -140,14 +143,8 @@ def _beginning(config: GatewayConfig, port: int) -> str:
     return "\n".join(lines)
 
 
-def _announcement(config: GatewayConfig, served: DecodeEngine | str, port: int, seconds: float) -> str:
+def _announcement(config: GatewayConfig, served: str, port: int, seconds: float) -> str:
     """What is served, once it is."""
-    if isinstance(served, DecodeEngine):
-        geometry = served.geometry
-        served = (
-            f"Headrace {headrace_version()}: gateway for {served.served_names[0]} "
-            f"(vLLM {served.vllm_version}, {geometry.dtype}, blocks of {geometry.page_size} tokens)"
-        )
     return "\n".join(
         [
             served,

@@ -36,7 +36,13 @@ from headrace.core.runtime.frames import UNIX, FrameSocket
 from headrace.core.runtime.log_throttle import RepeatedWarningFilter
 from headrace.core.runtime.logs import configure_logging
 from headrace.core.runtime.private_folder import private_folder, remove_abandoned
-from headrace.core.runtime.process import freeze_loaded, raise_descriptor_limit, release_output, say
+from headrace.core.runtime.process import (
+    freeze_loaded,
+    limit_integers,
+    raise_descriptor_limit,
+    release_output,
+    say,
+)
 from headrace.core.types.addresses import is_loopback, url
 from headrace.server.config.gateway import gateway_of
 from headrace.server.config.load import CPUINFO_VARIABLE
@@ -57,7 +63,6 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 LOOPBACK = "127.0.0.1"
-MAX_INT_DIGITS = 640  # of numbers in bodies, the least that Python takes: the time to read one grows with their square
 
 
 def serve(config: Config, memory: Sequence[str]) -> int:
@@ -72,7 +77,7 @@ def serve(config: Config, memory: Sequence[str]) -> int:
     raise_descriptor_limit()
     if config.engine.cpuinfo != EngineConfig().cpuinfo:
         log.warning("%s: this CPU is taken for the one of %s", CPUINFO_VARIABLE, config.engine.cpuinfo)
-    sys.set_int_max_str_digits(MAX_INT_DIGITS)
+    limit_integers()
     remove_abandoned()
     stop = StopSignals()
     # A private folder for the local sockets; short, since the kernel bounds their path to 107 bytes.

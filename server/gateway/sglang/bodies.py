@@ -1,6 +1,6 @@
 """Bodies of SGLang's routers: the room that they name, and what a Headrace prefill server is asked instead. Pure."""
 
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
@@ -53,6 +53,18 @@ class ServedModel(msgspec.Struct, frozen=True):
     """None until its stages have loaded."""
     model: str = ""
     kv_cache: CacheShape | None = None
+
+
+class ListedModel(msgspec.Struct, frozen=True):
+    """An entry of GET /v1/models of a prefill server."""
+
+    max_model_len: int
+
+
+class ListedModels(msgspec.Struct, frozen=True):
+    """GET /v1/models of a prefill server."""
+
+    data: Annotated[list[ListedModel], msgspec.Meta(min_length=1)]
 
 
 def take_apart(fields: object) -> SglangBody:

@@ -13,18 +13,17 @@ import logging
 import os
 import secrets
 import socket
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 
 import httpx
 import msgspec
 
 from headrace.core.config import GatewayConfig, TransferConfig
-from headrace.core.runtime.clock import Clock, SystemClock
+from headrace.core.runtime.clock import Clock
 from headrace.core.stats import Sample, Stats
 from headrace.core.types.allow_list import allowed_prefills
 from headrace.core.types.errors import (
     CANCELLED,
-    DRAINING,
     NOT_READY,
     ConfigError,
     ErrorInfo,
@@ -38,13 +37,13 @@ from headrace.integrations.sglang_nixl import NEVER_RUN
 from headrace.integrations.sglang_nixl.handover import HandoverOptions, KvHandover
 from headrace.integrations.sglang_nixl.records import RoomLimits
 from headrace.server.config.gateway import decode_urls
-from headrace.server.frontend.status.recent_events import RecentEvents
+from headrace.server.gateway.base import BaseGateway
+from headrace.server.gateway.fingerprint import first_answer
 from headrace.server.gateway.metrics import GatewayMetrics, in_catalog
 from headrace.server.gateway.pool_size import with_pool
-from headrace.server.gateway.sglang.bodies import ServedModel, SglangBody, held_at, without_params
+from headrace.server.gateway.sglang.bodies import ListedModels, ServedModel, SglangBody, held_at, without_params
 from headrace.server.gateway.sglang.decode_hosts import DecodeHosts
 from headrace.server.gateway.sglang.prefills import PrefillAnswer, PrefillServers
-from headrace.server.telemetry.prometheus import FrontMetrics
 from headrace.server.upstream.discovery_client import DiscoveryClient
 from headrace.server.version import headrace_version
 from headrace.transfer.sockets.curve_keys import known_servers
@@ -52,21 +51,13 @@ from headrace.transfer.sockets.curve_keys import known_servers
 log = logging.getLogger(__name__)
 
 CHECK_S = 0.1
-ASK_S = 0.5
-NEWS_S = 10.0  # between two lines about what is waited for
-DRAIN_POLL_S = 0.05
 
 
-class SglangGateway:
+class SglangGateway(BaseGateway):
     """See the module's docstring. Used by the event loop only."""
 
     def __init__(self, config: GatewayConfig, clock: Clock | None = None) -> None:
-        self.config = config
-        self.clock = clock or SystemClock()
-        self.front_metrics = FrontMetrics()
-        self.recent = RecentEvents()
-        self.failed: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        """Resolves to a sentence when one of its threads has ended: it cannot serve any more."""
+        super().__init__(config, clock)
         self._loop = asyncio.get_running_loop()
         headers = {"Authorization": f"Bearer {config.prefill_api_key}"} if config.prefill_api_key else {}
         self._http = httpx.AsyncClient(headers=headers, timeout=None, trust_env=False)
@@ -74,14 +65,12 @@ class SglangGateway:
         self._metrics = GatewayMetrics()
         self._handover: KvHandover | None = None
         self._rooms: dict[str, asyncio.Future[ErrorInfo | None]] = {}  # by request
-        self._draining = False
-        self._open = 0  # requests that are being answered
         self._watch: asyncio.Task[None] | None = None
 
     async def start(self) -> str:
-        """Find the prefill servers, and begin to serve. Returns lines that say what is served. Raises ConfigError."""
+        """See BaseGateway: prefill servers. Decode engines register themselves."""
         config = self.config
-        model, longest = await self._find_model()
+        model, longest = await first_answer(config.prefill, self._served)
         if model.kv_cache is None:
             raise ConfigError(
                 f"prefill server of {model.model}: GET /v1/handoff tells no shape of keys and values, so that SGLang "
@@ -146,25 +135,10 @@ class SglangGateway:
         self._require()
         return await self._prefills.get(path)
 
-    @contextlib.contextmanager
-    def counted(self) -> Iterator[None]:
-        """A request that is being answered: drain() waits for it."""
-        self._open += 1
-        try:
-            yield
-        finally:
-            self._open -= 1
-
-    def unhealthy(self) -> ErrorInfo | None:
-        """Why this process counts as dead (503), or None."""
-        return unavailable(self.failed.result(), code="unhealthy").info if self.failed.done() else None
-
     def not_ready(self) -> ErrorInfo | None:
         """Why prompts would not be handed over now (503), or None."""
-        if (problem := self.unhealthy()) is not None:
+        if (problem := self._ending()) is not None:
             return problem
-        if self._draining:
-            return unavailable("the gateway is draining", code=DRAINING).info
         if self._watch is None:
             return unavailable(f"the gateway is starting: {self._prefills.problem()}", code=NOT_READY).info
         text = self._prefills.problem()
@@ -175,17 +149,9 @@ class SglangGateway:
         up = Sample("prefill_servers_up", sum(server.up for server in self._prefills.all))
         return in_catalog((self.front_metrics.statistics(), self._metrics.statistics(), Stats((up,))))
 
-    async def drain(self) -> None:
-        """Refuse requests from now on; return when the open ones are answered, or --drain-timeout is over."""
-        self._draining = True
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(self.config.drain_timeout_s):
-                while self._open:
-                    await asyncio.sleep(DRAIN_POLL_S)
-
     async def stop(self) -> None:
-        """End all threads."""
-        self._draining = True
+        """End all tasks and threads."""
+        await super().stop()
         if self._watch is not None:
             self._watch.cancel()
         if self._handover is not None:
@@ -221,26 +187,15 @@ class SglangGateway:
             api_key=config.prefill_api_key,
         )
 
-    async def _find_model(self) -> tuple[ServedModel, int]:
-        """Wait for the first prefill server that says what it serves; also its longest sequence."""
-        client, told = DiscoveryClient(self._http, self._http), -NEWS_S
-        while True:
-            reasons = []
-            for server in self._prefills.all:
-                try:
-                    model = msgspec.json.decode(await client.handoff(server.url, key=True), type=ServedModel)
-                    if model.fingerprint:
-                        answer = (await self._http.get(f"{server.url}/v1/models")).json()
-                        return model, int(answer["data"][0]["max_model_len"])
-                    reasons.append(f"{server.url} is loading")
-                except HeadraceError as error:
-                    reasons.append(f"{server.url}: {error.info.message}")
-                except (httpx.HTTPError, msgspec.DecodeError, ValueError, LookupError, TypeError) as error:
-                    reasons.append(f"{server.url}: an unexpected response: {error}")
-            if self._loop.time() - told >= NEWS_S:
-                told = self._loop.time()
-                log.info("waiting for a prefill server: %s", "; ".join(reasons))
-            await asyncio.sleep(ASK_S)
+    async def _served(self, url: str) -> tuple[ServedModel, int] | None:
+        """What a prefill server serves, and its longest sequence; None while it loads."""
+        model = msgspec.json.decode(
+            await DiscoveryClient(self._http, self._http).handoff(url, key=True), type=ServedModel
+        )
+        if not model.fingerprint:
+            return None
+        listed = msgspec.json.decode((await self._http.get(f"{url}/v1/models")).content, type=ListedModels)
+        return model, listed.data[0].max_model_len
 
     async def _computed(
         self, path: str, posted: bytes, headers: Mapping[str, str], ended: "asyncio.Future[ErrorInfo | None]"
@@ -265,8 +220,7 @@ class SglangGateway:
     async def _watch_threads(self, handover: KvHandover) -> None:
         while handover.is_alive:
             await asyncio.sleep(1.0)
-        if not self.failed.done():
-            self.failed.set_result("a thread that serves SGLang decode engines has ended")
+        self._fail("a thread that serves SGLang decode engines has ended")
 
     def _on_thread_ended(self, request: str, error: ErrorInfo | None) -> None:
         def resolve() -> None:
