@@ -198,8 +198,8 @@ class KvExporter(threading.Thread):
         return over
 
     def _end_drained(self) -> list[str]:
-        """End replaced generations that have no open lease and to which nobody connects. Returns loads whose pages are
-        free."""
+        """End replaced generations that have no open lease and to which no engine is connecting. Returns loads whose
+        pages are free."""
         over: list[str] = []
         for generation in self._generations[:-1]:
             connected = self._clock.now() - generation.asked >= CONNECT_S

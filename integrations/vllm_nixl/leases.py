@@ -8,7 +8,7 @@
 
 vLLM's protocol has no way to take a lease back: a decode engine that was stopped reads when it goes on, and says so
 afterwards. So pages whose lease ended unread are not used again until they can be read no more, which is when the
-NIXL agent that they were offered by is gone (agents.py).
+NIXL agent that they were offered by is gone (agent_generation.py).
 """
 
 from collections.abc import Collection

@@ -35,7 +35,7 @@ async def find_fingerprint(urls: tuple[str, ...], api_key: str) -> ServedFingerp
         client = DiscoveryClient(http, http)
 
         async def ask(url: str) -> ServedFingerprint | None:
-            found = msgspec.json.decode(await client.handoff(url, key=True), type=ServedFingerprint)
+            found = msgspec.json.decode(await client.get(url, "/v1/handoff", key=True), type=ServedFingerprint)
             return found if found.fingerprint else None
 
         return await first_answer(urls, ask)
@@ -43,7 +43,7 @@ async def find_fingerprint(urls: tuple[str, ...], api_key: str) -> ServedFingerp
 
 async def first_answer(urls: tuple[str, ...], ask: Callable[[str], Awaitable[Answer | None]]) -> Answer:
     """Ask prefill servers until one has answered; what is waited for is logged. ask: returns None while a server loads,
-    and may raise HeadraceError, httpx.HTTPError and what msgspec raises for an unexpected response."""
+    and may raise HeadraceError and what msgspec raises for an unexpected response. It has to end by itself."""
     loop = asyncio.get_running_loop()
     told = -NEWS_S
     while True:
@@ -64,7 +64,5 @@ async def _asked(url: str, ask: Callable[[str], Awaitable[Answer | None]]) -> tu
         return await ask(url), "is loading"
     except HeadraceError as error:
         return None, f"does not say what it serves: {error.info.message}"
-    except httpx.HTTPError as error:
-        return None, f"does not say what it serves: {type(error).__name__} {error}".rstrip()
     except NO_MESSAGE as error:
         return None, f"sent an unexpected response: {error}"

@@ -53,8 +53,8 @@ class Discovery(msgspec.Struct, frozen=True):
 
 
 class DiscoveryClient:
-    """GET /v1/handoff. Servers that are not to get the API key are asked without it; if they want one, by GET /query,
-    which needs none.
+    """GET /v1/handoff, and others that are as short. Servers that are not to get the API key are asked without it; if
+    they want one, by GET /query, which needs none.
 
     with_key, without_key: clients that send the key and that do not.
     """
@@ -77,9 +77,8 @@ class DiscoveryClient:
         except (*NO_MESSAGE, ValueError) as error:
             raise unavailable(f"GET {path} sent an unexpected response: {error}") from error
 
-    async def handoff(self, url: str, *, key: bool) -> bytes:
-        """The response to GET /v1/handoff. Raises HeadraceError (503)."""
-        path = "/v1/handoff"
+    async def get(self, url: str, path: str, *, key: bool) -> bytes:
+        """The response to another question about the server, of MAX_BYTES at most. Raises HeadraceError (503)."""
         return _required(path, *await self._get(url, path, key))
 
     async def _get(self, url: str, path: str, key: bool) -> tuple[int, bytes]:

@@ -318,7 +318,7 @@ class PrefillPool:
             number,
             server.host,
             self._clock,
-            lambda: self._discovery.handoff(server.url, key=self._gets_key(server)),
+            lambda: self._discovery.get(server.url, "/v1/handoff", key=self._gets_key(server)),
             server.until_down,
         )
         await watch.until_down()

@@ -9,7 +9,6 @@ server's goes into its metadata row, so the body goes on to the prefill server w
 
 import asyncio
 import contextlib
-import logging
 import os
 import secrets
 import socket
@@ -47,8 +46,6 @@ from headrace.server.gateway.sglang.prefills import PrefillAnswer, PrefillServer
 from headrace.server.upstream.discovery_client import DiscoveryClient
 from headrace.server.version import headrace_version
 from headrace.transfer.sockets.curve_keys import known_servers
-
-log = logging.getLogger(__name__)
 
 CHECK_S = 0.1
 
@@ -189,12 +186,11 @@ class SglangGateway(BaseGateway):
 
     async def _served(self, url: str) -> tuple[ServedModel, int] | None:
         """What a prefill server serves, and its longest sequence; None while it loads."""
-        model = msgspec.json.decode(
-            await DiscoveryClient(self._http, self._http).handoff(url, key=True), type=ServedModel
-        )
+        client = DiscoveryClient(self._http, self._http)
+        model = msgspec.json.decode(await client.get(url, "/v1/handoff", key=True), type=ServedModel)
         if not model.fingerprint:
             return None
-        listed = msgspec.json.decode((await self._http.get(f"{url}/v1/models")).content, type=ListedModels)
+        listed = msgspec.json.decode(await client.get(url, "/v1/models", key=True), type=ListedModels)
         return model, listed.data[0].max_model_len
 
     async def _computed(

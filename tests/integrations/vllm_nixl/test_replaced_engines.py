@@ -1,7 +1,6 @@
 """A vLLM that is killed, and what is started in its place: make test-vllm."""
 
-import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import closing, contextmanager
 from pathlib import Path
 
@@ -10,20 +9,13 @@ import pytest
 from benchmarks.vllm_server import Vllm
 from tests.e2e.harness import Server, pages_in_use, wait_until
 from tests.integrations.vllm.sides import loads, prompt
+from tests.integrations.vllm_nixl.conftest import awake
 from tests.integrations.vllm_nixl.fleet import Example, gateway_flags, gateway_of, stock
 from tests.integrations.vllm_nixl.test_faults import refused, soon
 from tests.integrations.vllm_nixl.texts import COMPLETION, GREEDY, own
 from tests.routers.test_texts import texts
 
 pytestmark = pytest.mark.vllm
-
-
-@contextmanager
-def vllm_on(engine: Vllm) -> Iterator[None]:
-    """It goes on meanwhile."""
-    engine.signal(signal.SIGCONT)
-    yield
-    engine.signal(signal.SIGSTOP)
 
 
 def test_a_vllm_that_is_killed_and_replaced(
@@ -44,7 +36,7 @@ def test_a_vllm_that_is_killed_and_replaced(
             wait_until(lambda: "64" in site.gateway.get("/ready").text, 20, f"it is noticed\n{site.gateway.log}")
             answer = Example(site, other).post(COMPLETION, body)
             assert answer.status_code == 503 or texts(answer) == expected, answer.text
-            with vllm_on(vllm):
+            with contextmanager(awake)(vllm):
                 log = refused(*gateway_flags((vllm, other), (prefill,)))
             assert "64" in log
             assert "128" in log
