@@ -77,7 +77,9 @@ def test_one_trace_has_the_spans_of_both_servers(servers: tuple[Server, Server],
         for span in spans:
             if (span.service, span.name) == (service, name):
                 assert span.parent == parent.id
-                assert parent.start - ROUNDING_NS <= span.start <= span.end <= parent.end + ROUNDING_NS, span
+                assert parent.start - ROUNDING_NS <= span.start <= span.end, span
+                if span.service == parent.service:  # a caller may have read an answer before its server goes on
+                    assert span.end <= parent.end + ROUNDING_NS, span
     assert {span.state for span in (request, call, served)} == {"vendor=1"}
     assert not any(span.failed for span in spans)
     assert len({span.id for span in spans}) == len(spans)

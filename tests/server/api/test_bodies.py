@@ -15,12 +15,12 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from headrace.core.config import ServerConfig
+from headrace.core.runtime.process import MAX_INT_DIGITS
 from headrace.core.types.errors import HeadraceError
 from headrace.server.api.request import body as bodies
 from headrace.server.api.request.body import parse_body
 from headrace.server.api.request.schema import ChatBody, CompletionBody, PrefillBody
 from headrace.server.api.request.structure import Limit, excess, limits, outside_strings, suspected
-from headrace.server.launch.serve import MAX_INT_DIGITS
 from headrace.server.tokenizer.tokenizer import Tokenizer
 from tests.server.fakes import FakeLink, client, in_loop, json_of, running
 
