@@ -2,11 +2,39 @@
 
 import re
 from collections.abc import Iterable
+from typing import Literal
 
 from headrace.core.stats import Counters, Histograms, MetricSpec, Sample, Stats
-from headrace.server.gateway.bodies import RECOMPUTE_REASONS, RecomputeReason
 from headrace.server.telemetry import catalog
 
+RecomputeReason = Literal[
+    "different_prompts",
+    "adapter",
+    "beam_search",
+    "echo",
+    "media",
+    "prompt_logprobs",
+    "suffix",
+    "truncation",
+    "pool_too_small",
+    "no_kv",
+    "prefill_failed",
+]
+"""Why the decode engine computes a prompt itself."""
+
+RECOMPUTE_REASONS: tuple[RecomputeReason, ...] = (
+    "different_prompts",  # a list of them: one kv_transfer_params object has the KV of one prompt
+    "adapter",  # a LoRA adapter, whose KV is not that of the model
+    "beam_search",  # its beams are requests of their own
+    "echo",  # the decode engine needs the logits of the prompt
+    "media",  # images, audio, embeddings: not only tokens
+    "prompt_logprobs",  # the decode engine needs the logits of the prompt
+    "suffix",  # the decode engine puts prompt and suffix together, and POST /tokenize does not
+    "truncation",  # the decode engine cuts the prompt
+    "pool_too_small",  # the prompt is longer than --pool-tokens
+    "no_kv",  # the prefill server had no room for a token after the prompt, and sent none
+    "prefill_failed",  # no prefill server could compute it, under --fallback recompute
+)
 PREFIX = "gateway_"
 PHASES = ("tokenize", "prefill", "send")
 LEASE_ENDS = ("read", "expired", "engine_gone", "withdrawn")

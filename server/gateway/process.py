@@ -31,10 +31,10 @@ from headrace.core.types.decode_address import parse_decodes
 from headrace.core.types.errors import ConfigError
 from headrace.server.frontend import request_log
 from headrace.server.gateway.base import BaseGateway
-from headrace.server.gateway.gateway import Gateway
-from headrace.server.gateway.routes import create_gateway_app
 from headrace.server.gateway.sglang.gateway import SglangGateway
 from headrace.server.gateway.sglang.routes import create_sglang_app
+from headrace.server.gateway.vllm.gateway import VllmGateway
+from headrace.server.gateway.vllm.routes import create_vllm_app
 from headrace.server.launch.http_listeners import bind
 from headrace.server.launch.http_protocol import HttpConnections, HttpServer, LoopErrors, uvicorn_config
 from headrace.server.launch.stop_signals import StopSignals
@@ -84,8 +84,8 @@ def _make(config: GatewayConfig) -> tuple[BaseGateway, FastAPI]:
     if config.decode_engine == "sglang":
         sglang = SglangGateway(config)
         return sglang, create_sglang_app(sglang)
-    vllm = Gateway(config)
-    return vllm, create_gateway_app(vllm)
+    vllm = VllmGateway(config)
+    return vllm, create_vllm_app(vllm)
 
 
 async def _serve(config: GatewayConfig, gateway: BaseGateway, http: "_Http", stop: StopSignals) -> int:

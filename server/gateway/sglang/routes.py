@@ -6,14 +6,13 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from headrace.core.types.errors import HeadraceError, invalid
-from headrace.core.types.request import Timing, Usage
+from headrace.core.types.request import SamplingParams, Timing, Usage
 from headrace.server.api.request.body import read_body
 from headrace.server.api.request.body_budget import BodyBudget
 from headrace.server.api.response.error_response import error_response
 from headrace.server.api.response.streaming import ClientDisconnected, until_disconnect
 from headrace.server.frontend.request.generation_request import GenerationResult
 from headrace.server.frontend.request_log import RequestRecord
-from headrace.server.gateway.handoff import SAMPLING
 from headrace.server.gateway.operations import gateway_app
 from headrace.server.gateway.sglang.bodies import SglangBody, take_apart
 from headrace.server.gateway.sglang.gateway import SglangGateway, refusal
@@ -74,7 +73,7 @@ class RoomResponse(Response):
     async def _answer(self, scope: Scope) -> Response:
         record: RequestRecord = scope["state"]["record"]
         request_id = record.context.request_id
-        record.began(request_id, SAMPLING)
+        record.began(request_id, SamplingParams())  # the client's are the prefill server's to read
         given = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
         headers = {name: given[name] for name in PASSED_ON if name in given}
         headers |= {"x-request-id": request_id, "content-type": "application/json"}

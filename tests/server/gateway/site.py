@@ -25,12 +25,12 @@ from headrace.integrations.peer.commands import (
 )
 from headrace.integrations.peer.thread import PeerFailed
 from headrace.server.frontend.generation.prefill_failover import PrefillFailover
-from headrace.server.gateway import gateway as gateway_module
-from headrace.server.gateway.assembly import Parts
-from headrace.server.gateway.gateway import Gateway
-from headrace.server.gateway.handoff import Handoffs
-from headrace.server.gateway.kv_loads import KvLoads
-from headrace.server.gateway.routes import create_gateway_app
+from headrace.server.gateway.vllm import gateway as gateway_module
+from headrace.server.gateway.vllm.assembly import Parts
+from headrace.server.gateway.vllm.gateway import VllmGateway
+from headrace.server.gateway.vllm.handoff import Handoffs
+from headrace.server.gateway.vllm.kv_loads import KvLoads
+from headrace.server.gateway.vllm.routes import create_vllm_app
 from headrace.server.upstream.prefill_pool import PrefillPool
 from tests.integrations.vllm_nixl.scripted_engine import ScriptedEngine
 from tests.server.fakes import listening_app
@@ -120,7 +120,7 @@ class Pool:
 class Site:
     """A gateway, what is on both sides of it, and a client."""
 
-    def __init__(self, gateway: Gateway, decode: ScriptedEngine, prefills: list[ScriptedEngine]) -> None:
+    def __init__(self, gateway: VllmGateway, decode: ScriptedEngine, prefills: list[ScriptedEngine]) -> None:
         self.gateway = gateway
         self.decode = decode
         self.prefills = prefills
@@ -165,7 +165,7 @@ async def gateway_site(
         prefill=tuple(server.url for server in prefills),
         **{"model_check": False, "drain_timeout_s": 1.0, "routing": "least-load", **changes},
     )
-    gateway = Gateway(config)
+    gateway = VllmGateway(config)
     site = Site(gateway, decode, prefills)
 
     def assemble(config: Any, engine: Any, served: Any, clock: Any, metrics: Any, fail: Callable[[str], None]) -> Parts:
@@ -181,7 +181,7 @@ async def gateway_site(
 
     monkeypatch.setattr(gateway_module, "assemble", assemble)
     try:
-        async with listening_app(create_gateway_app(gateway)) as url:
+        async with listening_app(create_vllm_app(gateway)) as url:
             site.http = httpx.AsyncClient(base_url=url)
             if start:
                 await gateway.start()

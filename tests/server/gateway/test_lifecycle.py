@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from headrace.core.types.errors import ConfigError
-from headrace.server.gateway import engines, model_check
-from headrace.server.gateway.engines import WatchedEngine
+from headrace.server.gateway.vllm import engines, model_check
+from headrace.server.gateway.vllm.engines import WatchedEngine
 from tests.integrations.vllm_nixl.engines import AGENT, BLOCK, HASH, metadata
 from tests.integrations.vllm_nixl.scripted_engine import handshake
 from tests.server.fakes import in_loop

@@ -8,7 +8,7 @@ import pytest
 
 from headrace.core.types.packed import pack, prompt_hash
 from headrace.integrations.peer.commands import ReleaseLoad
-from headrace.server.gateway import routes
+from headrace.server.gateway.vllm import routes
 from tests.server.fakes import in_loop
 from tests.server.gateway.site import failing, gateway_site
 

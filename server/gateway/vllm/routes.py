@@ -12,21 +12,21 @@ from headrace.server.api.request.body import decode_body, read_body
 from headrace.server.api.request.body_budget import BodyBudget
 from headrace.server.api.response.streaming import ClientDisconnected, json_response, until_disconnect
 from headrace.server.frontend.request_log import RequestRecord
-from headrace.server.gateway.answers import HandoffAnswer, chat_completion, completion
-from headrace.server.gateway.bodies import GatewayChat, GatewayCompletion, wrong_place
-from headrace.server.gateway.front import CHAT_PATH, COMPLETION_PATH, Front, Served
-from headrace.server.gateway.gateway import Gateway
 from headrace.server.gateway.operations import gateway_app
+from headrace.server.gateway.vllm.answers import HandoffAnswer, chat_completion, completion
+from headrace.server.gateway.vllm.bodies import GatewayChat, GatewayCompletion, wrong_place
+from headrace.server.gateway.vllm.front import CHAT_PATH, COMPLETION_PATH, Front, Served
+from headrace.server.gateway.vllm.gateway import VllmGateway
 
 _ELSEWHERE = ("/v1/responses", "/v1/embeddings", "/v1/messages", "/generate", "/inference/v1/generate")
 
 
-def create_gateway_app(gateway: Gateway) -> FastAPI:
+def create_vllm_app(gateway: VllmGateway) -> FastAPI:
     """All routes. The caller starts and stops the gateway."""
     return gateway_app("Headrace gateway", gateway, lambda budget: _prompt_routes(gateway, gateway.config, budget))
 
 
-def _prompt_routes(gateway: Gateway, config: GatewayConfig, budget: BodyBudget) -> APIRouter:
+def _prompt_routes(gateway: VllmGateway, config: GatewayConfig, budget: BodyBudget) -> APIRouter:
     router = APIRouter()
 
     async def answer(
@@ -64,7 +64,7 @@ class HandoffResponse(Response):
 
     def __init__(
         self,
-        gateway: Gateway,
+        gateway: VllmGateway,
         front: Front,
         work: Callable[[], Coroutine[Any, Any, Served]],
         form: Callable[[HandoffAnswer], object],

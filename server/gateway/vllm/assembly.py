@@ -19,9 +19,9 @@ from headrace.integrations.vllm_nixl.engine_probe import DecodeEngine
 from headrace.integrations.vllm_nixl.kv_pool import VllmPool
 from headrace.server.frontend.generation.prefill_failover import PrefillFailover
 from headrace.server.gateway.fingerprint import ServedFingerprint
-from headrace.server.gateway.handoff import Handoffs
-from headrace.server.gateway.kv_loads import KvLoads
 from headrace.server.gateway.pool_size import with_pool
+from headrace.server.gateway.vllm.handoff import Handoffs
+from headrace.server.gateway.vllm.kv_loads import KvLoads
 from headrace.server.telemetry.prometheus import FrontMetrics
 from headrace.server.upstream.prefill_pool import PrefillPool
 from headrace.server.upstream.prefill_server import PrefillServer

@@ -25,7 +25,7 @@ from headrace.server.frontend.generation.call_span import CallSpan
 from headrace.server.frontend.generation.prefill_failover import PrefillFailover
 from headrace.server.frontend.request.generation_request import GenerationRequest, GenerationResult
 from headrace.server.frontend.request.request_context import RequestContext
-from headrace.server.gateway.kv_loads import KvLoads
+from headrace.server.gateway.vllm.kv_loads import KvLoads
 from headrace.server.upstream.prefill_call import PrefillCall, PrefillProgress
 from headrace.server.upstream.prefill_pool import Choice, PrefillPool
 

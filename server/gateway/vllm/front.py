@@ -7,19 +7,18 @@ from headrace.core.types.errors import ErrorInfo, HeadraceError
 from headrace.core.types.request import Timing, Usage
 from headrace.server.frontend.request.generation_request import GenerationResult
 from headrace.server.frontend.request_log import RequestRecord
-from headrace.server.gateway.answers import HandoffAnswer
-from headrace.server.gateway.bodies import (
+from headrace.server.gateway.metrics import GatewayMetrics, RecomputeReason
+from headrace.server.gateway.vllm.answers import HandoffAnswer
+from headrace.server.gateway.vllm.bodies import (
     GatewayBody,
     GatewayChat,
     GatewayCompletion,
-    RecomputeReason,
     require_remote_decode,
     unknown_model,
 )
-from headrace.server.gateway.engines import DecodeEngines
-from headrace.server.gateway.handoff import NO_KV, SAMPLING, HandoffPrompt, Handoffs, Offer
-from headrace.server.gateway.metrics import GatewayMetrics
-from headrace.server.gateway.tokenize_body import chat_to_tokenize, text_to_tokenize
+from headrace.server.gateway.vllm.engines import DecodeEngines
+from headrace.server.gateway.vllm.handoff import NO_KV, SAMPLING, HandoffPrompt, Handoffs, Offer
+from headrace.server.gateway.vllm.tokenize_body import chat_to_tokenize, text_to_tokenize
 
 CHAT_PATH = "/v1/chat/completions"
 COMPLETION_PATH = "/v1/completions"

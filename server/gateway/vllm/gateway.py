@@ -16,20 +16,20 @@ from headrace.core.types.decode_address import DecodeAddress, parse_decodes
 from headrace.core.types.errors import NOT_READY, ErrorInfo, HeadraceError, unavailable
 from headrace.integrations.vllm_nixl.engine_probe import DecodeEngine, ask_side_channel, probe
 from headrace.integrations.vllm_nixl.wire import HandshakePayload
-from headrace.server.gateway.assembly import Parts, assemble
 from headrace.server.gateway.base import BaseGateway
-from headrace.server.gateway.engines import NO_DECODE_ENGINE, DecodeEngines
 from headrace.server.gateway.fingerprint import find_fingerprint
-from headrace.server.gateway.front import Front
 from headrace.server.gateway.metrics import GatewayMetrics, in_catalog, with_prefix
-from headrace.server.gateway.model_check import check_models
+from headrace.server.gateway.vllm.assembly import Parts, assemble
+from headrace.server.gateway.vllm.engines import NO_DECODE_ENGINE, DecodeEngines
+from headrace.server.gateway.vllm.front import Front
+from headrace.server.gateway.vllm.model_check import check_models
 from headrace.server.upstream.prefill_pool import NO_PREFILL_SERVER
 from headrace.server.version import headrace_version
 
 SCRAPE_S = 5.0  # between two looks at the metrics of the decode engines
 
 
-class Gateway(BaseGateway):
+class VllmGateway(BaseGateway):
     """A gateway for vLLM decode engines: see the module's docstring. Used by the event loop only."""
 
     def __init__(self, config: GatewayConfig, clock: Clock | None = None) -> None:

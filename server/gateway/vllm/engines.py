@@ -17,7 +17,7 @@ from headrace.core.types.decode_address import DecodeAddress
 from headrace.core.types.errors import ConfigError, unavailable
 from headrace.integrations.vllm_nixl.engine_probe import DecodeEngine, EngineGone, EngineUnreachable
 from headrace.integrations.vllm_nixl.wire import HandshakePayload
-from headrace.server.gateway.engine_client import EngineClient
+from headrace.server.gateway.vllm.engine_client import EngineClient
 
 log = logging.getLogger(__name__)
 

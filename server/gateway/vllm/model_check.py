@@ -13,8 +13,8 @@ import msgspec
 
 from headrace.core.runtime.codec import NO_MESSAGE
 from headrace.core.types.errors import ConfigError, HeadraceError
-from headrace.server.gateway.engine_client import EngineClient
-from headrace.server.gateway.engines import DecodeEngines
+from headrace.server.gateway.vllm.engine_client import EngineClient
+from headrace.server.gateway.vllm.engines import DecodeEngines
 
 log = logging.getLogger(__name__)
 
