@@ -105,7 +105,7 @@ class ConnectServer(ServerAddress, frozen=True, kw_only=True):
     """Keep a session with a prefill server open, with tickets or without. Answered by ServerState once there is one, or
     once it is known why not, and whenever that changes. Loads of tickets at this address go through the same session.
 
-    The owner's word is enough: the address need not be among Limits.rules.
+    The owner's word is enough: the address need not be among PeerLimits.rules.
     """
 
     name: str

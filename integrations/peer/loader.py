@@ -57,7 +57,7 @@ from headrace.integrations.peer.commands import (
     RenewLease,
     TicketRef,
 )
-from headrace.integrations.peer.records import Limits, LoadPhase, PrefillRecord, TicketRecord
+from headrace.integrations.peer.records import LoadPhase, PeerLimits, PrefillRecord, TicketRecord
 from headrace.integrations.peer.servers import TOO_MANY, Effect, PrefillServers
 from headrace.integrations.peer.staging import PageRunAllocator
 
@@ -72,7 +72,7 @@ class KvLoader:
     now: seconds of the monotonic clock, in every method.
     """
 
-    def __init__(self, limits: Limits) -> None:
+    def __init__(self, limits: PeerLimits) -> None:
         """limits: what may be connected to, and the size of the staging area."""
         self.effects: deque[Effect] = deque()
         self.results: deque[AnyResult] = deque()

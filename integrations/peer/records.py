@@ -26,7 +26,7 @@ from headrace.integrations.peer.staging import PAGE_TOKENS
 from headrace.transfer.sockets.curve_keys import ServerKeys
 
 
-class Limits(msgspec.Struct, frozen=True, kw_only=True):
+class PeerLimits(msgspec.Struct, frozen=True, kw_only=True):
     """What a peer may connect to, and its timeouts."""
 
     fingerprint: str

@@ -19,7 +19,7 @@ from headrace.integrations.peer.commands import (
     ServerAddress,
     ServerState,
 )
-from headrace.integrations.peer.records import NO_ANSWER_YET, Limits, PrefillRecord, server_name
+from headrace.integrations.peer.records import NO_ANSWER_YET, PeerLimits, PrefillRecord, server_name
 
 LOOKUP_S = 0.5  # between two lookups of a control port
 RELOOKUP_S = 5.0  # between lookups while the control port that was found does not answer: it may be an earlier one
@@ -33,7 +33,7 @@ Effect = ControlClientEffect | OpenSession | CloseSession | PrepareReceive | Can
 class PrefillServers:
     """Records of prefill servers by name. now: seconds of the monotonic clock, in every method."""
 
-    def __init__(self, limits: Limits, effects: deque[Effect], results: deque[AnyResult]) -> None:
+    def __init__(self, limits: PeerLimits, effects: deque[Effect], results: deque[AnyResult]) -> None:
         """effects, results: appended to."""
         self._limits = limits
         self._effects = effects

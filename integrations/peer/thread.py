@@ -27,7 +27,7 @@ from headrace.core.types.backends import ZMQ
 from headrace.integrations.peer.commands import AnyCommand, AnyResult, ControlPortReply, LookUpControlPort
 from headrace.integrations.peer.loader import METADATA_ROWS, KvLoader
 from headrace.integrations.peer.lookup import ControlPortLookup
-from headrace.integrations.peer.records import Limits
+from headrace.integrations.peer.records import PeerLimits
 from headrace.integrations.peer.staging import StagingMemory
 from headrace.transfer.control.client import ControlClient
 from headrace.transfer.data.receiver import Receiver
@@ -52,7 +52,7 @@ class PeerThread(threading.Thread):
 
     def __init__(
         self,
-        limits: Limits,
+        limits: PeerLimits,
         staging: StagingMemory,
         *,
         name: str,

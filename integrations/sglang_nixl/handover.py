@@ -16,7 +16,7 @@ from headrace.core.stats import Stats
 from headrace.core.types.errors import ConfigError, ErrorInfo
 from headrace.core.types.geometry import Geometry
 from headrace.integrations.peer.commands import ConnectServer, LoadResult, ServerState
-from headrace.integrations.peer.records import Limits
+from headrace.integrations.peer.records import PeerLimits
 from headrace.integrations.peer.shared_staging import SharedStaging
 from headrace.integrations.peer.thread import PeerFailed, PeerThread
 from headrace.integrations.sglang_nixl import NEVER_RUN
@@ -53,7 +53,7 @@ class KvHandover:
         self,
         geometry: Geometry,
         options: HandoverOptions,
-        limits: Limits,
+        limits: PeerLimits,
         *,
         name: str,
         max_model_len: int,

@@ -19,7 +19,7 @@ from headrace.core.types.packed import pack, prompt_hash
 from headrace.engine.model.config import ModelSpec, spec_from_config
 from headrace.engine.model.fingerprint import fingerprint
 from headrace.integrations.peer.commands import Loaded, LoadFailed, LoadKv, ReleaseLoad, TicketRef
-from headrace.integrations.peer.records import Limits
+from headrace.integrations.peer.records import PeerLimits
 from headrace.integrations.peer.staging import Staging
 from headrace.integrations.peer.thread import PeerThread
 from headrace.transfer.sockets.curve_keys import known_servers
@@ -76,7 +76,7 @@ class RemotePrefill:
         self._host, self._port = canonical(parts.hostname or ""), parts.port or 80
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         self._http = httpx.Client(base_url=url, headers=headers, timeout=httpx.Timeout(None, connect=5.0))
-        limits = Limits(
+        limits = PeerLimits(
             fingerprint=fingerprint(spec, ModelWeights(model)),
             model=model.name_or_path,
             rules=allowed_prefills((url,), ()),

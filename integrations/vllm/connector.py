@@ -16,7 +16,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 from headrace.core.runtime.clock import SystemClock
 from headrace.core.types.errors import ConfigError
-from headrace.integrations.peer.records import Limits
+from headrace.integrations.peer.records import PeerLimits
 from headrace.integrations.peer.staging import Staging
 from headrace.integrations.peer.thread import PeerThread
 from headrace.integrations.vllm.model import cache_geometry, model_fingerprint, ordered_layers
@@ -102,7 +102,7 @@ class HeadraceConnector(KVConnectorBase_V1):
         geometry = cache_geometry(layers)
         max_model_len = config.model_config.max_model_len
         staging = Staging(geometry, settings.staging_tokens or 2 * max_model_len)
-        limits = Limits(
+        limits = PeerLimits(
             fingerprint=settings.fingerprint or model_fingerprint(config.model_config.model),
             model=config.model_config.model,
             rules=settings.rules(),

@@ -22,7 +22,7 @@ ENDED_KEPT = 4096  # names of ended leases that are remembered, to tell late not
 
 
 @dataclass(slots=True)
-class Lease:
+class KvLease:
     """Pages that were offered to a decode engine. Times are seconds of the monotonic clock."""
 
     request: str  # remote_request_id
@@ -51,8 +51,8 @@ class LeaseTable:
     def __init__(self, lease_s: float, limit_s: float) -> None:
         self._lease_s = lease_s
         self._limit_s = limit_s
-        self._open: dict[str, Lease] = {}
-        self._quarantined: dict[str, Lease] = {}
+        self._open: dict[str, KvLease] = {}
+        self._quarantined: dict[str, KvLease] = {}
         self._ended: dict[str, None] = {}  # the oldest first
         self._counters = Counters()
         for end in ("read", "expired", "engine_gone", "withdrawn"):
@@ -69,7 +69,7 @@ class LeaseTable:
     def grant(self, request: str, load: str, *, tokens: int, jobs: int, generation: int, now: float) -> None:
         """Open a lease. request: a name that was never used before."""
         self._counters.add("tokens_offered_total", tokens)
-        self._open[request] = Lease(
+        self._open[request] = KvLease(
             request, load, tokens, jobs, generation, expires=now + self._lease_s, latest=now + self._limit_s
         )
 
@@ -146,13 +146,13 @@ class LeaseTable:
             lease.agents.add(agent)
             lease.expires = max(lease.expires, now + KEPT_SHARE * self._lease_s)
 
-    def _quarantine(self, lease: Lease, reason: str) -> None:
+    def _quarantine(self, lease: KvLease, reason: str) -> None:
         del self._open[lease.request]
         self._quarantined[lease.request] = lease
         self._counters.add("leases_ended_total", labels=(reason,))
         self._counters.add("tokens_unread_total", lease.tokens)
 
-    def _end(self, lease: Lease) -> str:
+    def _end(self, lease: KvLease) -> str:
         self._ended[lease.request] = None
         if len(self._ended) > ENDED_KEPT:
             del self._ended[next(iter(self._ended))]

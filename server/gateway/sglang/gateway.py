@@ -31,7 +31,7 @@ from headrace.core.types.errors import (
 )
 from headrace.core.types.geometry import Geometry
 from headrace.integrations.peer.commands import ServerState
-from headrace.integrations.peer.records import Limits
+from headrace.integrations.peer.records import PeerLimits
 from headrace.integrations.sglang_nixl import NEVER_RUN
 from headrace.integrations.sglang_nixl.handover import HandoverOptions, KvHandover
 from headrace.integrations.sglang_nixl.records import RoomLimits
@@ -42,7 +42,7 @@ from headrace.server.gateway.metrics import GatewayMetrics, in_catalog
 from headrace.server.gateway.pool_size import with_pool
 from headrace.server.gateway.sglang.bodies import ListedModels, ServedModel, SglangBody, held_at, without_params
 from headrace.server.gateway.sglang.decode_hosts import DecodeHosts
-from headrace.server.gateway.sglang.prefills import PrefillAnswer, PrefillServers
+from headrace.server.gateway.sglang.prefills import PrefillAnswer, PrefillTargets
 from headrace.server.upstream.discovery_client import DiscoveryClient
 from headrace.server.version import headrace_version
 from headrace.transfer.sockets.curve_keys import known_servers
@@ -58,7 +58,7 @@ class SglangGateway(BaseGateway):
         self._loop = asyncio.get_running_loop()
         headers = {"Authorization": f"Bearer {config.prefill_api_key}"} if config.prefill_api_key else {}
         self._http = httpx.AsyncClient(headers=headers, timeout=None, trust_env=False)
-        self._prefills = PrefillServers(config.prefill, self._http)
+        self._prefills = PrefillTargets(config.prefill, self._http)
         self._metrics = GatewayMetrics()
         self._handover: KvHandover | None = None
         self._rooms: dict[str, asyncio.Future[ErrorInfo | None]] = {}  # by request
@@ -167,7 +167,7 @@ class SglangGateway(BaseGateway):
                 kv_cache_dtype=config.sglang_kv_cache_dtype,
                 rooms=RoomLimits(bootstrap_s=config.bootstrap_timeout_s),
             ),
-            Limits(
+            PeerLimits(
                 fingerprint=model.fingerprint or "",
                 model=model.model,
                 rules=allowed_prefills(config.prefill, ()),

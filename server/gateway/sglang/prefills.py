@@ -15,7 +15,7 @@ log = logging.getLogger(__name__)
 BUSY = (429, 503)  # answers after which another server is asked
 
 
-class PrefillServer:
+class PrefillTarget:
     """One of them."""
 
     def __init__(self, url: str) -> None:
@@ -41,11 +41,11 @@ class PrefillAnswer(msgspec.Struct, frozen=True):
     content: bytes
 
 
-class PrefillServers:
+class PrefillTargets:
     """Used by the event loop only. http: sends the API key of prefill servers, and waits as long as they compute."""
 
     def __init__(self, urls: Iterable[str], http: httpx.AsyncClient) -> None:
-        self.all = [PrefillServer(url) for url in urls]
+        self.all = [PrefillTarget(url) for url in urls]
         self._http = http
 
     def update(self, state: ServerState) -> None:

@@ -13,7 +13,7 @@ from headrace.core.messages.replies import PrefillState
 from headrace.core.runtime.clock import Clock
 from headrace.core.types.allow_list import allowed_prefills
 from headrace.core.types.errors import ConfigError
-from headrace.integrations.peer.records import Limits
+from headrace.integrations.peer.records import PeerLimits
 from headrace.integrations.peer.thread import PeerThread
 from headrace.integrations.vllm_nixl.engine_probe import DecodeEngine
 from headrace.integrations.vllm_nixl.kv_pool import VllmPool
@@ -108,7 +108,7 @@ def assemble(
         pool.close()
         raise ConfigError(f"NIXL cannot be used: {error}") from error
     keys = known_servers(config.curve_key, config.curve_server_keys)
-    limits = Limits(
+    limits = PeerLimits(
         fingerprint=served.fingerprint or "",
         model=engine.served_names[0],
         rules=allowed_prefills(config.prefill, ()),

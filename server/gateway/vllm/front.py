@@ -17,7 +17,7 @@ from headrace.server.gateway.vllm.bodies import (
     unknown_model,
 )
 from headrace.server.gateway.vllm.engines import DecodeEngines
-from headrace.server.gateway.vllm.handoff import NO_KV, SAMPLING, HandoffPrompt, Handoffs, Offer
+from headrace.server.gateway.vllm.handoff import NO_KV, SAMPLING, HandoffPrompt, Handoffs, KvOffer
 from headrace.server.gateway.vllm.tokenize_body import chat_to_tokenize, text_to_tokenize
 
 CHAT_PATH = "/v1/chat/completions"
@@ -38,7 +38,7 @@ class Served(msgspec.Struct, frozen=True, kw_only=True):
     """What a request is answered with."""
 
     answer: HandoffAnswer
-    offer: Offer | None
+    offer: KvOffer | None
     """The KV that the answer tells of."""
 
 
@@ -159,7 +159,7 @@ class Front:
         self._metrics.took("tokenize", self._clock.now() - began)
         return [tokens] * count
 
-    async def _hand_over(self, prompt: HandoffPrompt) -> Offer:
+    async def _hand_over(self, prompt: HandoffPrompt) -> KvOffer:
         """Raises HeadraceError; Recompute where the decode engine is to make up for it."""
         try:
             return await self._handoffs.hand_over(prompt)
@@ -176,6 +176,6 @@ def _is_of_prefill_side(error: ErrorInfo) -> bool:
     return error.status == 429 or error.status >= 500
 
 
-def _params(offer: Offer, tokens: tuple[int, ...], *, chat: bool) -> dict[str, object]:
+def _params(offer: KvOffer, tokens: tuple[int, ...], *, chat: bool) -> dict[str, object]:
     """kv_transfer_params of an answer. A decode engine takes the token ids of a chat from there."""
     return {**offer.params, "prompt_token_ids": tokens} if chat else offer.params

@@ -58,7 +58,7 @@ class HandoffPrompt(msgspec.Struct, frozen=True, kw_only=True):
     context: RequestContext = RequestContext("")
 
 
-class Offer(msgspec.Struct, frozen=True, kw_only=True):
+class KvOffer(msgspec.Struct, frozen=True, kw_only=True):
     """KV that a decode engine may read."""
 
     load: str
@@ -110,7 +110,7 @@ class Handoffs:
             text = f"the prompt has {len(tokens)} tokens and the decode engines take {self._max_model_len} in all"
             raise invalid("prompt", text, code=TOO_LONG)
 
-    async def hand_over(self, prompt: HandoffPrompt) -> Offer:
+    async def hand_over(self, prompt: HandoffPrompt) -> KvOffer:
         """Have the prompt computed, load its KV and offer it. Raises HeadraceError; with the code NO_KV if there is
         none. Cancelling it cancels the prompt at the prefill server, and the load."""
         arrived = self._clock.now()
@@ -138,9 +138,9 @@ class Handoffs:
         assert loaded is not None, "the attempt has succeeded"
         first_page = loaded.at // self._page_tokens
         params = self._exporter.offer(loaded.id, first_page, len(prompt.tokens), jobs=prompt.jobs)
-        return Offer(load=loaded.id, params=params, result=result)
+        return KvOffer(load=loaded.id, params=params, result=result)
 
-    def withdraw(self, offer: Offer) -> None:
+    def withdraw(self, offer: KvOffer) -> None:
         """No decode engine will be told of the offer."""
         self._exporter.withdraw(offer.load)
 

@@ -11,7 +11,7 @@ from headrace.core.types.geometry import Geometry
 from headrace.core.types.request import FirstToken
 from headrace.integrations.peer.commands import AnyCommand, AnyResult, LoadKv, TicketRef
 from headrace.integrations.peer.loader import KvLoader
-from headrace.integrations.peer.records import Limits
+from headrace.integrations.peer.records import PeerLimits
 
 FIRST = FirstToken(token=5, prompt_tokens=10, cached_tokens=0)
 CONTROL = "tcp://127.0.0.1:7000"
@@ -28,7 +28,7 @@ class Bench:
     def __init__(self, backend: str = ZMQ, page_tokens: int = 64) -> None:
         """backend: of its sessions."""
         rules = allowed_prefills((), ("127.0.0.0/8",))
-        self.limits = Limits(
+        self.limits = PeerLimits(
             fingerprint="f", rules=rules, pages=PAGES, page_tokens=page_tokens, connect_timeout_s=10, load_timeout_s=30
         )
         self.backend = backend

@@ -12,7 +12,7 @@ from headrace.core.types.errors import ConfigError
 from headrace.engine.kv.memory_plan import stage_geometry
 from headrace.engine.model.source import load_spec, resolve_source
 from headrace.integrations.peer.commands import Loaded, LoadFailed, LoadKv, ReleaseLoad, TicketRef
-from headrace.integrations.peer.records import Limits
+from headrace.integrations.peer.records import PeerLimits
 from headrace.integrations.peer.staging import Staging
 from headrace.integrations.peer.thread import PeerThread
 from headrace.integrations.vllm.settings import read_settings
@@ -48,7 +48,7 @@ class Client:
         about = server.get("/v1/handoff").json()
         self.server, self.control_port = server, about["control_port"]
         self.staging = Staging(stage_geometry(load_spec(resolve_source(MODEL)), "float32", 1), 256)
-        limits = Limits(
+        limits = PeerLimits(
             fingerprint=about["fingerprint"],
             rules=allowed_prefills((), ("127.0.0.1",)),
             pages=self.staging.pages,

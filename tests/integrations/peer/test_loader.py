@@ -21,7 +21,7 @@ from headrace.integrations.peer.commands import (
     RenewLease,
 )
 from headrace.integrations.peer.loader import METADATA_ROWS, KvLoader
-from headrace.integrations.peer.records import Limits
+from headrace.integrations.peer.records import PeerLimits
 from headrace.integrations.peer.staging import PAGE_TOKENS
 from tests.integrations.peer.loader_bench import CONTROL, FIRST, PAGES, Bench, ticket
 
@@ -130,7 +130,7 @@ def test_loads_wait_for_space_in_their_order() -> None:
 
 def test_no_more_reservations_than_metadata_rows() -> None:
     bench = Bench()
-    bench.loader = KvLoader(Limits(fingerprint="f", rules=bench.limits.rules, pages=METADATA_ROWS + 2))
+    bench.loader = KvLoader(PeerLimits(fingerprint="f", rules=bench.limits.rules, pages=METADATA_ROWS + 2))
     bench.do(RenewLease(id="k", ticket=ticket("k")))
     bench.up()
     expects = [one for n in range(METADATA_ROWS + 1) for one in bench.load(str(n)) if isinstance(one, PrepareReceive)]

@@ -30,7 +30,7 @@ from headrace.integrations.peer.commands import (
     ServerState,
     TicketRef,
 )
-from headrace.integrations.peer.records import Limits
+from headrace.integrations.peer.records import PeerLimits
 from headrace.integrations.peer.shared_staging import SharedStaging
 from headrace.integrations.peer.thread import PeerThread
 from headrace.integrations.vllm_nixl.kv_pool import vllm_layout
@@ -62,7 +62,7 @@ class Owner:
         about = server.get("/v1/handoff").json()
         self.server, self.port = server, int(about["control_port"])
         self.staging = SharedStaging(GEOMETRY, vllm_layout(GEOMETRY, PAGES))
-        limits = Limits(
+        limits = PeerLimits(
             fingerprint=about["fingerprint"],
             rules=allowed_prefills((), ()),
             pages=PAGES,

@@ -9,7 +9,7 @@ from headrace.core.types.allow_list import allowed_prefills
 from headrace.engine.kv.memory_plan import stage_geometry
 from headrace.engine.model.source import load_spec, resolve_source
 from headrace.integrations.peer.commands import Loaded, LoadKv, ReleaseLoad, TicketRef
-from headrace.integrations.peer.records import Limits
+from headrace.integrations.peer.records import PeerLimits
 from headrace.integrations.peer.staging import Staging
 from headrace.integrations.peer.thread import PeerThread
 from headrace.transfer.protocol.layout import Bytes
@@ -23,8 +23,8 @@ POISON = 0xEE  # all over the memory of decode engines before a test
 FLAGS = ("--role", "prefill", "--model", MODEL, "--threads", "1", "--no-prefix-cache", "--drain-timeout", "1")
 
 
-def limits(server: Server, pages: int, page_size: int) -> Limits:
-    return Limits(
+def limits(server: Server, pages: int, page_size: int) -> PeerLimits:
+    return PeerLimits(
         fingerprint=server.get("/v1/handoff").json()["fingerprint"],
         rules=allowed_prefills((), (HOST,)),
         pages=pages,
