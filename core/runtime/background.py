@@ -1,4 +1,4 @@
-"""Tasks of an event loop: those that nobody waits for and that begin again when they fail, and the first of several."""
+"""Tasks of an event loop: those that run without a waiter and begin again when they fail, and the first of several."""
 
 import asyncio
 import logging

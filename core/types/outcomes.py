@@ -10,7 +10,7 @@ Outcome = Literal["finished", "failed", "refused", "cancelled"]
 
 HANDOFF = "handoff"  # its KV went to a peer, which goes on
 HELD = "held"  # its KV is held for a peer
-DISCARDED = "discarded"  # its KV was wanted by nobody: "handoff": "none"
+DISCARDED = "discarded"  # no decode peer wanted its KV: "handoff": "none"
 OTHER = "other"  # an error code that is not listed below, of a server of another release, say
 
 FINISHED = ("stop", "length", HANDOFF, HELD, DISCARDED)

@@ -254,8 +254,8 @@ class KvLoader:
         self._release(record.id, now, notify=notify)
 
     def _release(self, name: str, now: float, *, notify: bool = True) -> None:
-        """Stop writing for a record, free its space once nobody writes there, and tell the prefill server, now or once
-        there is a session.
+        """Stop writing for a record, free its space once no prefill server writes there, and tell its prefill server,
+        now or once there is a session.
 
         notify: False when the prefill server knows. A reservation of an ended session needs no message either.
         """

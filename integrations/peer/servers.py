@@ -23,7 +23,7 @@ from headrace.integrations.peer.records import NO_ANSWER_YET, PeerLimits, Prefil
 
 LOOKUP_S = 0.5  # between two lookups of a control port
 RELOOKUP_S = 5.0  # between lookups while the control port that was found does not answer: it may be an earlier one
-IDLE_S = 60.0  # a session that nobody wants is closed after this
+IDLE_S = 60.0  # a session without users is closed after this
 MAX_SERVERS = 64
 TOO_MANY = f"{MAX_SERVERS} prefill servers"
 

@@ -133,7 +133,7 @@ class PeerThread(threading.Thread):
 
     @property
     def stopping_pages(self) -> int:
-        """Pages of loads that have ended and that a prefill server may still write into, so that nobody gets them.
+        """Pages of loads that have ended and that a prefill server may still write into, which no other load may have.
         May be read by any thread."""
         return self._loader.stopping_pages
 

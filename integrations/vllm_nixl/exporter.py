@@ -39,8 +39,8 @@ IDLE_POLL_S = 0.25
 FIRST_RETRY_S, LAST_RETRY_S = 0.5, 10.0  # between attempts to make a generation
 # Between two generations: decode engines do another handshake for each, and each keeps a range of addresses for good.
 GENERATION_S = 2.0
-# A decode engine that has just got an agent's metadata connects to it with its first read. One whose agent is destroyed
-# in the middle of that may wait for good: vLLM sets no limit to a transfer.
+# A decode engine that has just got an agent's metadata connects to it with its first read: for this long the agent is
+# kept, so that the engine is not cut off in the middle of that.
 CONNECT_S = 2.0
 
 

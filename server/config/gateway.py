@@ -110,7 +110,7 @@ def _check_keys(config: GatewayConfig) -> None:
     if config.curve_key and not config.insecure_decode:
         raise ConfigError(
             "--curve-key encrypts the way from the prefill servers only: decode engines read KV by NIXL and a side "
-            "channel, which know no encryption and no keys. Add --insecure-decode if nobody else reaches "
+            "channel, which know no encryption and no keys. Add --insecure-decode if no other host reaches "
             f"{config.side_channel_host}, or leave --curve-key out"
         )
 

@@ -76,7 +76,7 @@ _EXPORTER: tuple[MetricSpec, ...] = (
     MetricSpec(
         "leases_quarantined",
         "gauge",
-        "Offers that ended unread, whose pages wait until nobody can read them.",
+        "Offers that ended unread, whose pages wait until they can be read no more.",
     ),
     MetricSpec(
         "leases_ended_total",

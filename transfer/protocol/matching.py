@@ -1,7 +1,7 @@
 """Compatibility check at the handshake (guarantee G6), and the choice of backend and checksum. Pure.
 
 Each check returns a Refuse that names both values, which server has which, and both models, or None. Both sides check,
-so neither relies on the other; the text is the same, whoever has found it.
+so neither relies on the other; the text is the same on both sides.
 """
 
 from collections.abc import Mapping, Sequence

@@ -75,7 +75,7 @@ class Parts:
         return [server for server in self.prefills.servers() if server.up]
 
     async def stop(self) -> None:
-        """End prompts, connections and threads; nobody can read the pool afterwards."""
+        """End prompts, connections and threads; the pool cannot be read afterwards."""
         await self.prefills.stop()
         await asyncio.to_thread(self._loads.stop)
         await asyncio.to_thread(self.exporter.stop)

@@ -196,7 +196,7 @@ class Handoffs:
 
 
 def _ignore(_progress: PrefillProgress) -> None:
-    """Nobody asks for progress."""
+    """A gateway reports no progress."""
 
 
 def _body(request: GenerationRequest, ticket: str) -> dict[str, Any]:
