@@ -128,7 +128,7 @@ class KvHandover:
         self.rooms.withdraw(request, room, error)
 
     def statistics(self) -> Stats:
-        """Counters."""
+        """Rooms that are open, and counters."""
         return self.rooms.statistics()
 
     def stop(self) -> None:

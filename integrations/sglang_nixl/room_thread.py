@@ -105,7 +105,7 @@ class RoomThread(threading.Thread):
         self._call(lambda now: self._rooms.handle(result, now))
 
     def statistics(self) -> Stats:
-        """Counters."""
+        """Rooms that are open, and counters."""
         return self._rooms.statistics()
 
     def stop(self, timeout_s: float = 2.0) -> None:

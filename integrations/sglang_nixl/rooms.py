@@ -13,7 +13,7 @@ again.
 import math
 from collections import deque
 
-from headrace.core.stats import Counters, Stats
+from headrace.core.stats import Counters, Sample, Stats
 from headrace.core.types.errors import CANCELLED, NO_PEER, PEER_GONE, QUEUE_FULL, ErrorInfo
 from headrace.core.types.geometry import Geometry
 from headrace.integrations.peer.commands import (
@@ -81,8 +81,8 @@ class RoomTable:
         return [room.request for room in self._by_load.values() if room.request]
 
     def statistics(self) -> Stats:
-        """Counters."""
-        return Stats(self._counters.snapshot())
+        """Rooms that are open, and counters."""
+        return Stats((Sample("rooms_open", len(self)), *self._counters.snapshot()))
 
     def register(self, registration: Registration, now: float) -> str:
         """A decode rank tells of its memory. Returns why it is not served; "" if it is."""

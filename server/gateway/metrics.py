@@ -5,6 +5,7 @@ from collections.abc import Iterable
 from typing import Literal
 
 from headrace.core.stats import Counters, Histograms, MetricSpec, Sample, Stats
+from headrace.integrations.sglang_nixl.rooms import OUTCOMES as ROOM_OUTCOMES
 from headrace.server.telemetry import catalog
 
 RecomputeReason = Literal[
@@ -97,6 +98,21 @@ _EXPORTER: tuple[MetricSpec, ...] = (
     MetricSpec("handshakes_total", "counter", "Handshakes that the side channel has answered."),
     MetricSpec("nixl_agents", "gauge", "NIXL agents: more than one while offers of an earlier one are open."),
 )
+_ROOMS: tuple[MetricSpec, ...] = (
+    MetricSpec("rooms_open", "gauge", "Rooms of SGLang decode engines that have not ended."),
+    MetricSpec(
+        "rooms_ended_total",
+        "counter",
+        "Rooms of SGLang decode engines that have ended, by outcome.",
+        ("outcome",),
+        tuple((outcome,) for outcome in ROOM_OUTCOMES),
+    ),
+    MetricSpec(
+        "tokens_written_total",
+        "counter",
+        "Tokens whose KV was written into SGLang decode engines, added up over their ranks.",
+    ),
+)
 _SHARED = (
     "build_info",
     "kv_pages",
@@ -117,7 +133,7 @@ _PROMPT_TOKENS = re.compile(r'^vllm:prompt_tokens_by_source_total\{[^}\n]*\bsour
 
 OWN_CATALOG: tuple[MetricSpec, ...] = (
     *HANDOFFS,
-    *(MetricSpec(f"{PREFIX}{one.name}", one.kind, one.help, one.labels, one.zeros) for one in _EXPORTER),
+    *(MetricSpec(f"{PREFIX}{one.name}", one.kind, one.help, one.labels, one.zeros) for one in (*_EXPORTER, *_ROOMS)),
 )
 """Metrics that gateways alone have."""
 GATEWAY_CATALOG: tuple[MetricSpec, ...] = (
@@ -177,5 +193,5 @@ def in_catalog(found: Iterable[Stats]) -> list[Stats]:
 
 
 def with_prefix(stats: Stats) -> Stats:
-    """Statistics of the exporter, under the names of the catalog."""
+    """Statistics of the exporter or of rooms, under the names of the catalog."""
     return Stats(tuple(Sample(f"{PREFIX}{one.name}", one.value, one.labels) for one in stats.samples))

@@ -38,7 +38,7 @@ from headrace.integrations.sglang_nixl.records import RoomLimits
 from headrace.server.config.gateway import decode_urls
 from headrace.server.gateway.base import BaseGateway
 from headrace.server.gateway.fingerprint import first_answer
-from headrace.server.gateway.metrics import GatewayMetrics, in_catalog
+from headrace.server.gateway.metrics import GatewayMetrics, in_catalog, with_prefix
 from headrace.server.gateway.pool_size import with_pool
 from headrace.server.gateway.sglang.bodies import ListedModels, ServedModel, SglangBody, held_at, without_params
 from headrace.server.gateway.sglang.decode_hosts import DecodeHosts
@@ -144,7 +144,10 @@ class SglangGateway(BaseGateway):
     def statistics(self) -> list[Stats]:
         """What /metrics shows."""
         up = Sample("prefill_servers_up", sum(server.up for server in self._prefills.all))
-        return in_catalog((self.front_metrics.statistics(), self._metrics.statistics(), Stats((up,))))
+        found = [self.front_metrics.statistics(), self._metrics.statistics(), Stats((up,))]
+        if self._handover is not None:
+            found.append(with_prefix(self._handover.statistics()))
+        return in_catalog(found)
 
     async def stop(self) -> None:
         """End all tasks and threads."""

@@ -150,4 +150,8 @@ def test_what_routers_ask_for(gateway: tuple[Server, int]) -> None:
     answer = server.post("/generate", {**warm_up, "bootstrap_room": 0})
     assert answer.status_code == 200, answer.text
     assert json.loads(answer.text)["meta_info"]["prompt_tokens"] == 3
-    assert server.metrics()["headrace_gateway_handoffs_total"] >= 3
+    metrics = server.metrics()
+    assert metrics["headrace_gateway_handoffs_total"] >= 3
+    assert metrics['headrace_gateway_rooms_ended_total{outcome="handed_over"}'] >= 3
+    assert metrics["headrace_gateway_rooms_open"] == 0
+    assert metrics["headrace_gateway_tokens_written_total"] > 0

@@ -296,6 +296,7 @@ def test_counters() -> None:
     bench.target(9, agent="unknown")
     values = {(one.name, one.labels): one.value for one in bench.table.statistics().samples}
     assert values == {
+        ("rooms_open", ()): 0,
         ("rooms_ended_total", ("handed_over",)): 1,
         ("rooms_ended_total", ("aborted",)): 1,
         ("rooms_ended_total", ("failed",)): 1,
