@@ -18,7 +18,7 @@ from tests.e2e.harness import Server, serving
 from tests.integrations.vllm_nixl.fleet import PREFILL, Site, gateway_of, stock
 from tests.routers.fleet import Router, routed
 
-ENGINES = ("vllm", "second", "bfloat16", "versioned")
+ENGINES = ("vllm", "bfloat16", "versioned")
 
 
 @pytest.fixture(scope="package")
@@ -56,9 +56,11 @@ def awake(engine: Vllm) -> Iterator[Vllm]:
 
 
 @pytest.fixture
-def second(engines: dict[str, Vllm]) -> Iterator[Vllm]:
-    """Another one of the same kind."""
-    yield from awake(engines["second"])
+def second(vllm: Vllm, folder: Callable[[str], Path]) -> Iterator[Vllm]:
+    """Another one of the same kind, for one test: a vLLM that was stopped for half an hour ended when it went on."""
+    with closing(stock(folder("float32"), "float32")) as engine:
+        engine.wait_ready()
+        yield engine
 
 
 @pytest.fixture(scope="module")
