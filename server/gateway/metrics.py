@@ -2,28 +2,13 @@
 
 import re
 from collections.abc import Iterable
-from typing import Literal
+from typing import Literal, get_args
 
 from headrace.core.stats import Counters, Histograms, MetricSpec, Sample, Stats
 from headrace.integrations.sglang_nixl.rooms import OUTCOMES as ROOM_OUTCOMES
 from headrace.server.telemetry import catalog
 
 RecomputeReason = Literal[
-    "different_prompts",
-    "adapter",
-    "beam_search",
-    "echo",
-    "media",
-    "prompt_logprobs",
-    "suffix",
-    "truncation",
-    "pool_too_small",
-    "no_kv",
-    "prefill_failed",
-]
-"""Why the decode engine computes a prompt itself."""
-
-RECOMPUTE_REASONS: tuple[RecomputeReason, ...] = (
     "different_prompts",  # a list of them: one kv_transfer_params object has the KV of one prompt
     "adapter",  # a LoRA adapter, whose KV is not that of the model
     "beam_search",  # its beams are requests of their own
@@ -35,7 +20,10 @@ RECOMPUTE_REASONS: tuple[RecomputeReason, ...] = (
     "pool_too_small",  # the prompt is longer than --pool-tokens
     "no_kv",  # the prefill server had no room for a token after the prompt, and sent none
     "prefill_failed",  # no prefill server could compute it, under --fallback recompute
-)
+]
+"""Why the decode engine computes a prompt itself."""
+
+RECOMPUTE_REASONS: tuple[RecomputeReason, ...] = get_args(RecomputeReason)
 PREFIX = "gateway_"
 PHASES = ("tokenize", "prefill", "send")
 LEASE_ENDS = ("read", "expired", "engine_gone", "withdrawn")

@@ -57,7 +57,7 @@ def awake(engine: Vllm) -> Iterator[Vllm]:
 
 @pytest.fixture
 def second(vllm: Vllm, folder: Callable[[str], Path]) -> Iterator[Vllm]:
-    """Another one of the same kind, for one test: a vLLM that was stopped for half an hour ended when it went on."""
+    """Another one of the same kind, for one test: one that was stopped for half an hour refused connections."""
     with closing(stock(folder("float32"), "float32")) as engine:
         engine.wait_ready()
         yield engine
