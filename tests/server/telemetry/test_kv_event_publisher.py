@@ -1,6 +1,7 @@
 """The KV event publisher over real sockets: events decoded as by vLLM's clients, and replays."""
 
 import socket
+import time
 from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
 
@@ -16,6 +17,8 @@ from headrace.server.telemetry.kv_event_publisher import MAX_TOPICS, KvEventPubl
 from headrace.server.telemetry.kv_replay import RETRY_S, SILENCE_S
 
 Socket = zmq.Socket[bytes]
+
+PATIENCE_S = 60.0  # with a replay, on a machine whose cores are shared
 
 
 class Batch(msgspec.Struct, array_like=True, omit_defaults=True):
@@ -83,11 +86,14 @@ def answers(socket: Socket, publisher: KvEventPublisher) -> list[tuple[int, byte
     """Answers to a replay request, until its end."""
     found = []
     router = publisher.sockets()[0]
-    for _ in range(2000):
+    until = time.monotonic() + PATIENCE_S
+    while time.monotonic() < until:
         if router.poll(0 if publisher.next_deadline() is not None else 5):
             publisher.receive(0.0)
         publisher.tick(0.0)
-        while socket.poll(0):
+        wait_ms = 1  # gives way to the thread that carries the batches
+        while socket.poll(wait_ms):
+            wait_ms = 0
             delimiter, topic, sequence, payload = socket.recv_multipart()
             assert delimiter == b""
             number = int.from_bytes(sequence, "big", signed=True)
