@@ -27,6 +27,7 @@ NAME = "smollm2"
 LOADED = 'source="external_kv_transfer"'  # label of tokens that a KV connector loaded
 CONNECTOR = "headrace.integrations.vllm.connector:HeadraceConnector"
 THREADS = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "2", "OMP_WAIT_POLICY": "PASSIVE"}
+ON_CPU = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}  # GiB; and no internet
 
 
 def export_smollm2(folder: Path, dtype: str = "float32") -> Path:
@@ -72,6 +73,18 @@ def takes_by_nixl(role: str = "kv_consumer", **extra: Any) -> dict[str, Any]:
     }
 
 
+def metric(client: httpx.Client, name: str, label: str = "") -> float:
+    """Sum of the samples of a vLLM's metric whose labels contain this text."""
+    page = client.get("/metrics").text
+    found = re.findall(rf"^{re.escape(name)}(\{{.*\}})? (\S+)$", page, re.MULTILINE)
+    return sum(float(value) for labels, value in found if label in labels)
+
+
+def loaded_tokens(client: httpx.Client) -> float:
+    """Prompt tokens whose KV a vLLM's connector has loaded."""
+    return metric(client, "vllm:prompt_tokens_by_source_total", LOADED)
+
+
 class Ports(NamedTuple):
     """Loopback ports of a vLLM."""
 
@@ -104,10 +117,9 @@ class Vllm:
             "--enforce-eager", "--served-model-name", NAME, "--max-model-len", "4096", "--port", str(self.ports.http),
             "--host", "127.0.0.1", *(("--kv-transfer-config", json.dumps(transfer)) if transfer else ()), *flags,
         ]  # fmt: skip
-        quiet = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
         channel = {"HOST": "127.0.0.1", "PORT": str(self.ports.side_channel)}
-        quiet |= {f"VLLM_NIXL_SIDE_CHANNEL_{name}": value for name, value in channel.items()}
-        self.environment = {**os.environ, **quiet, **environment, "PYTHONPATH": ":".join(map(str, modules))}
+        nixl = {f"VLLM_NIXL_SIDE_CHANNEL_{name}": value for name, value in channel.items()}
+        self.environment = {**os.environ, **ON_CPU, **nixl, **environment, "PYTHONPATH": ":".join(map(str, modules))}
         self.folder = model  # where it runs: python -m imports from there first, and so not from this repository
         self.process = subprocess.Popen(
             command, stdout=self._output, stderr=subprocess.STDOUT, env=self.environment, cwd=model,
@@ -162,13 +174,11 @@ class Vllm:
 
     def metric(self, name: str, label: str = "") -> float:
         """Sum of a metric's samples whose labels contain this text."""
-        page = self.client.get("/metrics").text
-        found = re.findall(rf"^{re.escape(name)}(\{{.*\}})? (\S+)$", page, re.MULTILINE)
-        return sum(float(value) for labels, value in found if label in labels)
+        return metric(self.client, name, label)
 
     def loaded_tokens(self) -> float:
         """Prompt tokens whose KV a connector has loaded."""
-        return self.metric("vllm:prompt_tokens_by_source_total", LOADED)
+        return loaded_tokens(self.client)
 
     def idle(self) -> bool:
         """Whether no request is open and no block of the KV cache is in use."""
