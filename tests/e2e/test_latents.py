@@ -116,7 +116,17 @@ def test_generate_goes_on_from_latents_that_a_server_computed(saved: Saved) -> N
 def test_the_model_is_described_at_the_start(saved: Saved, tmp_path: Path) -> None:
     """`headrace check`: bytes of a token are those of its latents."""
     done = subprocess.run(
-        [sys.executable, "-m", "headrace.server.cli", "check", "--model", str(saved.folder), *FLAGS],
+        [
+            sys.executable,
+            "-m",
+            "headrace.server.cli",
+            "check",
+            "--model",
+            str(saved.folder),
+            "--dtype",
+            "float32",
+            *FLAGS,
+        ],
         capture_output=True,
         text=True,
         check=False,
