@@ -15,7 +15,7 @@ from headrace.core.config import TransferConfig
 from headrace.core.stats import Stats
 from headrace.core.types.errors import ConfigError, ErrorInfo
 from headrace.core.types.geometry import Geometry
-from headrace.integrations.peer.commands import ConnectServer, LoadResult, ServerState
+from headrace.integrations.peer.commands import ConnectServer, DisconnectServer, LoadResult, ServerState
 from headrace.integrations.peer.records import PeerLimits
 from headrace.integrations.peer.shared_staging import SharedStaging
 from headrace.integrations.peer.thread import PeerFailed, PeerThread
@@ -111,9 +111,9 @@ class KvHandover:
         for thread in (self._peer, self._results, self.rooms, self._bootstrap):
             thread.start()
 
-    def connect(self, *servers: ConnectServer) -> None:
-        """Keep sessions with these prefill servers; `server_state` is told of them."""
-        self._peer.submit(*servers)
+    def connect(self, command: ConnectServer | DisconnectServer) -> None:
+        """Keep a session with a prefill server, of which `server_state` is told, or let go of it."""
+        self._peer.submit(command)
 
     def expect(self, request: str, room: int) -> None:
         """See RoomThread.expect()."""

@@ -19,11 +19,11 @@ from headrace.core.types.errors import (
     NONFINITE,
     PREFILL_FAILED,
     PREFILL_LOST,
-    PREFILL_UNREACHABLE,
     ErrorInfo,
     HeadraceError,
 )
 from headrace.server.tokenizer.logprobs import LogprobEntry
+from headrace.server.upstream.connection import Extensions, connection_error, past_stale_connection
 
 log = logging.getLogger(__name__)
 
@@ -184,55 +184,20 @@ class PrefillCall:
 
     async def _post(self, on_progress: Callable[[PrefillProgress], None]) -> PrefillResponse:
         """Raises HeadraceError with the status for our client."""
-        connection = _ConnectionTrace()
         try:
-            return await self._send(on_progress, connection)
+            return await past_stale_connection(lambda extensions: self._send(on_progress, extensions))
         except httpx.HTTPError as error:
-            if not connection.was_stale(error):
-                raise self._broken(error) from error
-            first = error
-        try:  # the server had closed the idle connection before it could see the prompt
-            return await self._send(on_progress, _ConnectionTrace())
-        except httpx.HTTPError as error:
-            gone = isinstance(error, httpx.ConnectError | httpx.ConnectTimeout)
-            raise self._broken(first if gone else error) from error
+            raise HeadraceError(connection_error(self._url, error)) from error
 
-    async def _send(
-        self, on_progress: Callable[[PrefillProgress], None], connection: "_ConnectionTrace"
-    ) -> PrefillResponse:
+    async def _send(self, on_progress: Callable[[PrefillProgress], None], extensions: Extensions) -> PrefillResponse:
         """Raises HeadraceError for an error response, httpx.HTTPError."""
-        url = f"{self._url}/v1/prefill"
-        given: dict[str, Any] = {"json": self._body, "headers": self._observer.headers()}
-        given["extensions"] = {"trace": connection.saw}
-        async with self._http.stream("POST", url, **given) as response:
+        url, headers = f"{self._url}/v1/prefill", self._observer.headers()
+        async with self._http.stream("POST", url, json=self._body, headers=headers, extensions=extensions) as response:
             if response.status_code != 200:
                 raise HeadraceError(response_error(response.status_code, await response.aread(), response.headers))
             if not self._body.get("stream"):
                 return await _decode_response(await response.aread())
             return await _read_events(response, on_progress)
-
-    def _broken(self, error: httpx.HTTPError) -> HeadraceError:
-        refused = isinstance(error, httpx.ConnectError | httpx.ConnectTimeout)
-        message = f"prefill server {self._url}: {type(error).__name__} {error}".rstrip()
-        code = PREFILL_UNREACHABLE if refused else PREFILL_LOST
-        return HeadraceError(ErrorInfo(code=code, message=message, status=502))
-
-
-class _ConnectionTrace:
-    """What httpcore tells of the connection of one HTTP request, as its "trace" extension."""
-
-    def __init__(self) -> None:
-        self._connected = self._sent = self._heard = False
-
-    async def saw(self, event: str, _info: object) -> None:
-        self._connected = self._connected or event == "connection.connect_tcp.started"
-        self._sent = self._sent or event == "http11.send_request_headers.started"
-        self._heard = self._heard or event == "http11.receive_response_headers.complete"
-
-    def was_stale(self, error: httpx.HTTPError) -> bool:
-        """Whether the request went into a connection that was kept from an earlier one, and that ended unanswered."""
-        ended = isinstance(error, httpx.RemoteProtocolError | httpx.ReadError | httpx.WriteError)
-        return ended and self._sent and not self._connected and not self._heard
 
 
 async def _read_events(response: httpx.Response, on_progress: Callable[[PrefillProgress], None]) -> PrefillResponse:
@@ -274,13 +239,19 @@ class _ErrorResponse(msgspec.Struct):
 def response_error(status: int, content: bytes, headers: "httpx.Headers") -> ErrorInfo:
     """The error for our client after a prefill server's error response. Errors of the request, overload and
     nonfinite results keep their status; those between the two servers (keys, tickets, routes, crashes) become 502."""
+    error = stated_error(status, content, headers)
+    if status not in CLIENT_STATUSES and error.code not in (NONFINITE, GRAMMAR_REJECTED):
+        message = f"the prefill server answered {status}: {error.message}"
+        return ErrorInfo(code=PREFILL_FAILED, message=message, status=502)
+    return error
+
+
+def stated_error(status: int, content: bytes, headers: "httpx.Headers") -> ErrorInfo:
+    """What a prefill server's error response says, as it is."""
     try:
         error = msgspec.json.decode(content, type=_ErrorResponse).error
     except NO_MESSAGE:
         error = _ErrorBody(message=content[:200].decode(errors="replace"))
-    if status not in CLIENT_STATUSES and error.code not in (NONFINITE, GRAMMAR_REJECTED):
-        message = f"the prefill server answered {status}: {error.message}"
-        return ErrorInfo(code=PREFILL_FAILED, message=message, status=502)
     retry_after = headers.get("Retry-After", "")
     return ErrorInfo(
         code=error.code or PREFILL_FAILED,

@@ -132,13 +132,17 @@ class PrefillPool:
         """The configured servers."""
         return list(self._servers.values())
 
+    def up(self) -> list[PrefillServer]:
+        """The configured servers that prompts can be sent to now."""
+        return [server for server in self._servers.values() if server.up]
+
     def known(self) -> list[PrefillServer]:
         """The configured servers, and those that requests have named."""
         return [*self._servers.values(), *self._named.values()]
 
     def problem(self) -> str | None:
         """Why no prompt can be sent to a configured server now, or None."""
-        if any(server.up for server in self._servers.values()):
+        if self.up():
             return None
         reasons = "; ".join(f"{server.url}: {server.reason}" for server in self._servers.values())
         return f"no prefill server is reachable ({reasons})" if reasons else "no prefill server is configured"

@@ -9,6 +9,7 @@ What decides is in headrace.scheduler.routing.failover.
 
 import logging
 from collections.abc import Awaitable, Callable, Iterable
+from typing import TypeVar
 
 import msgspec
 
@@ -16,7 +17,7 @@ from headrace.core.runtime.clock import Clock
 from headrace.core.runtime.log_throttle import LogThrottle, printable
 from headrace.core.types.errors import DEADLINE, ErrorInfo, HeadraceError
 from headrace.scheduler.routing.failover import MoveReason, PrefillAttempts, PrefillFailure
-from headrace.server.frontend.request.generation_request import GenerationRequest, GenerationResult
+from headrace.server.frontend.request.generation_request import GenerationRequest
 from headrace.server.telemetry.prometheus import FrontMetrics
 from headrace.server.upstream.prefill_pool import Choice, PrefillPool
 
@@ -25,7 +26,8 @@ log = logging.getLogger(__name__)
 LOG_EVERY_S = 1.0  # for one server and one reason
 REFUSALS: tuple[MoveReason, ...] = ("unreachable", "overloaded", "unavailable")  # it has not had the prompt
 
-Attempt = Callable[[GenerationRequest, Choice, bool], Awaitable[GenerationResult]]
+Result = TypeVar("Result")
+Attempt = Callable[[GenerationRequest, Choice, bool], Awaitable[Result]]
 """Runs a request with the chosen server; the flag tells whether it was at another one before. Raises HeadraceError."""
 
 
@@ -39,8 +41,8 @@ class PrefillFailover:
         self._logged = LogThrottle(LOG_EVERY_S)
 
     async def run(
-        self, request: GenerationRequest, arrived: float, has_begun: Callable[[], bool], attempt: Attempt
-    ) -> GenerationResult:
+        self, request: GenerationRequest, arrived: float, has_begun: Callable[[], bool], attempt: Attempt[Result]
+    ) -> Result:
         """The result of the first attempt that succeeds. arrived: the time of the request's arrival. has_begun: whether
         a token of it is out. Raises HeadraceError with what the last server said, or all of them.
 
@@ -68,8 +70,8 @@ class PrefillFailover:
                 self._metrics.count_retried_request(outcome)
 
     async def _attempt(
-        self, request: GenerationRequest, attempts: PrefillAttempts, attempt: Attempt
-    ) -> GenerationResult | None:
+        self, request: GenerationRequest, attempts: PrefillAttempts, attempt: Attempt[Result]
+    ) -> Result | None:
         """The result; None if the chosen server, or the KV from it, failed the request. Raises HeadraceError for all
         other failures."""
         with self._pool.chosen(request.prompt, request.cache_salt, attempts.servers, request.needs) as choice:

@@ -90,14 +90,14 @@ def take_apart(fields: object) -> SglangBody:
 
 
 def held_at(content: bytes, host: str, port: int) -> Held:
-    """What a prefill server at this HTTP address holds, by its answer. Raises HeadraceError (502)."""
+    """What the prefill server with this control endpoint holds, by its answer. Raises HeadraceError (502)."""
     try:
         params = msgspec.json.decode(content, type=HoldAnswer).kv_transfer_params
         [ticket], [prompt_hash] = params.tickets, params.prompt_hashes
     except (msgspec.DecodeError, ValueError) as error:
         message = f"prefill server {host}:{port} answered without the KV of one prompt: {error}"
         raise HeadraceError(ErrorInfo(code="bad_prefill_answer", message=message, status=502)) from error
-    place = TicketRef(name=ticket, host=host, port=port, http=True, wait=False, fingerprint=params.fingerprint)
+    place = TicketRef(name=ticket, host=host, port=port, wait=False, fingerprint=params.fingerprint)
     return Held(ticket=place, tokens=params.remote_num_tokens, prompt_hash=prompt_hash)
 
 

@@ -18,6 +18,7 @@ import httpx
 import msgspec
 
 from headrace.core.config import GatewayConfig, TransferConfig
+from headrace.core.messages.frontend import AnyFrontendRequest
 from headrace.core.runtime.clock import Clock
 from headrace.core.stats import Sample, Stats
 from headrace.core.types.allow_list import allowed_prefills
@@ -40,14 +41,14 @@ from headrace.server.gateway.base import BaseGateway
 from headrace.server.gateway.fingerprint import first_answer
 from headrace.server.gateway.metrics import GatewayMetrics, in_catalog, with_prefix
 from headrace.server.gateway.pool_size import with_pool
+from headrace.server.gateway.prefill_sessions import prefill_state, session_command, wait_connected
 from headrace.server.gateway.sglang.bodies import ListedModels, ServedModel, SglangBody, held_at, without_params
 from headrace.server.gateway.sglang.decode_hosts import DecodeHosts
-from headrace.server.gateway.sglang.prefills import PrefillAnswer, PrefillTargets
+from headrace.server.gateway.sglang.prefills import PrefillAnswer, PrefillPoster
 from headrace.server.upstream.discovery_client import DiscoveryClient
+from headrace.server.upstream.prefill_pool import CONNECT_TIMEOUT_S, NO_PREFILL_SERVER, PrefillPool
 from headrace.server.version import headrace_version
 from headrace.transfer.sockets.curve_keys import known_servers
-
-CHECK_S = 0.1
 
 
 class SglangGateway(BaseGateway):
@@ -57,8 +58,18 @@ class SglangGateway(BaseGateway):
         super().__init__(config, clock)
         self._loop = asyncio.get_running_loop()
         headers = {"Authorization": f"Bearer {config.prefill_api_key}"} if config.prefill_api_key else {}
-        self._http = httpx.AsyncClient(headers=headers, timeout=None, trust_env=False)
-        self._prefills = PrefillTargets(config.prefill, self._http)
+        timeout = httpx.Timeout(None, connect=CONNECT_TIMEOUT_S)
+        self._http = httpx.AsyncClient(headers=headers, timeout=timeout, trust_env=False)
+        self._keys = known_servers(config.curve_key, config.curve_server_keys)
+        self._prefills = PrefillPool(
+            config.prefill,
+            config.prefill_api_key,
+            self._connect,
+            keys=self._keys,
+            routing="least-load",
+            clock=self.clock,
+        )
+        self._poster = PrefillPoster(self._prefills, self._http, self.front_metrics, self.clock)
         self._metrics = GatewayMetrics()
         self._handover: KvHandover | None = None
         self._rooms: dict[str, asyncio.Future[ErrorInfo | None]] = {}  # by request
@@ -80,11 +91,8 @@ class SglangGateway(BaseGateway):
         )
         self._handover = handover
         handover.start()
-        handover.connect(*(server.connect for server in self._prefills.all))
-        while not any(server.up for server in self._prefills.all):
-            if all(server.unfit for server in self._prefills.all):
-                raise ConfigError(self._prefills.problem())
-            await asyncio.sleep(CHECK_S)
+        self._prefills.start()
+        await wait_connected(self._prefills)
         self.front_metrics.set_build(headrace_version(), "gateway", model.model)
         self._watch = asyncio.create_task(self._watch_threads(handover))
         return "\n".join(
@@ -97,28 +105,25 @@ class SglangGateway(BaseGateway):
             ]
         )
 
-    async def hand_over(self, path: str, body: SglangBody, headers: Mapping[str, str]) -> PrefillAnswer:
-        """Have a body's prompt computed and its KV written into the decode engine that asks for its room. Raises
-        HeadraceError. Cancelling it gives up the prompt and the room."""
+    async def hand_over(self, rid: str, path: str, body: SglangBody, headers: Mapping[str, str]) -> bytes:
+        """Have a body's prompt computed and its KV written into the decode engine that asks for its room. Returns the
+        answer to the router. Raises HeadraceError. Cancelling it gives up the prompt and the room."""
         handover = self._require()
         if body.room is None:
-            return await self._prefills.post(path, msgspec.json.encode(body.fields), headers)
+            return (await self._poster.post(rid, path, msgspec.json.encode(body.fields), headers)).content
         request, began = secrets.token_hex(16), self.clock.now()
         ended = self._rooms[request] = self._loop.create_future()
         handover.expect(request, body.room)
         why = ErrorInfo(code=CANCELLED, message="the router's connection was closed", status=499)
         try:
-            answer = await self._computed(path, body.posted(f"sglang-{request}"), headers, ended)
-            if answer.status != 200:
-                why = refusal(answer)
-                return answer
+            answer = await self._computed(rid, path, body.posted(f"sglang-{request}"), headers, ended)
             held = held_at(answer.content, answer.host, answer.port)
             handover.hold(request, body.room, held)
             if (error := await asyncio.shield(ended)) is not None:
                 raise HeadraceError(error)
             self._metrics.handed_over(held.tokens)
             self._metrics.took("prefill", self.clock.now() - began)
-            return msgspec.structs.replace(answer, content=without_params(answer.content))
+            return without_params(answer.content)
         except HeadraceError as error:
             why = error.info
             raise
@@ -130,20 +135,20 @@ class SglangGateway(BaseGateway):
     async def get(self, path: str) -> tuple[int, bytes]:
         """What a prefill server answers to a router's question. Raises HeadraceError."""
         self._require()
-        return await self._prefills.get(path)
+        return await self._poster.get(path)
 
     def not_ready(self) -> ErrorInfo | None:
         """Why prompts would not be handed over now (503), or None."""
         if (problem := self._ending()) is not None:
             return problem
-        if self._watch is None:
-            return unavailable(f"the gateway is starting: {self._prefills.problem()}", code=NOT_READY).info
         text = self._prefills.problem()
-        return unavailable(text, code="no_prefill_server").info if text else None
+        if self._watch is None:
+            return unavailable(f"the gateway is starting{f': {text}' if text else ''}", code=NOT_READY).info
+        return unavailable(text, code=NO_PREFILL_SERVER).info if text else None
 
     def statistics(self) -> list[Stats]:
         """What /metrics shows."""
-        up = Sample("prefill_servers_up", sum(server.up for server in self._prefills.all))
+        up = Sample("prefill_servers_up", len(self._prefills.up()))
         found = [self.front_metrics.statistics(), self._metrics.statistics(), Stats((up,))]
         if self._handover is not None:
             found.append(with_prefix(self._handover.statistics()))
@@ -154,6 +159,7 @@ class SglangGateway(BaseGateway):
         await super().stop()
         if self._watch is not None:
             self._watch.cancel()
+        await self._prefills.stop()
         if self._handover is not None:
             await asyncio.to_thread(self._handover.stop)
         await self._http.aclose()
@@ -176,7 +182,7 @@ class SglangGateway(BaseGateway):
                 rules=allowed_prefills(config.prefill, ()),
                 pages=pages,
                 page_tokens=geometry.page_size,
-                server_keys=known_servers(config.curve_key, config.curve_server_keys),
+                server_keys=self._keys,
             ),
             name=f"{socket.gethostname()}:{config.port} (gateway {os.getpid()})",
             max_model_len=longest,
@@ -197,10 +203,10 @@ class SglangGateway(BaseGateway):
         return model, listed.data[0].max_model_len
 
     async def _computed(
-        self, path: str, posted: bytes, headers: Mapping[str, str], ended: "asyncio.Future[ErrorInfo | None]"
+        self, rid: str, path: str, posted: bytes, headers: Mapping[str, str], ended: "asyncio.Future[ErrorInfo | None]"
     ) -> PrefillAnswer:
         """A prefill server's answer. Raises HeadraceError, also if the room ends before."""
-        computing = asyncio.ensure_future(self._prefills.post(path, posted, headers))
+        computing = asyncio.ensure_future(self._poster.post(rid, path, posted, headers))
         try:
             await asyncio.wait((computing, ended), return_when=asyncio.FIRST_COMPLETED)
             if ended.done() and (error := ended.result()) is not None:
@@ -230,13 +236,11 @@ class SglangGateway(BaseGateway):
         with contextlib.suppress(RuntimeError):  # the event loop is closed
             self._loop.call_soon_threadsafe(resolve)
 
+    def _connect(self, message: AnyFrontendRequest) -> None:
+        """As PrefillPool asks a scheduler to."""
+        assert self._handover is not None, "the pool is started after it"
+        self._handover.connect(session_command(message))
+
     def _on_thread_state(self, state: ServerState) -> None:
         with contextlib.suppress(RuntimeError):
-            self._loop.call_soon_threadsafe(self._prefills.update, state)
-
-
-def refusal(answer: PrefillAnswer) -> ErrorInfo:
-    """Why the decode engine gets no KV, if a prefill server has answered with an error."""
-    text = answer.content[:300].decode("utf-8", "replace")
-    message = f"the prefill server answered {answer.status}: {text}"
-    return ErrorInfo(code="prefill_refused", message=message, status=answer.status)
+            self._loop.call_soon_threadsafe(self._prefills.update, prefill_state(state))

@@ -1,98 +1,85 @@
-"""The prefill servers of a gateway for SGLang: which are up, which gets the next request, and what it answers."""
+"""Bodies of SGLang's routers, answered by the prefill servers of a gateway."""
 
-import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
 import httpx
 import msgspec
 
-from headrace.core.types.allow_list import address_of
-from headrace.core.types.errors import HeadraceError, unavailable
-from headrace.integrations.peer.commands import ConnectServer, ServerState
+from headrace.core.runtime.clock import Clock
+from headrace.core.types.errors import ErrorInfo, HeadraceError
+from headrace.core.types.request import SamplingParams
+from headrace.server.frontend.generation.prefill_failover import PrefillFailover
+from headrace.server.frontend.request.generation_request import GenerationRequest
+from headrace.server.telemetry.prometheus import FrontMetrics
+from headrace.server.upstream.connection import Extensions, connection_error, past_stale_connection
+from headrace.server.upstream.prefill_call import stated_error
+from headrace.server.upstream.prefill_pool import Choice, PrefillPool
 
-log = logging.getLogger(__name__)
-
-BUSY = (429, 503)  # answers after which another server is asked
-
-
-class PrefillTarget:
-    """One of them."""
-
-    def __init__(self, url: str) -> None:
-        self.url = url
-        self.host, self.port = address_of(url)
-        self.up = False
-        self.reason = "it has not answered yet"
-        self.unfit = False
-        self.open = 0  # requests that it is computing
-
-    @property
-    def connect(self) -> ConnectServer:
-        """The order to keep a session with it."""
-        return ConnectServer(name=self.url, host=self.host, port=self.port, http=True)
+UNKNOWN_PROMPT = (0,)  # a gateway has no tokenizer: each request counts as a prompt of one token
 
 
 class PrefillAnswer(msgspec.Struct, frozen=True):
-    """What a prefill server has answered."""
+    """What a prefill server has answered with status 200."""
 
     host: str
     port: int
-    status: int
+    """Of its control endpoint."""
     content: bytes
 
 
-class PrefillTargets:
-    """Used by the event loop only. http: sends the API key of prefill servers, and waits as long as they compute."""
+class PrefillPoster:
+    """Has prefill servers compute bodies as they are. Used by the event loop only.
 
-    def __init__(self, urls: Iterable[str], http: httpx.AsyncClient) -> None:
-        self.all = [PrefillTarget(url) for url in urls]
+    http: sends the API key of prefill servers, and waits as long as they compute.
+    """
+
+    def __init__(self, prefills: PrefillPool, http: httpx.AsyncClient, metrics: FrontMetrics, clock: Clock) -> None:
+        self._prefills = prefills
         self._http = http
+        self._clock = clock
+        self._failover = PrefillFailover(prefills, metrics, clock)
 
-    def update(self, state: ServerState) -> None:
-        """A session with a server has begun, or ended."""
-        for server in self.all:
-            if server.url == state.name:
-                if server.up != state.up:
-                    text = "is up" if state.up else f"is down: {state.reason}"
-                    log.log(logging.INFO if state.up else logging.WARNING, "prefill server %s %s", server.url, text)
-                server.up, server.reason, server.unfit = state.up, state.reason, state.incompatible
+    async def post(self, rid: str, path: str, body: bytes, headers: Mapping[str, str]) -> PrefillAnswer:
+        """The answer of the server with the fewest requests, or of another one if that refuses or fails it. Raises
+        HeadraceError: what a server says of the request, or why none has computed it."""
 
-    def problem(self) -> str:
-        """Why no request can be computed; "" if one can."""
-        if any(server.up for server in self.all):
-            return ""
-        return "no prefill server: " + "; ".join(f"{server.url}: {server.reason}" for server in self.all)
+        async def attempt(_left: GenerationRequest, choice: Choice, _moved: bool) -> PrefillAnswer:
+            return await self._answer(choice, path, body, headers)
 
-    async def post(self, path: str, body: bytes, headers: Mapping[str, str]) -> PrefillAnswer:
-        """Have one of the servers compute a body: the one with the fewest, then others if it cannot be reached or is
-        too busy. Raises HeadraceError (503) if none can be reached."""
-        failure: HeadraceError | None = None
-        answer: PrefillAnswer | None = None
-        for server in sorted((one for one in self.all if one.up), key=lambda one: one.open):
-            server.open += 1
-            try:
-                response = await self._http.post(f"{server.url}{path}", content=body, headers=dict(headers))
-            except httpx.HTTPError as error:
-                reason = f"prefill server {server.url}: {type(error).__name__} {error}".rstrip()
-                log.warning("%s", reason)
-                failure = unavailable(reason, code="prefill_unreachable")
-                continue
-            finally:
-                server.open -= 1
-            answer = PrefillAnswer(server.host, server.port, response.status_code, response.content)
-            if response.status_code not in BUSY:
-                return answer
-        if answer is not None:
-            return answer
-        raise failure or unavailable(self.problem(), code="no_prefill_server")
+        request = GenerationRequest(rid=rid, prompt=UNKNOWN_PROMPT, sampling=SamplingParams())
+        return await self._failover.run(request, self._clock.now(), lambda: False, attempt)
 
     async def get(self, path: str) -> tuple[int, bytes]:
-        """What the first server that is up answers. Raises HeadraceError (503)."""
-        for server in self.all:
-            if server.up:
-                try:
-                    response = await self._http.get(f"{server.url}{path}")
-                except httpx.HTTPError as error:
-                    raise unavailable(f"prefill server {server.url}: {error}") from error
-                return response.status_code, response.content
-        raise unavailable(self.problem(), code="no_prefill_server")
+        """What the first server that is up answers. Raises HeadraceError."""
+        with self._prefills.chosen(UNKNOWN_PROMPT, "") as choice:
+            url = choice.server.url
+        try:
+            response = await past_stale_connection(
+                lambda extensions: self._http.get(f"{url}{path}", extensions=extensions)
+            )
+        except httpx.HTTPError as error:
+            raise HeadraceError(connection_error(url, error)) from error
+        return response.status_code, response.content
+
+    async def _answer(self, choice: Choice, path: str, body: bytes, headers: Mapping[str, str]) -> PrefillAnswer:
+        """Raises HeadraceError (at_prefill)."""
+        server = choice.server
+        assert server.target is not None, "it is up"
+        port = server.target.control_port
+
+        async def send(extensions: Extensions) -> httpx.Response:
+            return await self._http.post(
+                f"{server.url}{path}", content=body, headers=dict(headers), extensions=extensions
+            )
+
+        try:
+            response = await past_stale_connection(send)
+        except httpx.HTTPError as error:
+            raise _at_prefill(connection_error(server.url, error)) from error
+        if response.status_code != 200:
+            raise _at_prefill(stated_error(response.status_code, response.content, response.headers))
+        return PrefillAnswer(server.host, port, response.content)
+
+
+def _at_prefill(error: ErrorInfo) -> HeadraceError:
+    return HeadraceError(msgspec.structs.replace(error, at_prefill=True))

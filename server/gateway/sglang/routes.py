@@ -15,7 +15,7 @@ from headrace.server.frontend.request.generation_request import GenerationResult
 from headrace.server.frontend.request_log import RequestRecord
 from headrace.server.gateway.operations import gateway_app
 from headrace.server.gateway.sglang.bodies import SglangBody, take_apart
-from headrace.server.gateway.sglang.gateway import SglangGateway, refusal
+from headrace.server.gateway.sglang.gateway import SglangGateway
 
 PROMPTS = ("/generate", "/v1/completions", "/v1/chat/completions")
 QUESTIONS = (
@@ -78,12 +78,9 @@ class RoomResponse(Response):
         headers = {name: given[name] for name in PASSED_ON if name in given}
         headers |= {"x-request-id": request_id, "content-type": "application/json"}
         try:
-            answer = await self._gateway.hand_over(scope["path"], self._body, headers)
+            answer = await self._gateway.hand_over(request_id, scope["path"], self._body, headers)
         except HeadraceError as error:
             record.failed(error.info)
             return error_response(error.info)
-        if answer.status >= 400:
-            record.failed(refusal(answer))
-            return Response(answer.content, answer.status, media_type="application/json")
         record.ended(GenerationResult(finish_reason=None, usage=Usage(0, 0, 0), timing=Timing(), kv="handed_over"))
-        return Response(answer.content, answer.status, media_type="application/json")
+        return Response(answer, media_type="application/json")

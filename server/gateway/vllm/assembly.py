@@ -24,15 +24,12 @@ from headrace.server.gateway.vllm.handoff import Handoffs
 from headrace.server.gateway.vllm.kv_loads import KvLoads
 from headrace.server.telemetry.prometheus import FrontMetrics
 from headrace.server.upstream.prefill_pool import PrefillPool
-from headrace.server.upstream.prefill_server import PrefillServer
 from headrace.transfer.sockets.curve_keys import known_servers
 
 if TYPE_CHECKING:
     from headrace.integrations.vllm_nixl.exporter import KvExporter
 
 log = logging.getLogger(__name__)
-
-CHECK_S = 0.1
 
 
 class Parts:
@@ -60,19 +57,6 @@ class Parts:
         self.exporter.start()
         self._loads.start()
         self.prefills.start()
-
-    async def wait_prefill(self) -> None:
-        """Wait until a prefill server is connected. Raises ConfigError if none of them fits the decode engines."""
-        while not self.up():
-            servers = self.prefills.servers()
-            if all(server.unfit for server in servers):
-                reasons = "; ".join(f"{server.url}: {server.reason}" for server in servers)
-                raise ConfigError(f"no prefill server fits the decode engines: {reasons}")
-            await asyncio.sleep(CHECK_S)
-
-    def up(self) -> list[PrefillServer]:
-        """The prefill servers that are connected."""
-        return [server for server in self.prefills.servers() if server.up]
 
     async def stop(self) -> None:
         """End prompts, connections and threads; the pool cannot be read afterwards."""

@@ -19,6 +19,7 @@ from headrace.integrations.vllm_nixl.wire import HandshakePayload
 from headrace.server.gateway.base import BaseGateway
 from headrace.server.gateway.fingerprint import find_fingerprint
 from headrace.server.gateway.metrics import GatewayMetrics, in_catalog, with_prefix
+from headrace.server.gateway.prefill_sessions import wait_connected
 from headrace.server.gateway.vllm.assembly import Parts, assemble
 from headrace.server.gateway.vllm.engines import NO_DECODE_ENGINE, DecodeEngines
 from headrace.server.gateway.vllm.front import Front
@@ -54,9 +55,9 @@ class VllmGateway(BaseGateway):
         self._parts = parts = assemble(config, engine, served, self.clock, self.front_metrics, self._fail)
         parts.start()
         self._engines.watch(self._engine_gone)
-        await parts.wait_prefill()
+        await wait_connected(parts.prefills)
         if config.model_check:
-            await check_models(self._engines, parts.up()[0].url, config.prefill_api_key, engine.geometry.dtype)
+            await check_models(self._engines, parts.prefills.up()[0].url, config.prefill_api_key, engine.geometry.dtype)
         self.front_metrics.set_build(headrace_version(), "gateway", engine.served_names[0])
         self._tasks.append(asyncio.create_task(keep_running("the look at decode engines' metrics", self._scrape)))
         self._front = Front(
@@ -114,7 +115,7 @@ class VllmGateway(BaseGateway):
             gauges += [
                 Sample("kv_pages", parts.pages - parts.handoffs.leased_pages, ("free",)),
                 Sample("kv_pages", parts.handoffs.leased_pages, ("leased",)),
-                Sample("prefill_servers_up", len(parts.up())),
+                Sample("prefill_servers_up", len(parts.prefills.up())),
             ]
         return in_catalog((*found, Stats(tuple(gauges))))
 

@@ -122,20 +122,17 @@ class Handoffs:
             priority=prompt.priority,
             context=prompt.context,
         )
-        loaded: Loaded | None = None
 
-        async def attempt(left: GenerationRequest, choice: Choice, moved: bool) -> GenerationResult:
-            nonlocal loaded
+        async def attempt(left: GenerationRequest, choice: Choice, _moved: bool) -> tuple[Loaded, GenerationResult]:
             began = self._clock.now()
             loaded = await self._load(left, choice)
             usage = Usage(len(left.prompt), 1, loaded.first.cached_tokens)
             timing = Timing(bootstrap_s=began - arrived, forward_s=self._clock.now() - began)
-            return GenerationResult(
+            return loaded, GenerationResult(
                 finish_reason=None, usage=usage, timing=timing, peer=choice.server.url, kv="handoff"
             )
 
-        result = await self._failover.run(request, arrived, lambda: False, attempt)
-        assert loaded is not None, "the attempt has succeeded"
+        loaded, result = await self._failover.run(request, arrived, lambda: False, attempt)
         first_page = loaded.at // self._page_tokens
         params = self._exporter.offer(loaded.id, first_page, len(prompt.tokens), jobs=prompt.jobs)
         return KvOffer(load=loaded.id, params=params, result=result)

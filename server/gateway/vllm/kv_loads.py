@@ -8,15 +8,13 @@ import logging
 import threading
 from collections.abc import Callable, Sequence
 
-from headrace.core.messages.frontend import AddPrefill, AnyFrontendRequest, RemovePrefill
+from headrace.core.messages.frontend import AnyFrontendRequest
 from headrace.core.messages.replies import PrefillState
 from headrace.core.types import errors
 from headrace.core.types.errors import ErrorInfo, HeadraceError
 from headrace.integrations.peer.commands import (
     AnyResult,
     CancelLoad,
-    ConnectServer,
-    DisconnectServer,
     LoadCancelled,
     Loaded,
     LoadFailed,
@@ -25,6 +23,7 @@ from headrace.integrations.peer.commands import (
     ServerState,
 )
 from headrace.integrations.peer.thread import PeerFailed, PeerThread
+from headrace.server.gateway.prefill_sessions import prefill_state, session_command
 
 log = logging.getLogger(__name__)
 
@@ -78,14 +77,7 @@ class KvLoads:
 
     def post(self, message: AnyFrontendRequest) -> None:
         """Connect to a prefill server or disconnect from it, as PrefillPool asks a scheduler to."""
-        match message:
-            case AddPrefill(name=name, endpoint=endpoint):
-                host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
-                self._peer.submit(ConnectServer(name=name, host=host.strip("[]"), port=int(port)))
-            case RemovePrefill(name=name):
-                self._peer.submit(DisconnectServer(name=name))
-            case _:
-                raise TypeError(f"a gateway has no scheduler for {type(message).__name__}")
+        self._peer.submit(session_command(message))
 
     def _pump(self, loop: asyncio.AbstractEventLoop) -> None:
         """The pump thread."""
@@ -106,9 +98,7 @@ class KvLoads:
         for result in results:
             match result:
                 case ServerState():
-                    self._on_state(
-                        PrefillState(name=result.name, up=result.up, reason=result.reason, unfit=result.incompatible)
-                    )
+                    self._on_state(prefill_state(result))
                 case Loaded():
                     self._resolve(result.id, result)
                 case LoadFailed():

@@ -67,8 +67,8 @@ def test_bodies_that_are_no_objects():
 
 def test_what_a_prefill_server_holds():
     content = msgspec.json.encode({"choices": [], "kv_transfer_params": PARAMS})
-    held = held_at(content, "10.0.0.7", 8000)
-    assert held.ticket == TicketRef(name="t", host="10.0.0.7", port=8000, http=True, wait=False, fingerprint="fp")
+    held = held_at(content, "10.0.0.7", 8100)
+    assert held.ticket == TicketRef(name="t", host="10.0.0.7", port=8100, wait=False, fingerprint="fp")
     assert (held.tokens, held.prompt_hash) == (40, "h")
     assert without_params(content) == b'{"choices":[]}'
 
