@@ -7,6 +7,7 @@ a prompt each, and their vLLMs are stopped while it is not their turn, since a N
 computes prompts itself, which shows the state of the machine.
 """
 
+import math
 import secrets
 import signal
 import statistics
@@ -111,7 +112,7 @@ class Rounds(NamedTuple):
 
 ALONE = "vLLM alone"
 Latencies = dict[str, list[float]]
-"""Time to first token of each round in ms, by way, and ALONE."""
+"""Time to first token of each round in ms, by way, and ALONE; of a way those rounds in which the KV was loaded."""
 
 
 def measure(ways: Sequence[Way], rounds: Rounds) -> dict[int, Latencies]:
@@ -124,15 +125,16 @@ def measure(ways: Sequence[Way], rounds: Rounds) -> dict[int, Latencies]:
             for way in ways:
                 with way.turn():
                     before = way.decode.loaded_tokens()
-                    found[way.name].append(first_token_ms(way.decode, ids, way.prepare(ids)))
-                    console.print(f"{length:,} tokens, round {number}, {way.name}: {found[way.name][-1]:,.1f} ms")
+                    took = first_token_ms(way.decode, ids, way.prepare(ids))
                     if way is ways[0] and 0 < number <= rounds.alone:
                         found[ALONE].append(first_token_ms(way.decode, ids, None))
                     time.sleep(1.0)  # the metric lags by a step
                     loaded = way.decode.loaded_tokens() - before
-                    assert loaded == length, f"{way.name}: {loaded} tokens were loaded"
-        for way in ways:
-            del found[way.name][0]
+                    console.print(
+                        f"{length:,} tokens, round {number}, {way.name}: {took:,.1f} ms, {loaded:,.0f} tokens loaded"
+                    )
+                    if number and loaded == length:
+                        found[way.name].append(took)
     return results
 
 
@@ -181,11 +183,12 @@ def main(arguments: Sequence[str]) -> int:
             results = measure(ways, Rounds(given.lengths, given.rounds, given.alone))
     rows = []
     for length, found in results.items():
-        medians = {name: statistics.median(column) for name, column in found.items() if column}
+        medians = {name: statistics.median(column) if column else math.nan for name, column in found.items()}
         ratio = medians["gateway"] / medians["NixlConnector"]
-        rows.append((f"{length:,}", *(spread(column) if column else "-" for column in found.values()), f"{ratio:.2f}"))
+        columns = (f"{spread(column)} of {len(column)}" if column else "none" for column in found.values())
+        rows.append((f"{length:,}", *columns, f"{ratio:.2f}"))
     print_table(
-        f"time to first token, ms, {given.dtype}: median (range) of {given.rounds} rounds",
+        f"time to first token, ms, {given.dtype}: median (range) of those of {given.rounds} rounds whose KV was loaded",
         ("tokens", *results[given.lengths[0]], "gateway / Nixl"),
         rows,
     )
