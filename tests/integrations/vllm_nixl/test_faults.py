@@ -171,7 +171,8 @@ def test_a_client_that_leaves_while_its_prompt_is_computed(site: Site) -> None:
 def test_a_request_that_vllm_refuses(site: Site) -> None:
     """It tells the gateway so, and the pages are free long before the lease ends. (A vLLM that has not read from this
     gateway before tells it with the next request that it computes.)"""
-    Example(site).post(COMPLETION, body(256, at=65))
+    with loads(site.decode, 256):
+        Example(site).post(COMPLETION, body(256, at=65))
     asked = body(300, at=70)
     params = Example(site).params(COMPLETION, asked)
     refused = Example(site).second(COMPLETION, {**asked, "max_tokens": 100_000}, params)

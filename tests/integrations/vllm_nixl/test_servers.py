@@ -3,7 +3,7 @@
 import pytest
 
 from benchmarks.vllm_server import Vllm
-from tests.e2e.harness import Server, serving
+from tests.e2e.harness import Server, serving, wait_until
 from tests.integrations.vllm.sides import background, loads, prompt
 from tests.integrations.vllm_nixl.fleet import PREFILL, Example, Site, gateway_of
 from tests.integrations.vllm_nixl.texts import COMPLETION, GREEDY, check, fresh, loaded, own
@@ -49,5 +49,6 @@ def test_stages_write_into_the_gateways_memory(site: Site) -> None:
     before, frames = sent(prefill), sent(prefill, "zmq")
     with loads(site.decode, 700):
         Example(site).post(COMPLETION, {**GREEDY, "prompt": ids})
-    assert sent(prefill) - before >= 700 * 30 * 2 * 3 * 64 * 4, "tokens × layers × K and V × heads × head size × bytes"
+    least = 700 * 30 * 2 * 3 * 64 * 4  # tokens × layers × K and V × heads × head size × bytes
+    wait_until(lambda: sent(prefill) - before >= least, 5, "stages have reported what they have sent")
     assert sent(prefill, "zmq") == frames
