@@ -7,6 +7,7 @@ import http.client
 import re
 import ssl
 from collections.abc import Callable
+from socket import create_connection
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -111,30 +112,42 @@ def probe(url: str, side_channel: tuple[str, int], *, api_key: str = "", allow_u
 def ask_side_channel(address: tuple[str, int], timeout_s: float = TIMEOUT_S) -> HandshakePayload:
     """The handshake of an engine. Raises EngineGone when the connection is refused, EngineUnreachable when there is no
     answer in time, ConfigError for an answer of another kind."""
-    endpoint = make_url("tcp", *address)
+    name = f"its side channel {make_url('tcp', *address)}"
+    endpoint = make_url("tcp", _listening_at(name, address, timeout_s), address[1])
     with zmq.Context() as context, context.socket(zmq.REQ) as socket:
         socket.setsockopt(zmq.LINGER, 0)
         socket.setsockopt(zmq.IPV6, 1)
         socket.setsockopt(zmq.MAXMSGSIZE, MAX_BYTES)
-        socket.setsockopt(zmq.RECONNECT_STOP, zmq.RECONNECT_STOP_CONN_REFUSED)
-        refused = socket.get_monitor_socket(zmq.EVENT_CONNECT_RETRIED | zmq.EVENT_CLOSED | zmq.EVENT_DISCONNECTED)
+        closed = socket.get_monitor_socket(zmq.EVENT_CONNECT_RETRIED | zmq.EVENT_CLOSED | zmq.EVENT_DISCONNECTED)
         try:
             socket.connect(endpoint)
             socket.send(encode_query())
             poller = zmq.Poller()
             poller.register(socket, zmq.POLLIN)
-            poller.register(refused, zmq.POLLIN)
+            poller.register(closed, zmq.POLLIN)
             ready = dict(poller.poll(int(timeout_s * 1000)))
             if socket in ready:
                 decode = msgspec.msgpack.Decoder(HandshakePayload).decode
                 payload: HandshakePayload = _decode("its side channel", decode, socket.recv_multipart()[0])
                 return payload
-            if refused in ready:
-                raise EngineGone(f"no ZMQ socket listens at its side channel {endpoint}")
-            raise EngineUnreachable(f"its side channel {endpoint} does not answer within {timeout_s:g} s")
+            if closed in ready:
+                raise EngineGone(f"{name} has closed the connection: no ZMQ socket listens there")
+            raise EngineUnreachable(f"{name} does not answer within {timeout_s:g} s")
         finally:
             socket.disable_monitor()
-            refused.close()
+            closed.close()
+
+
+def _listening_at(name: str, address: tuple[str, int], timeout_s: float) -> str:
+    """IP address of a host at which something listens: the first one of several. A name that is not found says nothing
+    of the engine. Raises EngineGone, EngineUnreachable."""
+    try:
+        with create_connection(address, timeout_s) as connection:
+            return str(connection.getpeername()[0])
+    except ConnectionRefusedError as error:
+        raise EngineGone(f"nothing listens at {name}") from error
+    except OSError as error:
+        raise EngineUnreachable(f"{name}: {error.strerror or error}") from error
 
 
 def _get(url: str, path: str, api_key: str, kind: type[Any]) -> Any:

@@ -1,5 +1,8 @@
 """The probe of a decode engine: what it finds, and what it refuses, with both values."""
 
+import contextlib
+import socket
+import threading
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -120,12 +123,46 @@ def test_an_engine_that_is_not_there_yet(scripted: ScriptedEngine, monkeypatch: 
         probe(scripted.url, scripted.side_channel)
     scripted.answers["/version"] = (200, {"version": "0.32.0"})
     begin = time.monotonic()
-    with pytest.raises(EngineGone, match="no ZMQ socket listens at its side channel"):
+    with pytest.raises(EngineGone, match="nothing listens at its side channel"):
         probe(scripted.url, ("127.0.0.1", free_port()))
     assert time.monotonic() - begin < 2
     scripted.payload = None
     with pytest.raises(EngineUnreachable, match=r"does not answer within 0\.1 s"):
         engine_probe.ask_side_channel(scripted.side_channel, timeout_s=0.1)
+
+
+def test_a_side_channel_whose_host_has_several_addresses(scripted: ScriptedEngine) -> None:
+    """localhost is ::1, too, where nothing listens."""
+    assert probe(scripted.url, ("localhost", scripted.side_channel[1])).engine_id
+
+
+def test_something_else_at_the_side_channel(scripted: ScriptedEngine) -> None:
+    def close_each() -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                other.accept()[0].close()
+
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        closing = threading.Thread(target=close_each)
+        closing.start()
+        with pytest.raises(EngineGone, match="no ZMQ socket listens there"):
+            probe(scripted.url, other.getsockname())
+        other.shutdown(socket.SHUT_RDWR)
+        closing.join()
+
+
+def test_a_name_that_is_not_found_says_nothing_of_the_engine(
+    scripted: ScriptedEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An engine that counts as gone loses its leases."""
+
+    def fail(*_arguments: object, **_options: object) -> None:
+        raise socket.gaierror(socket.EAI_AGAIN, "Temporary failure in name resolution")
+
+    monkeypatch.setattr(socket, "getaddrinfo", fail)
+    with pytest.raises(EngineUnreachable, match="tcp://engine:5600: Temporary failure in name resolution") as raised:
+        engine_probe.ask_side_channel(("engine", 5600))
+    assert not isinstance(raised.value, EngineGone)
 
 
 @settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
