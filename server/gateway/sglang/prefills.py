@@ -50,7 +50,7 @@ class PrefillPoster:
         return await self._failover.run(request, self._clock.now(), lambda: False, attempt)
 
     async def get(self, path: str) -> tuple[int, bytes]:
-        """What the first server that is up answers. Raises HeadraceError."""
+        """What the server with the fewest requests answers. Raises HeadraceError."""
         with self._prefills.chosen(UNKNOWN_PROMPT, "") as choice:
             url = choice.server.url
         try:
