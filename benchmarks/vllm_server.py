@@ -8,7 +8,7 @@ import signal
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -105,11 +105,14 @@ class Vllm:
         environment: Mapping[str, str] = THREADS,
         python: Path = PYTHON,
         ports: Ports | None = None,
+        cores: Collection[int] = (),
     ) -> None:
         """model: a Hugging Face folder. transfer: its --kv-transfer-config; None starts it without. modules: folders of
         modules that it can import besides its environment's. environment: variables besides this process's own. python:
-        interpreter of its environment. ports: free ones unless given."""
+        interpreter of its environment. ports: free ones unless given. cores: to which it is confined once it is ready;
+        none: not at all."""
         self.ports = ports or Ports(free_port(), free_port())
+        self._cores = cores
         self.url = f"http://127.0.0.1:{self.ports.http}"
         self._output = tempfile.TemporaryFile()  # noqa: SIM115 - closed in close()
         command = [
@@ -140,10 +143,20 @@ class Vllm:
             assert self.process.poll() is None, f"vLLM has ended:\n{self.log[-6000:]}"
             try:
                 if self.client.get("/health").status_code == 200:
+                    self._confine()
                     return
             except httpx.TransportError:
                 time.sleep(0.25)
         raise AssertionError(f"vLLM is not ready within {READY_S:g} s:\n{self.log[-6000:]}")
+
+    def _confine(self) -> None:
+        """Allow its cores only to each thread of its session."""
+        if not self._cores:
+            return
+        for task in Path("/proc").glob("[0-9]*/task/[0-9]*"):
+            with contextlib.suppress(ProcessLookupError):  # it has just ended
+                if os.getsid(int(task.parts[2])) == self.process.pid:
+                    os.sched_setaffinity(int(task.name), self._cores)
 
     def complete(self, prompt: list[int], params: dict[str, Any] | None = None, **more: Any) -> httpx.Response:
         """Complete a prompt greedily with 12 tokens. A salt of its own keeps each call from using cached prefixes of

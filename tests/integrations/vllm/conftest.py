@@ -9,10 +9,8 @@ import pytest
 from benchmarks.vllm_server import INSTALLED, Vllm, export_smollm2, serving_vllm, takes_from_headrace
 from headrace.server.config.curve_keys import write_pair
 from tests.e2e.harness import Server, pages_in_use, serving, wait_until
-from tests.integrations.vllm.sides import FLAGS, Curve
+from tests.integrations.vllm.sides import BESIDE_OTHERS, FLAGS, Curve
 
-# One thread each: vLLM keeps a core busy while it waits, and threads that wait for one another would wait for it, too.
-ENVIRONMENT = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
 VLLM_FLAGS = ("--max-num-seqs", "4", "--middleware", "headrace.integrations.vllm.middleware.BootstrapNames")
 
 
@@ -56,8 +54,7 @@ def sharded() -> Iterator[Server]:
 @pytest.fixture(scope="package")
 def vllm(model: Path) -> Iterator[Vllm]:
     """Recomputes what cannot be loaded."""
-    options = {"modules": (INSTALLED,), "environment": ENVIRONMENT}
-    with serving_vllm(model, takes_from_headrace(), *VLLM_FLAGS, **options) as made:
+    with serving_vllm(model, takes_from_headrace(), *VLLM_FLAGS, modules=(INSTALLED,), **BESIDE_OTHERS) as made:
         yield made
 
 
@@ -66,7 +63,7 @@ def strict(model: Path, curve: Curve) -> Iterator[Vllm]:
     """Fails what cannot be loaded, compares no prompts, and takes KV from the guarded server."""
     transfer = takes_from_headrace("unchecked:UncheckedConnector", policy="fail", **curve.config)
     modules = (INSTALLED, Path(__file__).parent / "in_vllm")
-    with serving_vllm(model, transfer, modules=modules, environment=ENVIRONMENT) as made:
+    with serving_vllm(model, transfer, modules=modules, **BESIDE_OTHERS) as made:
         yield made
 
 

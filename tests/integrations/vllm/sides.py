@@ -1,5 +1,6 @@
 """What a prefill server is asked for, and how a request to vLLM names it."""
 
+import os
 import socket
 import threading
 import time
@@ -16,6 +17,14 @@ from benchmarks.vllm_server import Vllm
 from tests.e2e import gold
 from tests.e2e.harness import Server, wait_until
 
+# For a vLLM that has neighbours. One thread: threads that wait for one another would wait for the neighbours, too. Half
+# of the cores: while it waits it calls sched_yield() without a pause, and some versions of Linux then give it all cores
+# that it may use, for seconds (docs/operations.md, "Neighbours that take all cores").
+_CORES = sorted(os.sched_getaffinity(0))
+BESIDE_OTHERS: dict[str, Any] = {
+    "environment": {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"},
+    "cores": _CORES[: max(1, len(_CORES) // 2)],
+}
 LEASE_S = 6.0
 FLAGS = ("--role", "prefill", "--dtype", "float32", "--max-model-len", "4096", "--threads", "1")
 FLAGS = (*FLAGS, "--hold-lease", str(LEASE_S))

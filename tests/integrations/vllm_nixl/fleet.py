@@ -10,10 +10,9 @@ import httpx
 
 from benchmarks.vllm_server import NAME, Ports, Vllm, takes_by_nixl
 from tests.e2e.harness import Server, pages_in_use, running, wait_until
+from tests.integrations.vllm.sides import BESIDE_OTHERS
 
 PREFILL = ("--role", "prefill", "--model", "smollm2", "--max-model-len", "4096", "--threads", "1")
-# One thread: the worker keeps another core busy while it waits.
-ENVIRONMENT = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
 ASKED = {
     "do_remote_decode": True, "do_remote_prefill": False, "remote_engine_id": None, "remote_block_ids": None,
     "remote_host": None, "remote_port": None,
@@ -29,7 +28,7 @@ def stock(
         transfer["kv_connector_module_path"] = "versioned"
         modules.append(Path(__file__).parent / "in_vllm")
     flags = ("--max-num-seqs", "4", *flags)
-    return Vllm(folder, transfer, *flags, dtype=dtype, modules=modules, environment=ENVIRONMENT, ports=ports)
+    return Vllm(folder, transfer, *flags, dtype=dtype, modules=modules, ports=ports, **BESIDE_OTHERS)
 
 
 def gateway_flags(decodes: Sequence[Vllm], prefills: Sequence[Server]) -> tuple[str, ...]:
