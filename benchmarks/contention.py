@@ -1,8 +1,9 @@
 """Prefill tokens/s beside busy neighbours on the same cores, and what each engine keeps of its own speed.
 
 `python -m benchmarks.contention`, with the interpreters of other engines as in benchmarks.peers. A neighbour is a
-process that computes without a pause. Each round goes through all numbers of neighbours, and through all engines in
-turns.
+process that computes without a pause. Neighbours and engines have a session each, so that they are equals where Linux
+gives cores to sessions (autogroups, see sched(7)). Each round goes through all numbers of neighbours, and through all
+engines in turns.
 """
 
 import statistics
@@ -22,7 +23,7 @@ BUSY = "while True: pass"
 @contextmanager
 def neighbours(count: int) -> Iterator[None]:
     """Processes that compute meanwhile."""
-    busy = [subprocess.Popen([sys.executable, "-c", BUSY]) for _ in range(count)]
+    busy = [subprocess.Popen([sys.executable, "-c", BUSY], start_new_session=True) for _ in range(count)]
     try:
         yield
     finally:

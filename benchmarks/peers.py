@@ -58,6 +58,7 @@ class EngineProcess:
             stderr=subprocess.DEVNULL,
             text=True,
             bufsize=1,
+            start_new_session=True,  # as stages have one
         )
         assert self._process.stdin is not None
         assert self._process.stdout is not None
