@@ -12,7 +12,8 @@ import signal
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from multiprocessing import Process
+from multiprocessing import Event, Process
+from multiprocessing.synchronize import Event as EventType
 from pathlib import Path
 from typing import NoReturn
 
@@ -44,7 +45,7 @@ def main(arguments: Sequence[str]) -> int:
         [
             (
                 "in another session" if apart else "in the same session",
-                f"{1000 * max(found):,.0f}",
+                f"{1000 * max(found, default=0.0):,.0f}",
                 f"{sum(each > LONG_S for each in found)} of {len(found):,}",
             )
             for apart, found in late.items()
@@ -68,8 +69,10 @@ def _lateness(seconds: float) -> list[float]:
 @contextmanager
 def _program(apart: bool) -> Iterator[None]:
     """The program runs meanwhile. apart: in a session of its own."""
-    leader = Process(target=_lead, args=(apart,))
+    leads = Event()
+    leader = Process(target=_lead, args=(apart, leads))
     leader.start()
+    leads.wait()
     try:
         yield
     finally:
@@ -78,11 +81,12 @@ def _program(apart: bool) -> Iterator[None]:
         leader.join()
 
 
-def _lead(apart: bool) -> NoReturn:
+def _lead(apart: bool, leads: EventType) -> NoReturn:
     if apart:
         os.setsid()
     else:
         os.setpgid(0, 0)
+    leads.set()
     for target in (*(_yield,) * (len(os.sched_getaffinity(0)) - 1), *(_wake,) * PAIRS):
         if os.fork() == 0:
             target()
