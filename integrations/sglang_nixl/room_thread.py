@@ -18,7 +18,7 @@ import zmq
 
 from headrace.core.runtime.clock import Clock, LoopClock, SystemClock
 from headrace.core.runtime.wakeup import Wakeup
-from headrace.core.stats import Stats
+from headrace.core.stats import Sample, Stats
 from headrace.core.types.addresses import bracketed, url
 from headrace.core.types.errors import ConfigError, ErrorInfo
 from headrace.core.types.geometry import Geometry
@@ -106,7 +106,7 @@ class RoomThread(threading.Thread):
 
     def statistics(self) -> Stats:
         """Rooms that are open, and counters."""
-        return self._rooms.statistics()
+        return Stats((Sample("paused_seconds_total", self._clock.paused_s), *self._rooms.statistics().samples))
 
     def stop(self, timeout_s: float = 2.0) -> None:
         """End all writing and the thread; waits up to timeout_s for it."""

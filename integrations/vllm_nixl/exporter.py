@@ -133,6 +133,7 @@ class KvExporter(threading.Thread):
         samples = (
             Sample("handshakes_total", self._side_channel.handshakes),
             Sample("nixl_agents", len(self._generations)),
+            Sample("paused_seconds_total", self._clock.paused_s),
         )
         return Stats(samples=(*samples, *self._leases.statistics().samples))
 

@@ -60,6 +60,14 @@ HANDOFFS: tuple[MetricSpec, ...] = (
         ("engine", "source"),
     ),
 )
+_THREAD: tuple[MetricSpec, ...] = (
+    MetricSpec(
+        "paused_seconds_total",
+        "counter",
+        "Time in which the thread that answers decode engines was due and did not run: stopped, frozen, without a core "
+        "or swapped out.",
+    ),
+)
 _EXPORTER: tuple[MetricSpec, ...] = (
     MetricSpec("leases_open", "gauge", "Offers of KV that a decode engine may read."),
     MetricSpec(
@@ -101,6 +109,7 @@ _ROOMS: tuple[MetricSpec, ...] = (
         "Tokens whose KV was written into SGLang decode engines, added up over their ranks.",
     ),
 )
+_THREADS = (*_THREAD, *_EXPORTER, *_ROOMS)
 _SHARED = (
     "build_info",
     "kv_pages",
@@ -121,7 +130,7 @@ _PROMPT_TOKENS = re.compile(r'^vllm:prompt_tokens_by_source_total\{[^}\n]*\bsour
 
 OWN_CATALOG: tuple[MetricSpec, ...] = (
     *HANDOFFS,
-    *(MetricSpec(f"{PREFIX}{one.name}", one.kind, one.help, one.labels, one.zeros) for one in (*_EXPORTER, *_ROOMS)),
+    *(MetricSpec(f"{PREFIX}{one.name}", one.kind, one.help, one.labels, one.zeros) for one in _THREADS),
 )
 """Metrics that gateways alone have."""
 GATEWAY_CATALOG: tuple[MetricSpec, ...] = (

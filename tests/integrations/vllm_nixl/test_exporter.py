@@ -5,13 +5,14 @@ import queue
 import signal
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from typing import Any
 
 import numpy as np
 import pytest
 import zmq
 
+from headrace.core.runtime.clock import Clock, SystemClock
 from headrace.core.types.geometry import Geometry
 from headrace.integrations.vllm_nixl.kv_pool import VllmPool
 from tests.integrations.vllm_nixl.engines import engine, metadata
@@ -26,7 +27,7 @@ LEASE_S = 1.5  # where it is to end
 class Site:
     """An exporter with its pool, and the names of loads whose pages it has released."""
 
-    def __init__(self, lease_s: float) -> None:
+    def __init__(self, lease_s: float, clock: Clock | None = None) -> None:
         from headrace.integrations.vllm_nixl.exporter import ExporterOptions, KvExporter  # needs nixl
 
         geometry = Geometry("float32", LAYERS, HEADS, DIM, BLOCK)
@@ -35,7 +36,8 @@ class Site:
         described = metadata(kv_caches_base_addr=(0,) * LAYERS, block_lens=(block,) * LAYERS, block_size=BLOCK)
         self.released: queue.SimpleQueue[str] = queue.SimpleQueue()
         options = ExporterOptions(lease_s=lease_s, limit_s=300)
-        self.exporter = KvExporter(engine(geometry=geometry, metadata=described), self.pool, options, self.released.put)
+        probed = engine(geometry=geometry, metadata=described)
+        self.exporter = KvExporter(probed, self.pool, options, self.released.put, clock)
         self.exporter.start()
 
     def fill(self, first: int, tokens: int, seed: int) -> np.ndarray[Any, Any]:
@@ -218,3 +220,25 @@ def test_rubbish_at_the_side_channel(exporting: Site, reader: Reader) -> None:
 def test_pages_outside_the_pool_are_never_offered(exporting: Site, first: int, tokens: int) -> None:
     with pytest.raises(ValueError, match="pages"):
         exporting.exporter.offer("x", first, tokens)
+
+
+class Jumping(SystemClock):
+    """A clock that went on while the process did not run."""
+
+    def __init__(self) -> None:
+        self.missed_s = 0.0
+
+    def now(self) -> float:
+        return super().now() + self.missed_s
+
+
+def test_time_in_which_it_did_not_run_ends_no_lease_and_is_counted(reader: Reader) -> None:
+    clock = Jumping()
+    with closing(Site(LEASE_S, clock)) as site:
+        params = site.exporter.offer("a", 0, BLOCK)
+        clock.missed_s = 100 * LEASE_S
+        site.until(lambda: site.count("paused_seconds_total") > 99 * LEASE_S)
+        assert site.count("leases_open") == 1
+        reader.handshake(params)
+        assert reader.read(params) is not None
+        assert site.freed() == "a"
