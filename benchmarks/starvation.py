@@ -39,7 +39,7 @@ def main(arguments: Sequence[str]) -> int:
                 found += _lateness(given.seconds)
     autogroups = AUTOGROUPS.read_text().strip() if AUTOGROUPS.exists() else "0"
     print_table(
-        f"Linux {platform.release()}, {os.cpu_count()} cores, sched_autogroup_enabled={autogroups}: lateness of a "
+        f"Linux {platform.release()}, {_cores()} cores, sched_autogroup_enabled={autogroups}: lateness of a "
         f"process that sleeps, {given.rounds} times {given.seconds:g} s",
         ("the program is", "longest, ms", f"more than {1000 * LONG_S:g} ms"),
         [
@@ -87,10 +87,14 @@ def _lead(apart: bool, leads: EventType) -> NoReturn:
     else:
         os.setpgid(0, 0)
     leads.set()
-    for target in (*(_yield,) * (len(os.sched_getaffinity(0)) - 1), *(_wake,) * PAIRS):
+    for target in [_yield] * (_cores() - 1) + [_wake] * PAIRS:
         if os.fork() == 0:
             target()
     _yield()
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0))
 
 
 def _yield() -> NoReturn:

@@ -109,7 +109,6 @@ _ROOMS: tuple[MetricSpec, ...] = (
         "Tokens whose KV was written into SGLang decode engines, added up over their ranks.",
     ),
 )
-_THREADS = (*_THREAD, *_EXPORTER, *_ROOMS)
 _SHARED = (
     "build_info",
     "kv_pages",
@@ -130,7 +129,10 @@ _PROMPT_TOKENS = re.compile(r'^vllm:prompt_tokens_by_source_total\{[^}\n]*\bsour
 
 OWN_CATALOG: tuple[MetricSpec, ...] = (
     *HANDOFFS,
-    *(MetricSpec(f"{PREFIX}{one.name}", one.kind, one.help, one.labels, one.zeros) for one in _THREADS),
+    *(
+        MetricSpec(f"{PREFIX}{one.name}", one.kind, one.help, one.labels, one.zeros)
+        for one in (*_THREAD, *_EXPORTER, *_ROOMS)
+    ),
 )
 """Metrics that gateways alone have."""
 GATEWAY_CATALOG: tuple[MetricSpec, ...] = (
