@@ -11,7 +11,7 @@ Three stages, plans 1 to 4, two of which decode the same request (2 feeds 4):
 
 One turn: queue new orders │ wait for tokens and hidden states │ layers │ send or sample │ broadcast tokens │ report.
 Receives of all queued plans are posted before the wait and before the layers, so that the hidden states of the next
-plan travel while this one is computed. Sends are never waited for.
+plan travel while this one is computed. Sends are waited for when they are known to have arrived.
 
 Where servers with a scheduler each share experts, they agree on every pass before it (engine/agreement.py).
 """

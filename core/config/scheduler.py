@@ -218,6 +218,11 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
         return max(self.bootstrap_timeout_s, self.hold_limit_s)
 
     @property
+    def credits(self) -> int:
+        """Forward passes that may be in flight: ordered, and not computed by the last stage."""
+        return self.stages + self.pipeline_depth
+
+    @property
     def layout(self) -> Layout:
         """The ranks of the server."""
         return Layout(pp=self.stages, dp=self.dp, tp=self.tp)

@@ -81,6 +81,8 @@ class StageConfig(msgspec.Struct, frozen=True, kw_only=True):
     """HOST:PORT of the torch.distributed store."""
     rendezvous_hosted: bool = False
     """Whether torchrun's agent hosts the store; else rank 0 does."""
+    credits: int = 2
+    """Forward passes that the scheduler may have in flight."""
     stage_timeout_s: float = 120.0
     """Longest wait for another stage, in seconds."""
     measure_tokens: int = 0

@@ -5,10 +5,15 @@
        └───────────────────┴──── tokens ───────┘           broadcast, over a communicator of its own
 
 Shapes follow from the plan, so no metadata is sent. Hidden states are whole on every shard of a stage. Receives are
-posted ahead of their turn and sends are never waited for, so neither neighbour holds the other up. The broadcast has a
-communicator of its own so that it does not queue behind hidden states; its source is the first shard of the last stage.
-All shards of the first stage embed tokens, and wait for it only when a later plan takes a token from it (about `stages`
-plans later). A plan whose rows feed no later row causes no broadcast.
+posted ahead of their turn, and a send is waited for when its plan is known to be done, so neither neighbour holds the
+other up. The broadcast has a communicator of its own so that it does not queue behind hidden states; its source is the
+first shard of the last stage. All shards of the first stage embed tokens, and wait for it only when a later plan takes
+a token from it (about `stages` plans later). A plan whose rows feed no later row causes no broadcast.
+
+Nothing asks an operation whether it is completed: Gloo's sends do not say so before they are waited for. The scheduler
+orders a plan only when fewer than `credits` plans before it are not done, so what was sent `credits` plans ago has
+arrived. wait() then returns at once on the CPU; with NCCL it only orders streams, after which the allocator may use the
+tensor's memory again.
 """
 
 from collections import deque
@@ -53,9 +58,11 @@ class PipelineLinks:
     Every method raises LinkBroken when another rank is gone. With a single rank no method does anything.
     """
 
-    def __init__(self, layout: Layout, rank: int, hidden: HiddenSpec, tokens: dist.ProcessGroup | None) -> None:
+    def __init__(
+        self, layout: Layout, rank: int, hidden: HiddenSpec, tokens: dist.ProcessGroup | None, credits: int
+    ) -> None:
         """hidden: width, dtype and device of hidden states. tokens: group of all ranks of the replica; None where this
-        is the only one."""
+        is the only one. credits: plans that may be in flight."""
         place = layout.place(rank)
         self.first = place.stage == 0
         self.last = place.stage == layout.pp - 1
@@ -64,6 +71,7 @@ class PipelineLinks:
         self._previous = rank - layout.dp * layout.tp  # same replica and shard; meaningless on the first stage
         self._next = rank + layout.dp * layout.tp
         self._hidden = hidden
+        self._credits = credits
         self._receives: dict[int, _Posted] = {}  # by the plan's seq
         self._sends: deque[_Posted] = deque()
         self._tokens: deque[_PendingTokens] = deque()
@@ -82,22 +90,16 @@ class PipelineLinks:
         """Wait for a plan's hidden states [tokens, hidden size] from the previous stage; None on the first stage."""
         if self.first:
             return None
-        posted = self._receives.pop(plan.seq)
-        with breakable():
-            if self._hidden.device.type == "cpu":
-                posted.work.wait(PATIENCE)
-            else:
-                posted.work.wait()
-        return posted.tensor
+        return self._moved(self._receives.pop(plan.seq))
 
     def send(self, plan: Forward, hidden: torch.Tensor) -> int:
-        """Send hidden states [tokens, hidden size] to the next stage without waiting; the tensor is kept until they are
-        sent. Returns their bytes."""
+        """Send hidden states [tokens, hidden size] to the next stage without waiting for it; the tensor is kept until
+        they are known to have arrived. Returns their bytes."""
         hidden = hidden.contiguous()
+        while len(self._sends) >= self._credits:
+            self._moved(self._sends.popleft())
         with breakable():
             self._sends.append(_Posted(hidden, _work(dist.isend(hidden, self._next, tag=plan.seq % TAGS))))
-            while self._sends and self._sends[0].work.is_completed():
-                self._sends.popleft()
         return hidden.numel() * hidden.element_size()
 
     def broadcast(self, plan: Forward, samples: Sequence[SampledToken]) -> None:
@@ -113,10 +115,10 @@ class PipelineLinks:
         values = [by_request.get(request, PLACEHOLDER) for request in feeding]
         tokens = torch.tensor(values, dtype=torch.int64, device=self._hidden.device)
         with breakable():
+            while not self._embeds_broadcast and len(self._tokens) >= self._credits:
+                self._tokens.popleft().work.wait()
             work = _work(dist.broadcast(tokens, src=self._sampler, group=self._token_group, async_op=True))
             self._tokens.append(_PendingTokens(feeding, tokens, work))
-            while not self._embeds_broadcast and self._tokens and self._tokens[0].work.is_completed():
-                self._tokens.popleft()
 
     def tokens_for(self, rows: Sequence[PlanRow]) -> list[tuple[int, int]]:
         """(request, token) of every broadcast up to the newest one that these rows need, oldest first.
@@ -145,6 +147,15 @@ class PipelineLinks:
     def close(self) -> None:
         """Leave the group."""
         leave_groups()
+
+    def _moved(self, posted: _Posted) -> torch.Tensor:
+        """Wait for hidden states that are sent or received. Returns them."""
+        with breakable():
+            if self._hidden.device.type == "cpu":
+                posted.work.wait(PATIENCE)
+            else:
+                posted.work.wait()
+        return posted.tensor
 
 
 def _work(work: dist.Work | None) -> dist.Work:

@@ -48,7 +48,7 @@ class LockstepPlanner:
         """Whether the next pass is to be ordered now; otherwise when, if there may be anything to compute."""
         state, config = self._state, self._state.config
         in_flight = max(len(replica.plans) for replica in state.replicas)
-        credits = config.stages + config.pipeline_depth - in_flight
+        credits = config.credits - in_flight
         runnable = any(replica.queues.runnable for replica in state.replicas)
         if not state.engine.ready or credits <= 0 or not runnable:
             return False

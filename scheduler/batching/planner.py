@@ -88,7 +88,7 @@ class Planner:
     def _due(self, now: float) -> bool:
         """Whether the next pass is to be ordered now; otherwise when, if there may be anything to compute."""
         state, config, replica = self._state, self._state.config, self._replica
-        credits = config.stages + config.pipeline_depth - len(replica.plans)
+        credits = config.credits - len(replica.plans)
         if not state.engine.ready or credits <= 0 or not replica.queues.runnable:
             return False
         at = order_at(replica.plans, replica.costs)

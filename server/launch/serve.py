@@ -263,6 +263,7 @@ def _template(config: Config) -> StageConfig:
         model=config.model,
         engine=config.engine,
         transfer=config.transfer,
+        credits=config.scheduler.credits,
         stage_timeout_s=config.scheduler.stage_timeout_s,
         measure_tokens=config.scheduler.chunk_tokens if config.scheduler.chunking == "dynamic" else 0,
         log_level=config.server.log_level,

@@ -29,7 +29,7 @@ class Links(PipelineLinks):
     """Those of a middle stage, and what passes over them."""
 
     def __init__(self, runner: StubRunner) -> None:
-        super().__init__(Layout(), 0, runner.hidden_spec, None)
+        super().__init__(Layout(), 0, runner.hidden_spec, None, 2)
         self.first = self.last = False
         self.used: list[str] = []
 
@@ -72,7 +72,7 @@ def test_a_pass_without_rows_is_reported(runner: StubRunner) -> None:
     """S4: the replica takes its part and says that it is done; its next pass is as ever."""
     idle = Forward(seq=5, rows=(), agreement=Agreement((0, 3)))
     busy = Forward(seq=9, rows=(row(1, 2, 3),), agreement=Agreement((3, 0)))
-    links = PipelineLinks(Layout(), 0, runner.hidden_spec, None)
+    links = PipelineLinks(Layout(), 0, runner.hidden_spec, None, 2)
     first, second = computed(4, runner, links, idle, busy)
     assert (first.done.stage, first.done.seq, first.done.samples) == (4, 5, ())
     assert (second.done.seq, len(second.done.samples)) == (9, 1)
@@ -90,7 +90,7 @@ def test_an_idle_replica_takes_the_time_of_the_busiest(runner: StubRunner) -> No
         ModelConfig(model=f"{STUB},us_per_token=1000", device="cpu", dtype="float32"),
         EngineConfig(page_size=16, kv_pages=8),
     )
-    links = PipelineLinks(Layout(), 0, slow.hidden_spec, None)
+    links = PipelineLinks(Layout(), 0, slow.hidden_spec, None, 2)
     [done] = computed(0, slow, links, Forward(seq=5, rows=(), agreement=Agreement((0, 30, 10))))
     assert done.done.duration_s >= 0.03
 
@@ -116,7 +116,7 @@ class OtherServers:
 def test_passes_of_other_servers_are_not_reported(runner: StubRunner) -> None:
     """The scheduler has ordered none of them; waiting for the others is not computing."""
     meter = Meter(0, SystemClock())
-    others, links = OtherServers(meter), PipelineLinks(Layout(), 0, runner.hidden_spec, None)
+    others, links = OtherServers(meter), PipelineLinks(Layout(), 0, runner.hidden_spec, None, 2)
     [done] = computed(0, runner, links, Forward(seq=9, rows=(row(1, 2, 3),)), passes=others, meter=meter)
     assert (done.done.seq, len(done.done.samples)) == (9, 1)
     assert others.joined == 2

@@ -18,6 +18,7 @@ from tests.engine.parallel.thread_world import World
 
 SPEC = HiddenSpec(2, torch.float32, torch.device("cpu"))
 THREE = Layout(3, 1, 1)
+CREDITS = 4
 
 
 @pytest.fixture
@@ -32,7 +33,7 @@ class Rank:
 
     def __init__(self, world: World, rank: int, layout: Layout = THREE) -> None:
         self._world, self._rank = world, rank
-        self._links = PipelineLinks(layout, rank, SPEC, "tokens")  # type: ignore[arg-type]
+        self._links = PipelineLinks(layout, rank, SPEC, "tokens", CREDITS)  # type: ignore[arg-type]
 
     @property
     def links(self) -> PipelineLinks:
@@ -134,8 +135,31 @@ def test_a_release_before_the_sampler_has_come_to_the_plan_waits_for_nothing(ran
     assert ranks[0].links.tokens_for(taking(11)) == [(11, 110)], "the first broadcast keeps its turn"
 
 
+def test_only_plans_in_flight_are_remembered(ranks: list[Rank], world: World) -> None:
+    """Operations do not say that they are completed, and each of them keeps its tensor. None is waited for before its
+    plan is known to be done: the first stage is as far ahead as it may be."""
+    first, middle, last = ranks
+    for seq in range(1, 50):
+        ahead = plan(seq, seq)
+        first.links.send(ahead, torch.zeros(1, 2))
+        first.links.broadcast(ahead, [])
+        assert max(map(world.kept, range(3))) <= 2 * CREDITS, "sends and broadcasts of the plans in flight"
+        if seq < CREDITS:
+            continue
+        number = seq - CREDITS + 1
+        done = plan(number, number)
+        for rank in (middle, last):
+            rank.links.post_receive(done)
+            rank.links.receive(done)
+            if rank is middle:
+                rank.links.send(done, torch.zeros(1, 2))
+        for rank in (last, middle):
+            rank.links.broadcast(done, sampled((number, 7)) if rank is last else [])
+        assert first.links.tokens_for(taking(number)) == [(number, 7)]
+
+
 def test_a_single_rank_has_nothing_to_send_or_wait_for(world: World) -> None:
-    alone = PipelineLinks(Layout(), 0, SPEC, None)
+    alone = PipelineLinks(Layout(), 0, SPEC, None, CREDITS)
     alone.post_receive(plan(1, 10))
     assert alone.receive(plan(1, 10)) is None
     alone.broadcast(plan(1, 10), sampled((10, 100)))

@@ -40,8 +40,10 @@ def test_random_streams(layout: Layout, seed: int) -> None:
     asked = requests(random.Random(seed), 5 * layout.dp)
     with serving(layout, seed) as server:
         server.serve(asked)
+        kept = max(map(server.world.kept, layout.ranks))
     assert server.failures == []
     assert server.passes > 5
+    assert kept <= 3 * server.config.credits, "of the plans in flight: what is sent, received and broadcast"
     check(server, asked)
 
 

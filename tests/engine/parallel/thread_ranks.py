@@ -141,7 +141,7 @@ class ThreadRank:
         runner.warm_up()
         ranks = layout.replica_ranks(place.replica)
         group: Any = ranks if len(ranks) > 1 else None
-        links = PipelineLinks(layout, self.rank, runner.hidden_spec, group)
+        links = PipelineLinks(layout, self.rank, runner.hidden_spec, group, server.config.credits)
         offered = offer(layout, self.rank, load_spec(resolve_source(SIZES)))
         self.post(
             StageReady(
@@ -200,12 +200,11 @@ class ThreadServer:
         self._ended: set[str] = set()
         self._random = random.Random(seed)
         self._streams = ReplicaStreams(layout.dp)
-        self._scheduler = Scheduler(
-            SchedulerConfig(
-                page_size=PAGE, kv_pages=KV_PAGES, max_model_len=128, vocab_size=300, chunk_tokens=16, max_running=8,
-                stages=layout.pp, dp=layout.dp, tp=layout.tp, lockstep=layout.dp > 1,
-            )
+        self.config = SchedulerConfig(
+            page_size=PAGE, kv_pages=KV_PAGES, max_model_len=128, vocab_size=300, chunk_tokens=16, max_running=8,
+            stages=layout.pp, dp=layout.dp, tp=layout.tp, lockstep=layout.dp > 1,
         )  # fmt: skip
+        self._scheduler = Scheduler(self.config)
         self._damaged: tuple[int, int, Damage] = (-1, 0, list)
         self._struck = False
         self._sent: Counter[int] = Counter()
