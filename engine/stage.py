@@ -88,9 +88,7 @@ def _serve(config: StageConfig, memory: KvMemory, groups: Groups) -> int:
     report = LoadReport(loading, partial(_send, control), clock, rank=config.rank, epoch=config.epoch)
     with report:  # it has the connection meanwhile
         runner = _make_runner(config, memory, groups, loading)
-    links = PipelineLinks(
-        config.shared_layout, config.shared_rank, runner.hidden_spec, groups.tokens, config.credits
-    )
+    links = PipelineLinks(config.shared_layout, config.shared_rank, runner.hidden_spec, groups.tokens, config.credits)
     inbox: queue.Queue[AnyOrder] = queue.Queue(QUEUE_LIMIT)
     outbox = EventOutbox(context)
     meter = Meter(config.rank, clock)

@@ -1,5 +1,8 @@
 """PipelineLinks alone: what is sent, waited for and dropped, and in which order."""
 
+import socket
+import subprocess
+import sys
 from collections.abc import Iterator, Sequence
 from unittest.mock import patch
 
@@ -19,6 +22,7 @@ from tests.engine.parallel.thread_world import World
 SPEC = HiddenSpec(2, torch.float32, torch.device("cpu"))
 THREE = Layout(3, 1, 1)
 CREDITS = 4
+TIMEOUT_S = 120.0
 
 
 @pytest.fixture
@@ -175,3 +179,19 @@ def test_a_rank_that_leaves_breaks_the_waits_of_the_others(ranks: list[Rank], wo
     for wait in (lambda: ranks[1].links.receive(one), lambda: ranks[0].links.tokens_for(taking(10))):
         with pytest.raises(LinkBroken):
             wait()
+
+
+def test_processes_keep_the_hidden_states_of_plans_in_flight() -> None:
+    """Over Gloo itself, with hundreds of hidden states of 1 MiB."""
+    stages = 3
+    store = socket.create_server(("127.0.0.1", 0))
+    port = store.getsockname()[1]
+    store.close()
+    command = [sys.executable, "-m", "tests.engine.parallel.gloo_rank", str(port), str(stages)]
+    ranks = [subprocess.Popen([*command, str(rank)], stderr=subprocess.PIPE, text=True) for rank in range(stages)]
+    try:
+        failed = [errors for each in ranks if (errors := each.communicate(timeout=TIMEOUT_S)[1]) and each.returncode]
+    finally:
+        for each in ranks:
+            each.kill()
+    assert not failed, failed[0]
