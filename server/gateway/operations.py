@@ -1,11 +1,13 @@
 """What gateways of all kinds have around the routes of prompts: operations, API keys, metrics of requests."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from fastapi import APIRouter, FastAPI
 from starlette.responses import Response
 
 from headrace.core.runtime.process import max_http_connections
+from headrace.core.types.errors import HeadraceError, invalid, shown
 from headrace.server.api.request.body_budget import BodyBudget
 from headrace.server.api.response.error_response import error_response, install_handlers
 from headrace.server.api.response.middleware import ApiKeys, RequestMetrics
@@ -27,6 +29,20 @@ def gateway_app(title: str, gateway: BaseGateway, prompt_routes: Callable[[BodyB
     app.add_middleware(ApiKeys, keys=gateway.config.api_keys, tenants={}, max_open=max_http_connections() // 2)
     app.add_middleware(RequestMetrics, metrics=gateway.front_metrics, clock=gateway.clock, recent=gateway.recent)
     return app
+
+
+def one_model(entries: Sequence[Mapping[str, Any]], name: str) -> Mapping[str, Any]:
+    """The entry of GET /v1/models with this name. Raises HeadraceError (404) if there is none."""
+    found = next((entry for entry in entries if entry["id"] == name), None)
+    if found is None:
+        raise unknown_model(name, [entry["id"] for entry in entries])
+    return found
+
+
+def unknown_model(name: str, served: Sequence[str]) -> HeadraceError:
+    """The error of a model that no decode engine serves."""
+    message = f"the model {shown(name)!r} is not served here; this gateway serves {', '.join(served)}"
+    return invalid("model", message, code="model_not_found", status=404)
 
 
 def _operation_routes(gateway: BaseGateway) -> APIRouter:

@@ -1,8 +1,9 @@
-"""POST /v1/completions, POST /v1/chat/completions, POST /v1/responses, GET /v1/models."""
+"""POST /v1/completions, POST /v1/chat/completions, POST /v1/responses, GET /v1/models, GET /v1/models/{model}."""
 
 import secrets
 from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 import msgspec
 from fastapi import APIRouter, Request
@@ -13,7 +14,7 @@ from headrace.core.types.constraint import Constraint
 from headrace.core.types.errors import invalid
 from headrace.core.types.request import SamplingParams
 from headrace.server.api.description import openai_replies, replies
-from headrace.server.api.description.operation import GENERATION_ERRORS, GENERATION_HEADERS, described
+from headrace.server.api.description.operation import GENERATION_ERRORS, GENERATION_HEADERS, Parameter, described
 from headrace.server.api.openai.choice_forms import ChatForm, ChoiceForm, CompletionForm
 from headrace.server.api.openai.choices_format import ChoicesFormat
 from headrace.server.api.openai.echo import Echo, prepare_echo
@@ -71,6 +72,12 @@ _RESPONSES = described(
     errors=GENERATION_ERRORS,
     parameters=GENERATION_HEADERS,
 )
+_MODEL = described(
+    "One model, by the name that requests give",
+    reply=replies.ServedModelEntry,
+    errors=(404,),
+    parameters=(Parameter("name", "path", str, "The name of the model."),),
+)
 
 
 def openai_routes(model: ServedModel, endpoint: CompletionEndpoint) -> APIRouter:
@@ -97,16 +104,18 @@ def openai_routes(model: ServedModel, endpoint: CompletionEndpoint) -> APIRouter
     ) -> ResponsesFormat:
         return ResponsesFormat(body, completion, model)
 
+    def entry(name: str) -> dict[str, Any]:
+        about = {"object": "model", "created": started, "owned_by": "headrace", "max_model_len": model.max_model_len}
+        return {"id": name, **about}
+
     @router.get("/v1/models", openapi_extra=described("The model that is served", reply=replies.ModelsReply))
     async def models() -> Response:
-        served = {
-            "id": model.name,
-            "object": "model",
-            "created": started,
-            "owned_by": "headrace",
-            "max_model_len": model.max_model_len,
-        }
-        return json_response({"object": "list", "data": [served]})
+        return json_response({"object": "list", "data": [entry(model.name)]})
+
+    @router.get("/v1/models/{name:path}", openapi_extra=_MODEL)  # names of a hub have slashes
+    async def one_model(name: str) -> Response:
+        check_model(model, name)
+        return json_response(entry(name))
 
     @router.post("/v1/completions", openapi_extra=_COMPLETIONS)
     async def completions(http: Request) -> Response:

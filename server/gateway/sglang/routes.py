@@ -10,16 +10,17 @@ from headrace.core.types.request import SamplingParams, Timing, Usage
 from headrace.server.api.request.body import read_body
 from headrace.server.api.request.body_budget import BodyBudget
 from headrace.server.api.response.error_response import error_response
-from headrace.server.api.response.streaming import ClientDisconnected, until_disconnect
+from headrace.server.api.response.streaming import ClientDisconnected, json_response, until_disconnect
 from headrace.server.frontend.request.generation_request import GenerationResult
 from headrace.server.frontend.request_log import RequestRecord
-from headrace.server.gateway.operations import gateway_app
+from headrace.server.gateway.operations import gateway_app, one_model
 from headrace.server.gateway.sglang.bodies import SglangBody, take_apart
 from headrace.server.gateway.sglang.gateway import SglangGateway
 
 PROMPTS = ("/generate", "/v1/completions", "/v1/chat/completions")
+MODELS = "/v1/models"
 QUESTIONS = (
-    *("/v1/models", "/model_info", "/get_model_info", "/server_info", "/get_server_info", "/get_load"),
+    *(MODELS, "/model_info", "/get_model_info", "/server_info", "/get_server_info", "/get_load"),
     "/health_generate",
 )
 """Asked by routers, and answered by a prefill server."""
@@ -46,10 +47,18 @@ def _prompt_routes(gateway: SglangGateway, budget: BodyBudget) -> APIRouter:
         status, content = await gateway.get(http.url.path)
         return Response(content, status, media_type="application/json")
 
+    async def model(name: str) -> Response:
+        """Out of the list: what a client writes into a path is not passed on."""
+        status, content = await gateway.get(MODELS)
+        if status != 200:
+            return Response(content, status, media_type="application/json")
+        return json_response(one_model(msgspec.json.decode(content)["data"], name))
+
     for path in PROMPTS:
         router.add_api_route(path, hand_over, methods=["POST"])
     for path in QUESTIONS:
         router.add_api_route(path, question, methods=["GET"])
+    router.add_api_route(f"{MODELS}/{{name:path}}", model, methods=["GET"])
     return router
 
 

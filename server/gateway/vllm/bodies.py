@@ -1,11 +1,10 @@
 """Request bodies as a gateway reads them: what a handoff depends on. All other fields are the decode engine's."""
 
-from collections.abc import Mapping
 from typing import Annotated, Any
 
 import msgspec
 
-from headrace.core.types.errors import HeadraceError, invalid, shown
+from headrace.core.types.errors import HeadraceError, invalid
 from headrace.server.api.request.ranges import Priority, TokenId
 from headrace.server.gateway.metrics import RecomputeReason
 
@@ -130,9 +129,3 @@ def wrong_place() -> HeadraceError:
         "here with kv_transfer_params.do_remote_decode"
     )
     return invalid("kv_transfer_params", message, code="wrong_role", status=404)
-
-
-def unknown_model(name: str, served: Mapping[str, object] | tuple[str, ...]) -> HeadraceError:
-    """The error of a model that no decode engine serves."""
-    message = f"the model {shown(name)!r} is not served here; this gateway serves {', '.join(served)}"
-    return invalid("model", message, code="model_not_found", status=404)

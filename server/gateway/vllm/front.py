@@ -8,13 +8,13 @@ from headrace.core.types.request import Timing, Usage
 from headrace.server.frontend.request.generation_request import GenerationResult
 from headrace.server.frontend.request_log import RequestRecord
 from headrace.server.gateway.metrics import GatewayMetrics, RecomputeReason
+from headrace.server.gateway.operations import unknown_model
 from headrace.server.gateway.vllm.answers import HandoffAnswer
 from headrace.server.gateway.vllm.bodies import (
     GatewayBody,
     GatewayChat,
     GatewayCompletion,
     require_remote_decode,
-    unknown_model,
 )
 from headrace.server.gateway.vllm.engines import DecodeEngines
 from headrace.server.gateway.vllm.handoff import NO_KV, SAMPLING, HandoffPrompt, Handoffs, KvOffer

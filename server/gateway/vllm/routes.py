@@ -12,7 +12,7 @@ from headrace.server.api.request.body import decode_body, read_body
 from headrace.server.api.request.body_budget import BodyBudget
 from headrace.server.api.response.streaming import ClientDisconnected, json_response, until_disconnect
 from headrace.server.frontend.request_log import RequestRecord
-from headrace.server.gateway.operations import gateway_app
+from headrace.server.gateway.operations import gateway_app, one_model
 from headrace.server.gateway.vllm.answers import HandoffAnswer, chat_completion, completion
 from headrace.server.gateway.vllm.bodies import GatewayChat, GatewayCompletion, wrong_place
 from headrace.server.gateway.vllm.front import CHAT_PATH, COMPLETION_PATH, Front, Served
@@ -55,6 +55,10 @@ def _prompt_routes(gateway: VllmGateway, config: GatewayConfig, budget: BodyBudg
     @router.get("/v1/models")
     async def models() -> Response:
         return json_response({"object": "list", "data": gateway.models()})
+
+    @router.get("/v1/models/{name:path}")
+    async def model(name: str) -> Response:
+        return json_response(one_model(gateway.models(), name))
 
     return router
 

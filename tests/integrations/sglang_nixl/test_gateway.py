@@ -146,6 +146,10 @@ def test_what_routers_ask_for(gateway: tuple[Server, int]) -> None:
     server = gateway[0]
     for path in ("/health", "/ready", "/v1/models", "/get_model_info", "/server_info", "/metrics", "/version"):
         assert server.get(path).status_code == 200, path
+    [model] = json.loads(server.get("/v1/models").text)["data"]
+    assert json.loads(server.get(f"/v1/models/{model['id']}").text) == model
+    missing = server.get("/v1/models/org%2F..%2Fother")
+    assert (missing.status_code, json.loads(missing.text)["error"]["code"]) == (404, "model_not_found")
     warm_up = {"input_ids": [1, 2, 3], "sampling_params": {"max_new_tokens": 1}, "bootstrap_host": "2.2.2.2"}
     answer = server.post("/generate", {**warm_up, "bootstrap_room": 0})
     assert answer.status_code == 200, answer.text

@@ -272,7 +272,20 @@ async def test_models(tokenizer: Tokenizer) -> None:
     async with running(FakeLink(), tokenizer, served_model_name="mine") as service, client(service) as http:
         (model,) = json_of(await http.get("/v1/models"))["data"]
         assert (model["id"], model["max_model_len"]) == ("mine", 64)
+        assert json_of(await http.get("/v1/models/mine")) == model
+        assert json_of(await http.get("/v1/models/tiny"))["id"] == "tiny", "by the other name that requests may give"
         for name in ("mine", "tiny"):
             refusal = await http.post("/v1/completions", json={"prompt": [], "model": name})
             assert json_of(refusal)["error"]["param"] == "prompt", "the name itself is fine"
         assert (await http.post("/v1/completions", json={"prompt": "x", "model": "other"})).status_code == 404
+        for name in ("other", "org/other", "min", "mine/x", "%2e%2e/mine"):
+            missing = await http.get(f"/v1/models/{name}")
+            assert (missing.status_code, json_of(missing)["error"]["code"]) == (404, "model_not_found"), name
+
+
+@in_loop
+async def test_names_of_models_may_have_slashes(tokenizer: Tokenizer) -> None:
+    async with running(FakeLink(), tokenizer, served_model_name="org/mine 1.5") as service, client(service) as http:
+        for path in ("org/mine 1.5", "org/mine%201.5", "org%2Fmine%201.5"):
+            answer = await http.get(f"/v1/models/{path}")
+            assert (answer.status_code, json_of(answer)["id"]) == (200, "org/mine 1.5"), path

@@ -69,6 +69,10 @@ async def test_streams(tokenizer: Tokenizer) -> None:
 async def test_models(tokenizer: Tokenizer) -> None:
     async with sdk(tokenizer, saying(tokenizer, "x")) as ai:
         assert [model.id async for model in ai.models.list()] == ["tiny"]
+        assert (await ai.models.retrieve("tiny")).id == "tiny"
+        with pytest.raises(openai.NotFoundError) as missing:
+            await ai.models.retrieve("org/other")
+        assert (missing.value.code, missing.value.param) == ("model_not_found", "model")
 
 
 @in_loop

@@ -50,6 +50,9 @@ async def test_it_serves_and_says_what_it_waits_for(monkeypatch: pytest.MonkeyPa
         assert await ready(site) == ""
         [model] = (await site.http.get("/v1/models")).json()["data"]
         assert (model["id"], model["max_model_len"]) == ("smollm2", 4096)
+        assert (await site.http.get("/v1/models/smollm2")).json() == model
+        missing = await site.http.get("/v1/models/org/other")
+        assert (missing.status_code, missing.json()["error"]["code"]) == (404, "model_not_found")
 
 
 async def _says(site: Site, words: str) -> bool:
