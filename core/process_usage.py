@@ -1,9 +1,10 @@
-"""Memory and CPU time of this process, for its metrics."""
+"""Memory, CPU time and lost output of this process, for its metrics."""
 
 import resource
 import sys
 from pathlib import Path
 
+from headrace.core.runtime.output import lost_lines
 from headrace.core.stats import Sample
 
 _STATM = Path("/proc/self/statm")
@@ -11,7 +12,8 @@ _PAGE_BYTES = resource.getpagesize()
 
 
 def process_usage(process: str) -> tuple[Sample, ...]:
-    """Resident memory and CPU seconds of this process; reading them takes some 20 µs. process: its name, the label.
+    """Resident memory and CPU seconds of this process, and lines that nobody read; reading them takes some 20 µs.
+    process: its name, the label.
 
     Without /proc the memory is the most that was resident, not what is now.
     """
@@ -20,6 +22,7 @@ def process_usage(process: str) -> tuple[Sample, ...]:
     return (
         Sample("process_resident_memory_bytes", _resident_bytes(used.ru_maxrss), labels),
         Sample("process_cpu_seconds_total", used.ru_utime + used.ru_stime, labels),
+        Sample("process_output_lines_lost_total", lost_lines(), labels),
     )
 
 

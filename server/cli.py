@@ -10,6 +10,7 @@ from importlib.util import find_spec
 from typing import NoReturn
 
 from headrace.core.config import Config, EngineConfig
+from headrace.core.runtime.output import prepare_output
 from headrace.core.types.errors import ConfigError
 from headrace.server.cluster import options as cluster_options
 from headrace.server.config import curve_keys
@@ -47,6 +48,7 @@ class _Parser(argparse.ArgumentParser):
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command. Returns the exit status: 2, with one line on stderr, for wrong flags, files or models."""
+    prepare_output()
     try:
         given = sys.argv[1:] if arguments is None else list(arguments)
         status = _up(given) if given[:1] == ["up"] else _run(_parse(given))

@@ -7,11 +7,13 @@ look like another message.
 
 import json
 import logging
+import sys
 from collections.abc import Container
 from datetime import UTC, datetime
 from typing import Literal
 
 from headrace.core.runtime.log_throttle import printable
+from headrace.core.runtime.output import LOST, never_block_output, queued_output
 from headrace.core.runtime.rate_limit import TokenBucket
 
 MAX_CHARS = 8192  # of a message
@@ -23,10 +25,14 @@ INDENT = "    "
 def configure_logging(
     level: str, name: str, form: Literal["text", "json"] = "text", unlimited: Container[str] = ()
 ) -> None:
-    """Log to standard error from now on. level: least severe one. name: of the process, is in each message. unlimited:
-    loggers that bound their rate by themselves."""
+    """Log to standard error from now on, which does not wait for a reader any more (output.py). level: least severe
+    one. name: of the process, is in each message. unlimited: loggers that bound their rate by themselves."""
+    never_block_output()
     handler = logging.StreamHandler()
-    handler.setFormatter(JsonFormatter(name) if form == "json" else LineFormatter(name))
+    formatter = JsonFormatter(name) if form == "json" else LineFormatter(name)
+    handler.setFormatter(formatter)
+    if (output := queued_output(sys.stderr)) is not None:
+        output.lost_text = lambda lines: f"{formatter.format(_warning(LOST.format(lines)))}\n"
     if level != "debug":
         handler.addFilter(RateFilter(unlimited))
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
@@ -95,6 +101,10 @@ class RateFilter(logging.Filter):
             record.msg, record.args = f"{record.getMessage()} ({left_out[0]} like it were left out)", None
             left_out[0] = 0
         return True
+
+
+def _warning(text: str) -> logging.LogRecord:
+    return logging.LogRecord(__name__, logging.WARNING, __file__, 0, text, None, None)
 
 
 def _indented(text: str) -> str:

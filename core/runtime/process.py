@@ -29,25 +29,6 @@ def module_command(module: str, *arguments: str) -> list[str]:
     return [sys.executable, "-P", "-m", module, *arguments]
 
 
-def say(text: str) -> None:
-    """Print a line to standard output. A full disk or a closed pipe behind it ends no server: the line is dropped, or
-    written when there is room again."""
-    with suppress(OSError):
-        print(text, flush=True)
-
-
-def release_output() -> None:
-    """Give up what standard output and error cannot take. Python would exit with status 120 otherwise, whatever the
-    status of the server is."""
-    for stream in (sys.stdout, sys.stderr):
-        try:
-            stream.flush()
-        except OSError:
-            nowhere = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(nowhere, stream.fileno())
-            os.close(nowhere)
-
-
 def die_with_parent(parent: int) -> None:
     """Have the kernel kill this process when its parent dies, however it dies (Linux; elsewhere a no-op).
 

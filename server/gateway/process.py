@@ -19,13 +19,12 @@ from headrace.core.config import GatewayConfig
 from headrace.core.runtime.background import first_of
 from headrace.core.runtime.log_throttle import RepeatedWarningFilter
 from headrace.core.runtime.logs import configure_logging
+from headrace.core.runtime.output import say
 from headrace.core.runtime.process import (
     freeze_loaded,
     limit_integers,
     max_http_connections,
     raise_descriptor_limit,
-    release_output,
-    say,
 )
 from headrace.core.types.decode_address import parse_decodes
 from headrace.core.types.errors import ConfigError
@@ -58,14 +57,11 @@ def run(config: GatewayConfig, stop: StopSignals | None = None) -> int:
     limit_integers()
     sweep()  # pools in shared memory of gateways that were killed
     stop = stop or StopSignals()
-    try:
-        with ExitStack() as bound:
-            listeners = bind(config.host, config.port, "port")
-            for listener in listeners:
-                bound.callback(listener.close)
-            return asyncio.run(_until_stopped(config, listeners, stop))
-    finally:
-        release_output()
+    with ExitStack() as bound:
+        listeners = bind(config.host, config.port, "port")
+        for listener in listeners:
+            bound.callback(listener.close)
+        return asyncio.run(_until_stopped(config, listeners, stop))
 
 
 async def _until_stopped(config: GatewayConfig, listeners: list[Any], stop: StopSignals) -> int:

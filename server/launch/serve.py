@@ -35,13 +35,12 @@ from headrace.core.runtime.background import first_of
 from headrace.core.runtime.frames import UNIX, FrameSocket
 from headrace.core.runtime.log_throttle import RepeatedWarningFilter
 from headrace.core.runtime.logs import configure_logging
+from headrace.core.runtime.output import say
 from headrace.core.runtime.private_folder import private_folder, remove_abandoned
 from headrace.core.runtime.process import (
     freeze_loaded,
     limit_integers,
     raise_descriptor_limit,
-    release_output,
-    say,
 )
 from headrace.core.types.addresses import is_loopback, url
 from headrace.server.config.gateway import gateway_of
@@ -89,7 +88,6 @@ def serve(config: Config, memory: Sequence[str]) -> int:
             return asyncio.run(_until_stopped(config, memory, listeners, folder, stop))
     finally:
         sweep()  # pools in shared memory of stages that had to be killed
-        release_output()
 
 
 async def _until_stopped(

@@ -2,7 +2,6 @@
 in a thread of its own."""
 
 import logging
-import os
 import threading
 from typing import NoReturn
 
@@ -12,6 +11,7 @@ from headrace.core.config import StageConfig
 from headrace.core.messages.membership import AnyJoinReply, JoinRequest
 from headrace.core.runtime.clock import Clock, LoopClock
 from headrace.core.runtime.codec import Codec, DecodeError
+from headrace.core.runtime.output import exit_now
 from headrace.core.runtime.polling import Poll
 from headrace.server.stage_group.membership import EXIT_FAILURE, Membership, MembershipEnd
 
@@ -71,10 +71,10 @@ class JoinClient:
                 self._turn()
         except MembershipOver as error:
             log.error("%s", error)
-            os._exit(error.end.status)
+            exit_now(error.end.status)
         except Exception:
             log.exception("the membership thread has failed")
-            os._exit(EXIT_FAILURE)
+            exit_now(EXIT_FAILURE)
 
     def _turn(self) -> None:
         membership = self._membership

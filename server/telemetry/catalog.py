@@ -334,6 +334,12 @@ PROCESSES: tuple[MetricSpec, ...] = (
         ("process",),
     ),
     MetricSpec("process_cpu_seconds_total", "counter", "CPU time of each process, user and system.", ("process",)),
+    MetricSpec(
+        "process_output_lines_lost_total",
+        "counter",
+        "Lines that a process left out of its log or standard output: nobody read it, or a disk was full.",
+        ("process",),
+    ),
 )
 
 CATALOG: tuple[MetricSpec, ...] = (

@@ -6,9 +6,6 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
-
-import pytest
 
 from headrace.core.runtime.process import MAX_HTTP_CONNECTIONS, MAX_SESSIONLESS
 
@@ -99,20 +96,3 @@ def test_the_descriptor_limit_is_raised_as_far_as_it_goes() -> None:
     assert http <= MAX_HTTP_CONNECTIONS
     assert 4 * sessionless < hard, "the sockets of others leave some to the process"
     assert 2 * http < hard
-
-
-@pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full")
-def test_output_to_a_full_disk_changes_no_exit_status() -> None:
-    """Python itself exits with 120 when the last flush fails, and print() raises."""
-    program = """
-import logging, sys
-from headrace.core.runtime.process import release_output, say
-logging.basicConfig()
-logging.error("a line that cannot be written")
-say("another one")
-release_output()
-sys.exit(7)
-"""
-    with Path("/dev/full").open("w") as full:
-        done = subprocess.run([sys.executable, "-c", program], stdout=full, stderr=full, timeout=30)
-    assert done.returncode == 7
