@@ -2,9 +2,10 @@
 
 import asyncio
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TypeVar
+from functools import partial
+from typing import Any, TypeVar
 
 import msgspec
 from starlette.requests import ClientDisconnect, Request
@@ -13,10 +14,12 @@ from headrace.core.runtime.codec import NO_MESSAGE
 from headrace.core.types.errors import ErrorInfo, HeadraceError, invalid
 from headrace.server.api.request.body_budget import BodyBudget, BodyShare
 from headrace.server.api.request.bounds import out_of_range
+from headrace.server.api.request.json_faults import not_json, refuse_repeated_keys
 from headrace.server.api.request.strict_fields import without_other_fields
 from headrace.server.api.request.structure import Limit, excess, limits
 
 B = TypeVar("B", bound=msgspec.Struct)
+T = TypeVar("T")
 SILENCE_S = 30.0  # of a client in the middle of its body
 SMALL = 1 << 16  # bytes of a body that is looked at in the event loop
 # How msgspec's complaints begin and end.
@@ -89,22 +92,40 @@ def _too_many(limit: Limit) -> HeadraceError:
 
 
 def parse_body(body: bytes | bytearray, kind: type[B]) -> B:
-    """Decode a body. Raises HeadraceError (400) if it is not a JSON object of this kind."""
+    """Decode a body; of a key that is given twice the last one counts. Raises HeadraceError (400) if it is not a JSON
+    object of this kind."""
     with _explaining(body, kind):
         found = _decoded(body, kind)
         return found or msgspec.json.decode(without_other_fields(body, kind), type=kind)
 
 
 async def decode_body(body: bytes | bytearray, kind: type[B]) -> B:
-    """parse_body() that never holds up the event loop for more than one pass over a large body."""
+    """parse_body() that never holds up the event loop for more than one pass over a large body, and raises
+    HeadraceError (400) for a key that is given twice, too."""
     with _explaining(body, kind):
         found = _decoded(body, kind)
-        if found is None and len(body) <= SMALL:
-            return parse_body(body, kind)
         if found is None:
-            known = await asyncio.to_thread(without_other_fields, body, kind)
-            found = msgspec.json.decode(known, type=kind)
+            found = msgspec.json.decode(await _aside(partial(without_other_fields, kind=kind), body), type=kind)
+        await _aside(refuse_repeated_keys, body)
         return found
+
+
+async def decode_object(body: bytes | bytearray) -> dict[str, Any]:
+    """Decode a body whose fields another server reads. Raises HeadraceError (400) if it is no JSON object, or gives a
+    key twice."""
+    try:
+        found = msgspec.json.decode(body)
+    except NO_MESSAGE as error:
+        raise not_json(body, error) from error
+    if not isinstance(found, dict):
+        raise invalid("body", "the body has to be a JSON object")
+    await _aside(refuse_repeated_keys, body)
+    return found
+
+
+async def _aside(work: Callable[[bytes | bytearray], T], body: bytes | bytearray) -> T:
+    """What work makes of a body, in a thread if that is a large one."""
+    return work(body) if len(body) <= SMALL else await asyncio.to_thread(work, body)
 
 
 def _decoded(body: bytes | bytearray, kind: type[B]) -> B | None:
@@ -125,8 +146,7 @@ def _explaining(body: bytes | bytearray, kind: type[msgspec.Struct]) -> Iterator
     except msgspec.ValidationError as error:
         raise _explained(str(error), body, kind) from error
     except NO_MESSAGE as error:
-        message = f"the body is no valid JSON: {error}"
-        raise HeadraceError(ErrorInfo(code="invalid_json", message=message, status=400)) from error
+        raise not_json(body, error) from error
 
 
 def _explained(text: str, body: bytes | bytearray, kind: type[msgspec.Struct]) -> HeadraceError:

@@ -5,9 +5,9 @@ from fastapi import APIRouter, FastAPI, Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from headrace.core.types.errors import HeadraceError, invalid
+from headrace.core.types.errors import HeadraceError
 from headrace.core.types.request import SamplingParams, Timing, Usage
-from headrace.server.api.request.body import read_body
+from headrace.server.api.request.body import decode_object, read_body
 from headrace.server.api.request.body_budget import BodyBudget
 from headrace.server.api.response.error_response import error_response
 from headrace.server.api.response.streaming import ClientDisconnected, json_response, until_disconnect
@@ -37,11 +37,7 @@ def _prompt_routes(gateway: SglangGateway, budget: BodyBudget) -> APIRouter:
 
     async def hand_over(http: Request) -> Response:
         raw = await read_body(http, gateway.config.max_body_bytes, budget)
-        try:
-            fields = msgspec.json.decode(raw)
-        except msgspec.DecodeError as error:
-            raise invalid("body", f"the body is no JSON: {error}") from error
-        return RoomResponse(gateway, take_apart(fields))
+        return RoomResponse(gateway, take_apart(await decode_object(raw)))
 
     async def question(http: Request) -> Response:
         status, content = await gateway.get(http.url.path)

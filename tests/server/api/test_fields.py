@@ -196,11 +196,6 @@ def test_one_is_not_true() -> None:
     assert refusal(CompletionBody, {"prompt": "x", "length_penalty": True})[0] == "length_penalty"
 
 
-def test_the_last_of_a_field_given_twice_counts_as_without_other_fields() -> None:
-    twice = b'{"prompt":"x","max_tokens":3,"user":"a","max_tokens":4}'
-    assert parse_body(twice, CompletionBody).max_tokens == 4
-
-
 NAMES = st.sampled_from(sorted({name for kind in ROUTES for name in (*kind.__struct_fields__, *OTHER_FIELDS[kind])}))
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers(-3, 3) | st.text(max_size=4),

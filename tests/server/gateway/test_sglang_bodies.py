@@ -1,10 +1,13 @@
 """Bodies of SGLang's routers, taken apart; and whose messages are listened to."""
 
+import asyncio
+
 import msgspec
 import pytest
 
 from headrace.core.types.errors import HeadraceError
 from headrace.integrations.peer.commands import TicketRef
+from headrace.server.api.request.body import decode_object
 from headrace.server.gateway.sglang.bodies import held_at, take_apart, without_params
 from headrace.server.gateway.sglang.decode_hosts import DecodeHosts
 
@@ -62,7 +65,7 @@ def test_what_cannot_be_handed_over_is_refused(changes, field, words):
 
 def test_bodies_that_are_no_objects():
     with pytest.raises(HeadraceError, match="JSON object"):
-        take_apart([1])
+        asyncio.run(decode_object(b"[1]"))
 
 
 def test_what_a_prefill_server_holds():
