@@ -3,14 +3,15 @@
 from collections.abc import Sequence
 from typing import Protocol
 
-REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+from headrace.server.tokenizer.byte_fallback import REPLACEMENT
 
 
 class TokenDecoder(Protocol):
     """The part of a Tokenizer that is needed here."""
 
     def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str:
-        """Text of token ids."""
+        """Text of token ids. More tokens change nothing of it but a U+FFFD at its end, which may be an incomplete
+        character."""
         ...
 
 
@@ -20,6 +21,11 @@ class Detokenizer:
     Decodes a window of the last tokens and returns the text that is new, since a token's text can depend on those
     before it (leading spaces, characters of several tokens). A character that may be incomplete is held back: UTF-8
     decoding shows it as one U+FFFD at the end of the text.
+
+    Where the window is cut, what stays has to go on as the whole would. A decoder of UTF-8 is in step again after at
+    most three bytes that belong to a character before, and decoders that treat the first word of a text otherwise
+    (Metaspace, WordPiece, Strip) need some text before the next token. So KEEP tokens are enough if each of them has
+    some text; tokens without any (special ones, unknown ids) are kept out of the window.
     """
 
     WINDOW = 24  # tokens after which the window is cut
@@ -27,29 +33,33 @@ class Detokenizer:
 
     def __init__(self, decoder: TokenDecoder, prompt: Sequence[int] = ()) -> None:
         self._decoder = decoder
-        self._ids = list(prompt[-self.KEEP :])
-        text = self._text()
-        self._given = self._stable_length(text)
-        self._prompt_end = len(text)
+        self._ids = self._end_of(prompt)
+        self._text = self._decoded()
+        self._given = self._stable_length(self._text)
+        self._prompt_end = len(self._text)
 
     def push(self, token: int) -> str:
         """The text that this token adds; may be empty."""
+        before = self._text
         self._ids.append(token)
-        text = self._text()
+        text = self._text = self._decoded()
+        if text == before and self._has_no_text(token):
+            self._ids.pop()
+            return ""
         if len(text) > self._prompt_end:
             self._pass_prompt(text)
         end = max(self._given, self._stable_length(text))
         new, self._given = text[self._given : end], end
         if len(self._ids) > self.WINDOW:
             self._ids = self._ids[-self.KEEP :]
-            self._given = self._stable_length(self._text())
+            self._text = self._decoded()
+            self._given = self._stable_length(self._text)
         return new
 
     def flush(self) -> str:
         """The text that was held back. Call it when no token follows."""
-        text = self._text()
-        self._pass_prompt(text)
-        new, self._given = text[self._given :], len(text)
+        self._pass_prompt(self._text)
+        new, self._given = self._text[self._given :], len(self._text)
         return new
 
     def _pass_prompt(self, text: str) -> None:
@@ -58,7 +68,21 @@ class Detokenizer:
             self._given = self._prompt_end
         self._prompt_end = 0
 
-    def _text(self) -> str:
+    def _end_of(self, prompt: Sequence[int]) -> list[int]:
+        """The last KEEP tokens of a prompt that have a text. Twice as many are looked at until there are some."""
+        count = self.KEEP
+        while count < len(prompt) and len(self._decoder.decode(prompt[-count:])) < self.KEEP:
+            count *= 2
+        last = list(prompt[-count:])
+        empty = {token for token in set(last) if self._has_no_text(token)}
+        return [token for token in last if token not in empty][-self.KEEP :]
+
+    def _has_no_text(self, token: int) -> bool:
+        """Whether a token is left out wherever it stands. A space that is left out as the first one is not when it is
+        repeated."""
+        return not self._decoder.decode([token] * self.KEEP)
+
+    def _decoded(self) -> str:
         return self._decoder.decode(self._ids) if self._ids else ""
 
     @staticmethod

@@ -7,13 +7,13 @@ from typing import Any, NamedTuple
 import msgspec
 
 from headrace.core.types.geometry import ceil_div
+from headrace.server.tokenizer.byte_fallback import BYTE_TOKENS
 
 # Of a UTF-8 text, by Unicode's normal forms and case folding: mathematical letters of four bytes become ASCII.
 UNICODE_SHRINKAGE = 4
 _SLICE = 1 << 16  # characters in one step; other threads get their turn between two of them
 _UNICODE_FORMS = ("NFC", "NFD", "NFKC", "NFKD", "Lowercase")
 _SPLITTERS = ("ByteLevel", "Digits", "Metaspace", "UnicodeScripts")
-_BYTES = tuple(f"<0x{byte:02X}>" for byte in range(256))
 
 Part = Mapping[str, Any]  # of a tokenizer's JSON
 
@@ -54,7 +54,7 @@ def length_bound(tokenizer: str, byte_characters: Mapping[str, int]) -> TokenBou
         dropped = bytes(byte for character, byte in byte_characters.items() if character not in vocab)
         if dropped and given.get("normalizer") is not None:
             return None  # it may make them of others
-    elif model.get("byte_fallback") and all(byte in vocab for byte in _BYTES):
+    elif model.get("byte_fallback") and all(byte in vocab for byte in BYTE_TOKENS):
         length = _utf8_length
     else:
         return None

@@ -1,7 +1,6 @@
 """Text to token ids and back, by the tokenizers library. Every method may be called from any thread."""
 
 import contextlib
-import re
 from collections.abc import Collection, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -9,12 +8,20 @@ from typing import Any
 
 import jinja2
 import tokenizers
+from tokenizers import decoders
 
 from headrace.core.types.errors import TOO_LONG, ConfigError, HeadraceError, invalid, shown
 from headrace.engine.model.byte_level import byte_level_alphabet
 from headrace.engine.model.source import resolve_source
 from headrace.engine.model.stub import CHAT_TEMPLATE, END, stub_tokenizer
 from headrace.engine.model.tokenizer_store import load_record
+from headrace.server.tokenizer.byte_fallback import (
+    BYTE_OF,
+    BYTE_TOKENS,
+    REPLACEMENT,
+    decodes_byte_tokens,
+    with_whole_characters,
+)
 from headrace.server.tokenizer.chat_template import ChatTemplate
 from headrace.server.tokenizer.detokenizer import TokenDecoder
 from headrace.server.tokenizer.token_length import TokenBound, length_bound
@@ -23,7 +30,6 @@ MAX_STOP_IDS = 512  # a stop string that more tokens contain is looked for in th
 # Longer texts are refused without being tokenized, which takes a second and 100 MB for each MB of them.
 TEXT_BYTES_PER_TOKEN = 16  # of the model's length; most texts have about four
 SHORT_TEXT_BYTES = 1 << 20  # whatever the model's length
-_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _BYTES = {character: byte for byte, character in enumerate(byte_level_alphabet())}
 
 
@@ -81,8 +87,16 @@ class Tokenizer:
         return self._ids(text, limit, field, special=False)
 
     def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str:
-        """Text of token ids; bytes that are not UTF-8 become U+FFFD."""
+        """Text of token ids; bytes that are no whole UTF-8 character become U+FFFD."""
+        if not self._byte_ids.isdisjoint(ids):
+            return self._decode_names(ids, skip_special=skip_special)
         return str(self._backend.decode(list(ids), skip_special_tokens=skip_special))
+
+    def _decode_names(self, ids: Sequence[int], *, skip_special: bool) -> str:
+        """The same for ids with byte tokens among them."""
+        left_out = self._special_ids if skip_special else frozenset()
+        names = (self._backend.id_to_token(token) for token in ids if token not in left_out)
+        return str(self._backend.decoder.decode(with_whole_characters(name for name in names if name is not None)))
 
     def showing(self, tokens: Collection[int]) -> TokenDecoder:
         """A decoder that leaves out special tokens but these."""
@@ -94,11 +108,13 @@ class Tokenizer:
         return self._added_ids.get(text)
 
     def decode_long(self, ids: Sequence[int]) -> str:
-        """The same without the GIL, for ids that take long."""
+        """The same without the GIL where there are no byte tokens, for ids that take long."""
+        if not self._byte_ids.isdisjoint(ids):
+            return self._decode_names(ids, skip_special=True)
         return str(self._backend.decode_batch([list(ids)], skip_special_tokens=True)[0])
 
     def piece(self, token: int) -> str:
-        """Text of one token by itself, special tokens included; "" for unknown ids."""
+        """What one token adds to a text, special tokens included; "" for unknown ids."""
         return self._pieces[token] if 0 <= token < len(self._pieces) else ""
 
     def piece_bytes(self, token: int) -> bytes:
@@ -106,9 +122,9 @@ class Tokenizer:
         name = self._backend.id_to_token(token)
         if name is None:
             return b""
-        if match := _BYTE_TOKEN.fullmatch(name):
-            return bytes([int(match[1], 16)])
-        if "\N{REPLACEMENT CHARACTER}" in self.piece(token) and all(character in _BYTES for character in name):
+        if token in self._byte_ids:
+            return bytes([BYTE_OF[name]])
+        if REPLACEMENT in self.piece(token) and all(character in _BYTES for character in name):
             return bytes(_BYTES[character] for character in name)
         return self.piece(token).encode()
 
@@ -117,7 +133,8 @@ class Tokenizer:
         stop strings that more than MAX_STOP_IDS tokens contain; those are found in the text."""
         found: dict[int, None] = {}
         for stop in stops:
-            ids = [token for token, piece in enumerate(self._pieces) if stop in piece]
+            pairs = enumerate(zip(self._pieces, self._texts, strict=True))
+            ids = [token for token, (inside, alone) in pairs if stop in inside and stop in alone]
             if len(ids) <= MAX_STOP_IDS:
                 found |= dict.fromkeys(ids)
         return tuple(found)
@@ -153,9 +170,36 @@ class Tokenizer:
         return frozenset(number for number, token in added.items() if token.special)
 
     @cached_property
+    def _byte_ids(self) -> frozenset[int]:
+        """Tokens of single bytes; none unless the decoder knows them."""
+        if not decodes_byte_tokens(self._backend.decoder):
+            return frozenset()
+        ids = (self._backend.token_to_id(name) for name in BYTE_TOKENS)
+        return frozenset(token for token in ids if token is not None)
+
+    @cached_property
+    def _texts(self) -> list[str]:
+        """Texts of single tokens."""
+        return self._decoded([[token] for token in range(self.vocab_size)])
+
+    @cached_property
     def _pieces(self) -> list[str]:
-        ids = [[token] for token in range(self.vocab_size)]
-        return [str(piece) for piece in self._backend.decode_batch(ids, skip_special_tokens=False)]
+        """What tokens add to the text of another one: decoders leave out the space before the first word of a text."""
+        texts = self._texts
+        if isinstance(self._backend.decoder, decoders.ByteLevel):
+            return texts
+        added = set(self._added_ids.values())
+        words = (token for token, text in enumerate(texts) if text.isalpha() and token not in added)
+        if (word := next(words, None)) is None:
+            return texts
+        pairs = self._decoded([[word, token] for token in range(self.vocab_size)])
+        before = texts[word]
+        return [
+            pair[len(before) :] if pair.startswith(before) else text for pair, text in zip(pairs, texts, strict=True)
+        ]
+
+    def _decoded(self, ids: list[list[int]]) -> list[str]:
+        return [str(text) for text in self._backend.decode_batch(ids, skip_special_tokens=False)]
 
 
 class _PartlySpecial:

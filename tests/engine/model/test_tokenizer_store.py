@@ -153,9 +153,10 @@ def test_every_token_and_the_ends_are_transformers(pair: tuple[Tokenizer, Any]) 
     ours, theirs = pair
     assert ours.vocab_size == len(theirs)
     assert ours.eos_ids[0] == theirs.eos_token_id
-    assert [ours.piece(token) for token in range(len(theirs))] == [
-        theirs.decode([token]) for token in range(len(theirs))
-    ]
+    word = theirs.convert_tokens_to_ids("h")
+    for token in range(len(theirs)):
+        assert ours.decode([token], skip_special=False) == theirs.decode([token])
+        assert "h" + ours.piece(token) == theirs.decode([word, token])
 
 
 def test_the_bundled_model_ends_where_its_file_says() -> None:
