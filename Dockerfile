@@ -60,9 +60,10 @@ VOLUME /models
 # side channel besides, and NIXL's ports.
 EXPOSE 8000 8100 8200
 STOPSIGNAL SIGTERM
-# Alive, not ready: an orchestrator that routes traffic should ask /ready.
+# Alive, not ready: an orchestrator that routes traffic should ask /ready. Without proxies: Docker puts those
+# of its client into the environment of every container.
 HEALTHCHECK --interval=10s --timeout=5s --start-period=120s --retries=3 \
-    CMD ["python", "-c", "import urllib.request; urllib.request.urlopen('http://127.0.0.1:8000/health', timeout=4)"]
+    CMD ["python", "-c", "import urllib.request as u; u.build_opener(u.ProxyHandler({})).open('http://127.0.0.1:8000/health', timeout=4)"]
 ENTRYPOINT ["headrace"]
 # Beyond loopback the server wants keys: set HEADRACE_API_KEY.
 CMD ["serve", "--host", "0.0.0.0", "--port", "8000"]

@@ -21,6 +21,7 @@ from benchmarks.arguments import make_parser
 from benchmarks.attackers import KINDS
 from benchmarks.report import console, print_table, run
 from benchmarks.server import serving
+from headrace.integrations.http_client import direct_client
 from headrace.server.launch.free_port import free_port
 from headrace.server.launch.local_server import LocalServer
 
@@ -72,7 +73,7 @@ def watch(servers: Sequence[LocalServer], seconds: float) -> Seen:
     latencies, failed, peak, number = [], 0, 0.0, 0
     everyone = members(servers)
     cpu_before, began = sum(sum(each.cpu_times()[:2]) for each in everyone), time.monotonic()
-    with httpx.Client(base_url=servers[1].url, timeout=60) as http:
+    with direct_client(base_url=servers[1].url, timeout=60) as http:
         while time.monotonic() < began + seconds:
             number += 1
             started = time.perf_counter()

@@ -12,11 +12,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
 
-import httpx
-
 from benchmarks.arguments import add_rounds, make_parser
 from benchmarks.report import print_table, run
 from benchmarks.server import serving
+from headrace.integrations.http_client import direct_client
 
 MODEL = ("--model", "stub:layers=1,hidden=32,max_len=131072", "--kv-pages", "8192")
 LIMIT = (16 << 20) - 1024
@@ -58,7 +57,7 @@ def _schema(properties: int) -> dict[str, object]:
 def ask(url: str, pipe: Connection) -> None:
     """Ask all the time. Answers each word of the pipe with the longest wait in seconds since the last one."""
     worst = 0.0
-    with httpx.Client(base_url=url, timeout=60) as http:
+    with direct_client(base_url=url, timeout=60) as http:
         while True:
             if pipe.poll():
                 if pipe.recv() is None:
@@ -106,7 +105,7 @@ def main(argv: Sequence[str]) -> int:
             for _ in range(args.rounds):
                 worst_of(pipe)
                 started = time.perf_counter()
-                with httpx.Client(base_url=server.url, timeout=60) as http:
+                with direct_client(base_url=server.url, timeout=60) as http:
                     answer = http.post(route, content=body, headers={"content-type": "application/json"})
                 status, seconds = answer.status_code, time.perf_counter() - started
                 waits.append(worst_of(pipe))

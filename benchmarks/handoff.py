@@ -7,11 +7,10 @@ import statistics
 import time
 from collections.abc import Sequence
 
-import httpx
-
 from benchmarks.arguments import add_lengths, add_model, add_rounds, make_parser
 from benchmarks.report import console, print_table, prompt, run, spread
 from benchmarks.server import first_event_ms, prefill_seconds, serving
+from headrace.integrations.http_client import direct_client
 from headrace.server.launch.local_server import LocalServer
 
 
@@ -19,7 +18,10 @@ def through_peer_ms(decode: LocalServer, ids: list[int]) -> float:
     """Milliseconds from the request to the first token of the decode server's stream."""
     body = {"prompt": ids, "max_tokens": 2, "temperature": 0, "stream": True, "ignore_eos": True}
     started = time.perf_counter()
-    with httpx.stream("POST", f"{decode.url}/v1/completions", json=body, timeout=600) as response:
+    with (
+        direct_client(base_url=decode.url, timeout=600) as http,
+        http.stream("POST", "/v1/completions", json=body) as response,
+    ):
         return first_event_ms(response.iter_lines(), started)
 
 

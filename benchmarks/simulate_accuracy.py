@@ -22,6 +22,7 @@ from headrace.core.config import SchedulerConfig
 from headrace.core.config.scheduler import Policy
 from headrace.core.types.packed import unpack
 from headrace.engine.model.stub import is_stub
+from headrace.integrations.http_client import direct_async_client
 from headrace.scheduler.simulation.replay.offered_work import offered_work
 from headrace.scheduler.simulation.replay.replay import Outcome, Replay, ReplayResult, ReplaySettings
 from headrace.scheduler.simulation.replay.routing import ScoreRouter
@@ -64,7 +65,7 @@ async def _replay(server: LocalServer, requests: Sequence[TraceRequest]) -> tupl
     bodies = [prefill_body(unpack(prompt(request, VOCABULARY))) for request in requests]
     outcomes = [Outcome(request.tokens, request.arrival_s) for request in requests]
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=200)
-    async with httpx.AsyncClient(base_url=server.url, timeout=CONNECT_S, limits=limits, trust_env=False) as client:
+    async with direct_async_client(base_url=server.url, timeout=CONNECT_S, limits=limits) as client:
         for tokens in WARM_UP:  # the first requests of a server and of a client are slower
             await client.post("/v1/prefill", json=prefill_body([1] * tokens))
         recording = asyncio.create_task(client.get(f"/debug/trace?seconds={LONGEST_RECORDING_S}"))

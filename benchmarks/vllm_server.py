@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import httpx
 
 from headrace.engine.model.source import resolve_source
+from headrace.integrations.http_client import direct_client
 from headrace.server.launch.free_port import free_port
 
 _ENVIRONMENT = Path(__file__).resolve().parents[1] / ".venv-vllm"
@@ -129,7 +130,7 @@ class Vllm:
             start_new_session=True,
         )  # fmt: skip
         self._alone: dict[tuple[int, ...], str] = {}
-        self.client = httpx.Client(base_url=self.url, timeout=120)
+        self.client = direct_client(base_url=self.url, timeout=120)
 
     @property
     def log(self) -> str:

@@ -14,7 +14,7 @@ import json
 import secrets
 import struct
 import time
-import urllib.request
+from urllib import parse, request
 
 import numpy as np
 import zmq
@@ -283,10 +283,10 @@ def main():
     parser.add_argument("--dtype", choices=DTYPES, default="float32")
     args = parser.parse_args()
     geometry = {name: vars(args)[name] for name in ("layers", "kv_heads", "head_dim", "dtype")}
-    with urllib.request.urlopen(f"{args.url}/v1/handoff") as answer, zmq.Context() as context:
+    with request.build_opener(request.ProxyHandler({})).open(f"{args.url}/v1/handoff") as answer, zmq.Context() as zmtp:
         server = json.load(answer)
-        control = f"{urllib.parse.urlsplit(args.url).hostname}:{server['control_port']}"
-        peer = Peer(context, control, server["fingerprint"], geometry)
+        control = f"{parse.urlsplit(args.url).hostname}:{server['control_port']}"
+        peer = Peer(zmtp, control, server["fingerprint"], geometry)
         first, kv = peer.fetch(args.ticket, args.tokens)
         print(json.dumps({"first_token": first, "sha256": None if kv is None else hashlib.sha256(kv).hexdigest()}))
         peer.close()

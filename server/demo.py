@@ -24,6 +24,7 @@ from rich.live import Live
 from rich.table import Table
 
 from headrace.core.config import Config, ModelConfig
+from headrace.integrations.http_client import direct_async_client
 from headrace.server.config.load import load
 from headrace.server.config.resolve import resolve
 from headrace.server.launch.local_server import LocalServer, ServerFailed
@@ -218,8 +219,7 @@ async def _run_one(client: httpx.AsyncClient, talk: Conversation) -> None:
 
 
 def _client(url: str) -> httpx.AsyncClient:
-    """Without the proxies of the environment, which are for other hosts than this one."""
-    return httpx.AsyncClient(base_url=url, timeout=SILENCE_S, trust_env=False)
+    return direct_async_client(base_url=url, timeout=SILENCE_S)
 
 
 @contextmanager

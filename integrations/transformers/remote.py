@@ -18,6 +18,7 @@ from headrace.core.types.geometry import Geometry
 from headrace.core.types.packed import pack, prompt_hash
 from headrace.engine.model.config import ModelSpec, spec_from_config
 from headrace.engine.model.fingerprint import fingerprint
+from headrace.integrations.http_client import bearer, direct_client
 from headrace.integrations.peer.commands import Loaded, LoadFailed, LoadKv, ReleaseLoad, TicketRef
 from headrace.integrations.peer.records import PeerLimits
 from headrace.integrations.peer.staging import Staging
@@ -74,8 +75,7 @@ class RemotePrefill:
         self._staging = Staging(cache_geometry(spec, DTYPES[model.dtype]), tokens)
         parts = urlsplit(url)
         self._host, self._port = canonical(parts.hostname or ""), parts.port or 80
-        headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-        self._http = httpx.Client(base_url=url, headers=headers, timeout=httpx.Timeout(None, connect=5.0))
+        self._http = direct_client(base_url=url, headers=bearer(api_key), timeout=httpx.Timeout(None, connect=5.0))
         limits = PeerLimits(
             fingerprint=fingerprint(spec, ModelWeights(model)),
             model=model.name_or_path,

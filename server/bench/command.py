@@ -9,6 +9,7 @@ from pathlib import Path
 
 from headrace.core.runtime.clock import SystemClock
 from headrace.core.types.errors import ConfigError
+from headrace.integrations.http_client import bearer
 from headrace.server.bench import options, plot
 from headrace.server.bench.http_client import HttpClient
 from headrace.server.bench.options import Options
@@ -32,7 +33,7 @@ def main(given: argparse.Namespace, environ: Mapping[str, str]) -> int:
     if chosen.plot is not None:
         check_installed()
     keys = load({}, environ).server.api_keys
-    headers = {"Authorization": f"Bearer {keys[0]}"} if keys else {}
+    headers = bearer(keys[0] if keys else "")
     requests = options.planned(chosen)
     target = find_target(chosen.url, headers, chosen.model, chosen.endpoint)
     generating = target.path == COMPLETIONS

@@ -7,6 +7,7 @@ import httpx
 import msgspec
 
 from headrace.core.types.errors import ConfigError
+from headrace.integrations.http_client import direct_client
 from headrace.server.bench.runner import COMPLETIONS, PREFILL
 from headrace.server.config.values import nearest
 
@@ -43,7 +44,7 @@ def find_target(url: str, headers: dict[str, str], model: str | None, path: str 
     """Ask the server. model, path: None for the server's. Raises ConfigError for a server that cannot be reached,
     refuses the key, or has no such model."""
     try:
-        with httpx.Client(base_url=url, headers=headers, timeout=TIMEOUT_S, trust_env=False) as client:
+        with direct_client(base_url=url, headers=headers, timeout=TIMEOUT_S) as client:
             models = _models(url, client)
             info = _server_info(client)
     except (httpx.HTTPError, httpx.InvalidURL) as error:

@@ -5,12 +5,12 @@ import logging
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
-import httpx
 import msgspec
 
 from headrace.core.runtime.codec import NO_MESSAGE
 from headrace.core.types.errors import HeadraceError
-from headrace.server.upstream.discovery_client import DiscoveryClient
+from headrace.integrations.http_client import bearer, direct_async_client
+from headrace.server.upstream.discovery_client import TIMEOUT_S, DiscoveryClient
 
 Answer = TypeVar("Answer")
 
@@ -30,8 +30,7 @@ class ServedFingerprint(msgspec.Struct, frozen=True):
 
 async def find_fingerprint(urls: tuple[str, ...], api_key: str) -> ServedFingerprint:
     """Wait for the first prefill server that says what it serves. Others are compared with it when they connect."""
-    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-    async with httpx.AsyncClient(headers=headers, trust_env=False) as http:
+    async with direct_async_client(headers=bearer(api_key), timeout=TIMEOUT_S) as http:
         client = DiscoveryClient(http, http)
 
         async def ask(url: str) -> ServedFingerprint | None:

@@ -10,6 +10,7 @@ from typing import Any
 import httpx
 
 from headrace.core.runtime.process import module_command
+from headrace.integrations.http_client import direct_client
 from headrace.server.config.settings import BY_KEY
 from headrace.server.launch.free_port import free_port
 
@@ -70,7 +71,7 @@ class LocalServer:
         self, method: str, path: str, body: dict[str, Any] | None = None, timeout_s: float = 600.0
     ) -> httpx.Response:
         """Send one HTTP request. Thread-safe."""
-        with httpx.Client(base_url=self.url, timeout=timeout_s, verify=False, trust_env=False) as client:
+        with direct_client(base_url=self.url, timeout=timeout_s, verify=False) as client:
             return client.request(method, path, json=body)
 
     def end(self, number: int = signal.SIGTERM) -> int:

@@ -18,6 +18,7 @@ import msgspec
 
 from headrace.core.types.errors import ConfigError
 from headrace.engine.telemetry.speed import fit_terms
+from headrace.integrations.http_client import bearer, direct_client
 from headrace.scheduler.costs.chunking import Cost
 from headrace.server.config.load import load
 
@@ -69,10 +70,10 @@ def calibrate(url: str, environ: Mapping[str, str], record_s: float = RECORD_S) 
     """Measure a server, which computes some prompts meanwhile. environ: names its API key, if it has one. Raises
     ConfigError for a server that cannot be reached, refuses, or computes too little."""
     keys = load({}, environ).server.api_keys
-    headers = {"Authorization": f"Bearer {keys[0]}"} if keys else {}
+    headers = bearer(keys[0] if keys else "")
     address = url.rstrip("/")
     try:
-        with httpx.Client(base_url=address, headers=headers, timeout=TIMEOUT_S, trust_env=False) as client:
+        with direct_client(base_url=address, headers=headers, timeout=TIMEOUT_S) as client:
             about = _get(client, "/server_info")
             client_s, trace = _record(client, int(about["max_model_len"]), int(about["max_total_num_tokens"]), record_s)
     except (httpx.HTTPError, httpx.InvalidURL) as error:

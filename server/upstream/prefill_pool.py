@@ -28,6 +28,7 @@ from headrace.core.types.addresses import url
 from headrace.core.types.allow_list import Rules, canonical, is_named, require_allowed
 from headrace.core.types.errors import ErrorInfo, HeadraceError, unavailable
 from headrace.core.types.packed import pack
+from headrace.integrations.http_client import bearer, direct_async_client
 from headrace.scheduler.routing.failover import MoveReason, avoided_s
 from headrace.scheduler.routing.replica_load import Sent
 from headrace.scheduler.routing.replica_router import ReplicaRouter
@@ -91,12 +92,11 @@ class PrefillPool:
         self._named_tasks: dict[str, asyncio.Task[None]] = {}
         self._rules = rules
         self._post = post
-        headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         # A prompt may wait in the prefill server's queue for long: the scheduler's deadlines end a request, not HTTP's.
         timeout = httpx.Timeout(None, connect=DISCOVERY_TIMEOUT_S)
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=64)
-        self._http = httpx.AsyncClient(headers=headers, timeout=timeout, limits=limits, transport=transport)
-        self._without_key = httpx.AsyncClient(timeout=timeout, limits=limits, transport=transport)
+        self._http = direct_async_client(headers=bearer(api_key), timeout=timeout, limits=limits, transport=transport)
+        self._without_key = direct_async_client(timeout=timeout, limits=limits, transport=transport)
         self._discovery = DiscoveryClient(self._http, self._without_key)
         self._tasks: list[asyncio.Task[None]] = []
         self._calls: set[asyncio.Task[None]] = set()

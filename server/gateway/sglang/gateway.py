@@ -31,6 +31,7 @@ from headrace.core.types.errors import (
     unavailable,
 )
 from headrace.core.types.geometry import Geometry
+from headrace.integrations.http_client import bearer, direct_async_client
 from headrace.integrations.peer.commands import ServerState
 from headrace.integrations.peer.records import PeerLimits
 from headrace.integrations.sglang_nixl import NEVER_RUN
@@ -57,9 +58,8 @@ class SglangGateway(BaseGateway):
     def __init__(self, config: GatewayConfig, clock: Clock | None = None) -> None:
         super().__init__(config, clock)
         self._loop = asyncio.get_running_loop()
-        headers = {"Authorization": f"Bearer {config.prefill_api_key}"} if config.prefill_api_key else {}
         timeout = httpx.Timeout(None, connect=CONNECT_TIMEOUT_S)
-        self._http = httpx.AsyncClient(headers=headers, timeout=timeout, trust_env=False)
+        self._http = direct_async_client(headers=bearer(config.prefill_api_key), timeout=timeout)
         self._keys = known_servers(config.curve_key, config.curve_server_keys)
         self._prefills = PrefillPool(
             config.prefill,

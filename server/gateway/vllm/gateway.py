@@ -6,14 +6,13 @@ engines found ─► pool, peer, exporter ─► prefill servers connected ─�
 import asyncio
 from typing import Any
 
-import httpx
-
 from headrace.core.config import GatewayConfig
 from headrace.core.runtime.background import keep_running
 from headrace.core.runtime.clock import Clock
 from headrace.core.stats import Sample, Stats
 from headrace.core.types.decode_address import DecodeAddress, parse_decodes
 from headrace.core.types.errors import NOT_READY, ErrorInfo, HeadraceError, unavailable
+from headrace.integrations.http_client import bearer, direct_async_client
 from headrace.integrations.vllm_nixl.engine_probe import DecodeEngine, ask_side_channel, probe
 from headrace.integrations.vllm_nixl.wire import HandshakePayload
 from headrace.server.gateway.base import BaseGateway
@@ -35,8 +34,7 @@ class VllmGateway(BaseGateway):
 
     def __init__(self, config: GatewayConfig, clock: Clock | None = None) -> None:
         super().__init__(config, clock)
-        headers = {"Authorization": f"Bearer {config.decode_api_key}"} if config.decode_api_key else {}
-        self._http = httpx.AsyncClient(headers=headers, timeout=None, trust_env=False)
+        self._http = direct_async_client(headers=bearer(config.decode_api_key), timeout=None)
         self._engines = DecodeEngines(parse_decodes(config.decode), self._http, self._probe, _handshake)
         self._metrics = GatewayMetrics()
         self._parts: Parts | None = None

@@ -13,6 +13,7 @@ import msgspec
 
 from headrace.core.runtime.codec import NO_MESSAGE
 from headrace.core.types.errors import ConfigError, HeadraceError
+from headrace.integrations.http_client import bearer, direct_async_client
 from headrace.server.gateway.vllm.engine_client import EngineClient
 from headrace.server.gateway.vllm.engines import DecodeEngines
 
@@ -92,9 +93,8 @@ def _shown(logprobs: Logprobs) -> str:
 
 async def _prefilled(url: str, api_key: str, prompt: Sequence[int]) -> Logprobs:
     """Raises HeadraceError, httpx.HTTPError."""
-    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     body = {**_body(prompt, "prompt_token_ids"), "handoff": "none"}
-    async with httpx.AsyncClient(headers=headers, timeout=TIMEOUT_S, trust_env=False) as http:
+    async with direct_async_client(headers=bearer(api_key), timeout=TIMEOUT_S) as http:
         answer = await http.post(f"{url}/v1/prefill", json=body)
     answer.raise_for_status()
     try:
