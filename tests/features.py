@@ -227,10 +227,12 @@ MEMBERS: dict[Kind, dict[str, Case]] = {
         "name": Case("anna", {"role": "user", "content": "hello"}),
         "tool_calls": Case([CALL], {"role": "assistant"}),
         "tool_call_id": Case("c1", {"role": "tool", "content": "rain"}, status=400),  # there is no such call
+        "refusal": Case("I will not", {"role": "assistant"}),
     },
     conversation_schema.Part: {
         "type": Case("image_url", {"text": "x"}, status=400),
         "text": Case("another", {"type": "text"}),
+        "refusal": Case("I will not", {"type": "refusal"}),
     },
     conversation_schema.Tool: {
         "function": Case({"name": "clock"}, TOOL),

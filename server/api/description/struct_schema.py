@@ -41,7 +41,10 @@ def _other(field: OtherField) -> Schema:
     """Any value of a field that changes nothing, or those of a refused one that ask for nothing."""
     if not field.refused:
         return {"description": f"Accepted, changes no answer: {field.why}."}
-    return {"enum": [*NOTHING, *field.neutral], "description": f"Not supported ({field.why}); leave it out."}
+    nothing: Schema = {"enum": [*NOTHING, *field.neutral]}
+    if field.neutral_items:
+        nothing = {"anyOf": [nothing, {"type": "array", "items": {"enum": [*field.neutral_items]}}]}
+    return {**nothing, "description": f"Not supported ({field.why}); leave it out."}
 
 
 def _structs(found: Iterable[types.Type], seen: set[Kind]) -> Iterator[Kind]:

@@ -10,6 +10,8 @@ class Part(msgspec.Struct, forbid_unknown_fields=True):
 
     type: str
     text: str | None = None
+    refusal: str | None = None
+    """The text of a part of type refusal."""
 
 
 class CalledFunction(msgspec.Struct, forbid_unknown_fields=True):
@@ -39,6 +41,8 @@ class ChatMessage(msgspec.Struct, forbid_unknown_fields=True):
     """Of the assistant: calls that it has made."""
     tool_call_id: str | None = None
     """Of role tool: the call that this is the result of."""
+    refusal: str | None = None
+    """Of the assistant: what it has said in the place of content."""
 
 
 class Function(msgspec.Struct, forbid_unknown_fields=True):

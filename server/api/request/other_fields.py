@@ -2,7 +2,8 @@
 
 The structs of schema.py, conversation_schema.py and format_schema.py are the fields that are served; with those here
 they are all that a body may have, and what docs/api.md is generated from. A refused field passes if its value asks for
-nothing (null, false, an empty one, a default), as clients send that fill in all fields.
+nothing (null, false, an empty one, a default), as clients send that fill in all fields. tests/server/api/
+test_clients_of_today.py has what clients send, and where that was read.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -22,6 +23,8 @@ class OtherField(NamedTuple):
     """For people: why it is refused, or why it may be accepted."""
     neutral: tuple[object, ...] = ()
     """Further values of a refused field that ask for nothing."""
+    neutral_items: tuple[str, ...] = ()
+    """A list of these asks for nothing, either: there is none here of what they name."""
 
 
 def _refused(why: str, names: str, *neutral: object) -> Iterator[tuple[str, OtherField]]:
@@ -39,10 +42,19 @@ def _table(*rows: Iterable[tuple[str, OtherField]]) -> dict[str, OtherField]:
 _LABELS = tuple(
     _accepted(
         "a label of the client's",
-        "user metadata safety_identifier service_tier prompt_cache_key prompt_cache_options prompt_cache_retention "
-        "session_id vllm_xargs",
+        "user metadata client_metadata safety_identifier service_tier prompt_cache_key prompt_cache_options "
+        "prompt_cache_retention session_id vllm_xargs",
     )
 )
+_CACHE_HINTS = "cache_control prompt_cache_breakpoint"
+_CACHES = tuple(_accepted("a hint to caches; what prompts begin with is cached anyway", _CACHE_HINTS))
+_EARLIER_REASONING = tuple(
+    _accepted(
+        "reasoning of earlier answers is no part of a prompt",
+        "reasoning reasoning_content reasoning_details thinking_blocks",
+    )
+)
+_PROVIDERS = tuple(_accepted("comes back from responses of other servers", "provider_specific_fields extra_content"))
 _MODEL_INPUT = tuple(
     _refused(
         "text models only",
@@ -75,7 +87,10 @@ _GENERATION = (
     *_refused(
         "not served", "bad_words allowed_token_ids logprob_token_ids repetition_detection watermarking moderation"
     ),
-    *_refused("reasoning is not parsed", "thinking_token_budget reasoning_effort reasoning verbosity"),
+    *_refused("reasoning is not parsed", "thinking_token_budget"),
+    *_refused("reasoning is not parsed", "reasoning_effort", "none"),
+    *_refused("reasoning is not parsed", "reasoning", {"effort": "none"}),
+    *_refused("how much is said is the model's to decide", "verbosity", "medium"),
     *_refused("prompts are not cut; send what fits", "truncate_prompt_tokens truncation_side truncation", "disabled"),
     *_refused("special tokens are left out, and spaced as the tokenizer does", "skip_special_tokens", True),
     *_refused("special tokens are left out, and spaced as the tokenizer does", "spaces_between_special_tokens", True),
@@ -98,7 +113,17 @@ _FUNCTIONS = (
     *_refused("send tool_choice", "function_call", "none", "auto"),
     *_refused("nothing is searched", "web_search_options"),
 )
-_STORE = (*_refused("responses are not stored", "store"), *_refused("not served", "prediction"))
+_STORE = tuple(_refused("responses are not stored", "store"))
+# Of /v1/responses: parts of a response that it has only where tools of the server were called, or where it reasoned.
+_NOTHING_TO_INCLUDE = (
+    "reasoning.encrypted_content",
+    "file_search_call.results",
+    "web_search_call.results",
+    "web_search_call.action.sources",
+    "code_interpreter_call.outputs",
+    "computer_call_output.output.image_url",
+    "message.input_image.image_url",
+)
 _OPENAI = (*_LABELS, *_MODEL_INPUT, *_CONSTRAINTS, *_GENERATION, *_SGLANG)
 
 SAME_AS: Mapping[str, tuple[str, ...]] = {  # what unknown fields are called here, where their names are far apart
@@ -120,7 +145,12 @@ OTHER_FIELDS: Mapping[type[msgspec.Struct], Mapping[str, OtherField]] = {
         _refused("POST /v1/chat/completions has them", "tools functions"),
     ),
     schema.ChatBody: _table(
-        _OPENAI, _CHAT_TEMPLATE, _FUNCTIONS, _STORE, _refused("POST /v1/completions has it", "echo")
+        _OPENAI,
+        _CHAT_TEMPLATE,
+        _FUNCTIONS,
+        _STORE,
+        _accepted("a hint that makes answers faster elsewhere", "prediction"),
+        _refused("POST /v1/completions has it", "echo"),
     ),
     schema.ResponsesBody: _table(
         _OPENAI,
@@ -128,7 +158,12 @@ OTHER_FIELDS: Mapping[type[msgspec.Struct], Mapping[str, OtherField]] = {
         _FUNCTIONS,
         _accepted("no tools are called here", "max_tool_calls"),
         _STORE,
-        _refused("not served", "include prompt context_management access_programs previous_input_messages"),
+        {
+            "include": OtherField(
+                True, "no logprobs in POST /v1/responses; of the rest there is none", (), _NOTHING_TO_INCLUDE
+            )
+        }.items(),
+        _refused("not served", "prediction prompt context_management access_programs previous_input_messages"),
         _refused("not served", "enable_response_messages"),
         _refused("responses are not stored", "previous_response_id conversation background"),
         _refused("POST /v1/chat/completions has them", "logprobs top_logprobs", 0),
@@ -148,7 +183,7 @@ OTHER_FIELDS: Mapping[type[msgspec.Struct], Mapping[str, OtherField]] = {
     format_schema.ResponseFormat: _table(_refused("not served", "structures triggers format")),
     format_schema.JsonSchemaFormat: _table(_FORMAT),
     format_schema.TextFormat: _table(_FORMAT),
-    format_schema.TextOptions: _table(_refused("reasoning is not parsed", "verbosity")),
+    format_schema.TextOptions: _table(_refused("how much is said is the model's to decide", "verbosity", "medium")),
     schema.StreamOptions: _table(
         _refused("usage comes at the end", "continuous_usage_stats"),
         _accepted("nothing is padded", "include_obfuscation"),
@@ -156,33 +191,50 @@ OTHER_FIELDS: Mapping[type[msgspec.Struct], Mapping[str, OtherField]] = {
     conversation_schema.ChatMessage: _table(
         _refused("send tool_calls", "function_call"),
         _refused("text models only", "audio"),
-        _accepted("comes back from responses of other servers", "refusal annotations reasoning reasoning_content"),
+        _EARLIER_REASONING,
+        _PROVIDERS,
+        _CACHES,
+        _accepted("comes back from responses", "id annotations parsed"),
     ),
     schema.InputItem: _table(
         _refused("calls are items of their own", "tool_calls tool_call_id function_call"),
         _refused("text models only", "audio"),
-        _accepted("comes back from responses of other servers", "refusal reasoning reasoning_content"),
-        _accepted("comes back from responses", "id status annotations"),
+        _EARLIER_REASONING,
+        _accepted("reasoning of earlier answers is no part of a prompt", "summary encrypted_content"),
+        _CACHES,
+        _accepted("comes back from responses of other servers", "refusal"),
+        _accepted("comes back from responses", "id status annotations phase parsed_arguments created_by"),
+        _refused("functions only, called by the model", "namespace async"),
+        _refused("functions only, called by the model", "caller", {"type": "direct"}),
     ),
     conversation_schema.ToolCall: _table(
-        _refused("calls of functions only", "custom"), _accepted("comes back from streams", "index")
+        _refused("calls of functions only", "custom"),
+        _PROVIDERS,
+        _CACHES,
+        _accepted("comes back from streams", "index"),
     ),
-    conversation_schema.CalledFunction: {},
-    conversation_schema.Tool: _table(_refused("functions only", "custom")),
-    conversation_schema.Function: _table(_refused("not served", "defer_loading")),
+    conversation_schema.CalledFunction: _table(_PROVIDERS, _accepted("comes back from responses", "parsed_arguments")),
+    conversation_schema.Tool: _table(_refused("functions only", "custom"), _CACHES),
+    conversation_schema.Function: _table(_refused("not served", "defer_loading"), _CACHES),
     conversation_schema.ToolChoice: _table(_refused("a function is chosen by its name", "allowed_tools custom")),
-    conversation_schema.ChosenFunction: {},
+    conversation_schema.ChosenFunction: _table(
+        _accepted("those of the tool with this name count", "description parameters strict")
+    ),
     schema.ResponseTool: _table(
         _refused(
             "functions only",
-            "custom format vector_store_ids filters user_location search_context_size container server_label",
+            "custom format vector_store_ids filters user_location search_context_size container server_label async",
         ),
+        _refused("functions only", "allowed_callers", ["direct"]),
         _refused("not served", "defer_loading"),
+        _accepted("what a function returns is not told to the model before", "output_schema"),
+        _CACHES,
     ),
     schema.ResponseToolChoice: _table(_refused("a function is chosen by its name", "mode tools server_label")),
     conversation_schema.Part: _table(
         _refused("text models only", "image_url input_audio video_url audio_url file image detail"),
-        _accepted("comes back from responses", "annotations logprobs"),
+        _CACHES,
+        _accepted("comes back from responses", "annotations logprobs parsed"),
     ),
     schema.GenerateSampling: _table(
         _refused("not served", "stop_regex structural_tag custom_params"),

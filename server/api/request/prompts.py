@@ -6,7 +6,7 @@ from types import MappingProxyType
 from typing import Any, cast
 
 from headrace.core.types.errors import ErrorInfo, HeadraceError, invalid, shown
-from headrace.server.api.request.conversation_schema import ChatMessage, Function
+from headrace.server.api.request.conversation_schema import ChatMessage, Function, Part
 from headrace.server.api.request.schema import PrefillBody
 from headrace.server.api.request.tools import check_arguments, check_results, template_calls, template_tools
 from headrace.server.frontend.served_model import ServedModel
@@ -133,15 +133,9 @@ def check_ids(ids: Sequence[int], field: str, vocab: int) -> None:
 
 def _plain(model: ServedModel, message: ChatMessage, place: str) -> dict[str, Any]:
     """A message as chat templates expect it, its text parts joined. place: its name in errors."""
-    content = message.content
+    content = message.content or message.refusal
     if isinstance(content, list):
-        for number, part in enumerate(content):
-            if part.type not in TEXT_PARTS or part.text is None:
-                field = f"{place}.content[{number}]"
-                raise invalid(
-                    field, f"{field} is of type {shown(part.type)!r}; only text is supported", code="unsupported"
-                )
-        content = "".join(part.text or "" for part in content)
+        content = "".join(_text(part, f"{place}.content[{number}]") for number, part in enumerate(content))
     role = _role(message, place)
     more = {} if message.name is None else {"name": message.name}
     if message.tool_call_id is not None:
@@ -149,6 +143,14 @@ def _plain(model: ServedModel, message: ChatMessage, place: str) -> dict[str, An
     calls = template_calls(message, place, model.call_form) if message.tool_calls else {}
     # Templates tell an answer that is calls alone by its lack of content.
     return {"role": role, "content": content or (None if calls else ""), **more, **calls}
+
+
+def _text(part: Part, place: str) -> str:
+    """Raises HeadraceError (400) for a part that is no text."""
+    text = part.refusal if part.type == "refusal" else part.text if part.type in TEXT_PARTS else None
+    if text is None:
+        raise invalid(place, f"{place} is of type {shown(part.type)!r}; only text is supported", code="unsupported")
+    return text
 
 
 def _role(message: ChatMessage, place: str) -> str:

@@ -23,7 +23,7 @@ TokenId = Annotated[int, Meta(ge=-MAX_INT64 - 1, le=MAX_INT64)]
 Seed = TokenId
 Temperature = Annotated[float, Meta(ge=0, le=2)]
 TopK = Annotated[int, Meta(ge=-1, le=MAX_INT64)]
-TopP = Annotated[float, Meta(gt=0, le=1)]
+TopP = Annotated[float, Meta(ge=0, le=1)]
 MinP = Annotated[float, Meta(ge=0, le=1)]
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
 Repetition = Annotated[float, Meta(ge=0.01, le=100)]  # far beyond these, logits would overflow
@@ -38,7 +38,7 @@ PositionOrNone = Annotated[int, Meta(ge=-1, le=MAX_INT32)]  # -1: none
 DraftTopK = Annotated[int, Meta(ge=0, le=MAX_DRAFT_TOKENS)]
 Choices = Annotated[int, Meta(ge=1, le=MAX_CHOICES)]
 StopText = Annotated[str, Meta(min_length=1, max_length=MAX_STOP_CHARS)]
-Stop = StopText | Annotated[list[StopText], Meta(max_length=MAX_STOPS)]
+Stop = Annotated[str, Meta(max_length=MAX_STOP_CHARS)] | Annotated[list[StopText], Meta(max_length=MAX_STOPS)]
 StopIds = Annotated[list[TokenId], Meta(max_length=MAX_STOP_IDS)]
 Priority = Annotated[int, Meta(ge=-MAX_INT32 - 1, le=MAX_INT32)]
 ObjectiveMs = Annotated[float, Meta(gt=0, le=MAX_OBJECTIVE_MS)]

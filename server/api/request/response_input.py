@@ -13,13 +13,15 @@ _FIELDS: Mapping[str, tuple[str, ...]] = {
     "message": ("role", "content", "name"),
     "function_call": ("call_id", "name", "arguments"),
     "function_call_output": ("call_id", "output"),
+    "reasoning": ("content",),
 }
+_OPTIONAL = ("message", "reasoning")  # types of items whose fields may be left out
 
 
 async def input_messages(body: ResponsesBody) -> tuple[list[ChatMessage], list[str]]:
     """The messages, and the item of the input that each begins with. Calls become a message of the assistant with
-    tool_calls, results one of role tool. Raises HeadraceError (400) for other items, and for calls and results that are
-    wrong."""
+    tool_calls, results one of role tool; earlier reasoning is no part of a prompt. Raises HeadraceError (400) for other
+    items, and for calls and results that are wrong."""
     if isinstance(body.input, str):
         return ([ChatMessage("user", body.input)], ["input"]) if body.input else ([], [])
     await check_arguments((item.arguments for item in body.input), "input")
@@ -29,6 +31,8 @@ async def input_messages(body: ResponsesBody) -> tuple[list[ChatMessage], list[s
     for index, item in enumerate(body.input):
         place = f"input[{index}]"
         _check_fields(item, place)
+        if item.type == "reasoning":
+            continue
         if item.type == "function_call":
             call = ToolCall(item.call_id or "", CalledFunction(item.name or "", item.arguments))
             checked_arguments(call, f"{place}.call_id", place)
@@ -53,10 +57,11 @@ def _check_fields(item: InputItem, place: str) -> None:
     """Raises HeadraceError (400) for an item of another type, and for fields that one of its type lacks or has not."""
     fields = _FIELDS.get(item.type)
     if fields is None:
-        text = f"{place} is of type {shown(item.type)!r}; it has to be message, function_call or function_call_output"
+        *most, last = _FIELDS
+        text = f"{place} is of type {shown(item.type)!r}; it has to be {', '.join(most)} or {last}"
         raise invalid(place, text, code="unsupported")
     for name, given in msgspec.structs.asdict(item).items():
         if name != "type" and name not in fields and given:
             raise invalid(f"{place}.{name}", f"{place}.{name} is no field of an item of type {item.type}")
-        if name in fields and given is None and item.type != "message":
+        if name in fields and given is None and item.type not in _OPTIONAL:
             raise invalid(f"{place}.{name}", f"{place}.{name} is required", code="missing_field")

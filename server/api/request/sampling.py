@@ -20,8 +20,8 @@ def sampling_params(body: SamplingBody, *, logprobs: int | None, max_tokens: int
     limit = max_tokens if body.max_tokens is None else body.max_tokens
     return SamplingParams(
         temperature=_or(body.temperature, 1.0),
-        top_k=min(max(0, body.top_k or 0), vocab_size),
-        top_p=_or(body.top_p, 1.0),
+        top_k=1 if body.top_p == 0 else min(max(0, body.top_k or 0), vocab_size),
+        top_p=body.top_p or 1.0,
         min_p=body.min_p or 0.0,
         seed=None if body.seed is None else body.seed & MAX_INT64,
         max_tokens=limit,
@@ -47,7 +47,8 @@ def check_logprobs_start(sampling: SamplingParams, prompts: Iterable[Sequence[in
 
 def stop_strings(body: SamplingBody) -> tuple[str, ...]:
     """Stop strings of a body."""
-    return tuple(dict.fromkeys([body.stop] if isinstance(body.stop, str) else body.stop or []))
+    given = [body.stop] if isinstance(body.stop, str) else body.stop or []
+    return tuple(dict.fromkeys(filter(None, given)))
 
 
 def request_fields(body: SamplingBody) -> dict[str, Any]:

@@ -46,6 +46,7 @@ class SamplingBody(msgspec.Struct, kw_only=True):
     top_k: TopK | None = None
     """0 and -1 mean all tokens."""
     top_p: TopP | None = None
+    """0 means the most likely token alone, as in OpenAI's API."""
     min_p: MinP | None = None
     seed: Seed | None = None
     presence_penalty: Penalty | None = None
@@ -59,7 +60,7 @@ class SamplingBody(msgspec.Struct, kw_only=True):
     max_tokens: MaxTokens | None = None
     min_tokens: MinTokens | None = None
     stop: Stop | None = None
-    """Strings that end the text and are not part of it."""
+    """Strings that end the text and are not part of it; an empty one in the place of a list is none."""
     stop_token_ids: StopIds | None = None
     """Tokens that end the text and are not part of it."""
     ignore_eos: bool | None = None
@@ -175,7 +176,7 @@ class ChatBody(OpenAIBody, kw_only=True, forbid_unknown_fields=True):
 
 
 class InputItem(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """One item of the input of POST /v1/responses: a message, a call, or the result of one."""
+    """One item of the input of POST /v1/responses: a message, a call, the result of one, or earlier reasoning."""
 
     role: str = ""
     content: str | list[Part] | None = None

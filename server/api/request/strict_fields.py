@@ -14,6 +14,7 @@ from headrace.core.types.errors import HeadraceError, invalid, shown
 from headrace.server.api.request.other_fields import OTHER_FIELDS, SAME_AS, OtherField
 
 NEAR_CHARS = 64  # of an unknown field, to be compared with those that there are
+NOTHING_BYTES = 512  # of a value that may ask for nothing
 Kind = type[msgspec.Struct]
 
 
@@ -78,10 +79,12 @@ def other_fields(kind: Kind) -> Mapping[str, OtherField]:
 
 
 def _asks_for_nothing(raw: msgspec.Raw, field: OtherField) -> bool:
-    if len(bytes(raw)) > NEAR_CHARS:
+    if len(bytes(raw)) > NOTHING_BYTES:
         return False
     value = msgspec.json.decode(raw)
-    return value is None or value is False or value in ("", [], {}) or _is_among(value, field.neutral)
+    if isinstance(value, list) and all(item in field.neutral_items for item in value):
+        return True
+    return value is None or value is False or value in ("", {}) or _is_among(value, field.neutral)
 
 
 def _is_among(value: object, neutral: tuple[object, ...]) -> bool:

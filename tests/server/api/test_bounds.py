@@ -13,14 +13,14 @@ from headrace.server.api.request.schema import CompletionBody, GenerateBody, Res
 INT64 = (1 << 63) - 1
 CASES: list[tuple[type[msgspec.Struct], dict[str, Any], str, str]] = [
     (CompletionBody, {"temperature": 3}, "temperature", "is 3; it has to be from 0 to 2"),
-    (CompletionBody, {"top_p": 0}, "top_p", "is 0; it has to be above 0 and at most 1"),
+    (CompletionBody, {"top_p": -0.1}, "top_p", "is -0.1; it has to be from 0 to 1"),
     (CompletionBody, {"deadline_s": -0.5}, "deadline_s", "is -0.5; it has to be above 0"),
     (CompletionBody, {"max_tokens": -1}, "max_tokens", "is -1; it has to be at least 0"),
     (CompletionBody, {"max_tokens": 1 << 63}, "max_tokens", f"is {1 << 63}; it has to be from 0 to {INT64}"),
     (CompletionBody, {"seed": -(1 << 64)}, "seed", f"is {-(1 << 64)}; it has to be from {-INT64 - 1} to {INT64}"),
     (CompletionBody, {"slo_ttft_ms": 2e9}, "slo_ttft_ms", "has to be above 0 and at most 1000000000"),
     (CompletionBody, {"stop": ["a", ""]}, "stop[1]", "has 0 characters; 1 to 1024 are allowed"),
-    (CompletionBody, {"stop": ""}, "stop", "has 0 characters; 1 to 1024 are allowed"),
+    (CompletionBody, {"stop": "a" * 1025}, "stop", "has 1025 characters; at most 1024 are allowed"),
     (CompletionBody, {"stop": ["a"] * 17}, "stop", "has 17 items; at most 16 are allowed"),
     (CompletionBody, {"prompt": [1, 10**40]}, "prompt[1]", "(41 characters); it has to be from"),
     (CompletionBody, {"cache_salt": "é" * 257, "user": "me"}, "cache_salt", "has 257 characters; at most 256 are"),

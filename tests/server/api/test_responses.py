@@ -26,7 +26,14 @@ MISTAKES: list[tuple[dict[str, Any], str, str]] = [
     ({"input": ""}, "input", "empty"),
     ({"input": []}, "input", "empty"),
     ({"input": "z" * 999}, "input", "the limit is"),
-    ({"input": [{"type": "reasoning"}]}, "input[0]", "it has to be message, function_call"),
+    ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0]", "it has to be message, function_call"),
+    ({"input": [{"type": "reasoning", "summary": []}]}, "input", "empty"),
+    (
+        {"input": "x", "include": ["reasoning.encrypted_content", "message.output_text.logprobs"]},
+        "include",
+        "no logprobs",
+    ),
+    ({"input": [{"type": "reasoning", "role": "user"}]}, "input[0].role", "no field of an item of type reasoning"),
     ({"input": [{"type": "function_call", "name": "f"}]}, "input[0].call_id", "required"),
     (
         {"input": [{"type": "function_call", "call_id": "c", "name": "f", "arguments": "1"}]},
