@@ -18,6 +18,8 @@ from headrace.scheduler.kv.eviction import SHARED_BY, LeastRecentlyUsed, Ranking
 from headrace.scheduler.kv.node import NONE, Node, TierCopies
 from headrace.scheduler.kv.page_digests import root_digest
 
+SPARE = 64  # candidates without a page that are always let be
+
 
 class PrefixTree:
     """Longest-prefix match, insertion, and eviction of unlocked leaves by rank, O(log n) a page evicted.
@@ -264,6 +266,15 @@ class PrefixTree:
         if not node.queued:
             node.queued = True
             heapq.heappush(self._heap, (node.rank, node.used, node))
+            if len(self._heap) > 2 * self._nodes + SPARE:
+                self._drop_vacated()
+
+    def _drop_vacated(self) -> None:
+        """Take nodes that have left the pool otherwise than by eviction out of the heap."""
+        for _, _, node in self._heap:
+            node.queued = node.page != NONE
+        self._heap = [entry for entry in self._heap if entry[2].queued]
+        heapq.heapify(self._heap)
 
     def vacate(self, node: Node) -> int:
         """Take an unlocked leaf's page out of the pool; return it."""

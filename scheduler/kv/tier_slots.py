@@ -9,6 +9,7 @@ from headrace.scheduler.kv.node import NONE, Node, TierCopies
 from headrace.scheduler.kv.page_allocator import PageAllocator
 
 TAKEN = 1  # owner of slots in the allocator
+SPARE = 64  # candidates without a slot that are always let be
 
 
 class TierSlots:
@@ -100,6 +101,8 @@ class TierSlots:
             return
         copies.queued[self._tier] = True
         heapq.heappush(self._heap, (node.rank, node.used, node.number, node))
+        if len(self._heap) > 2 * len(self._nodes) + SPARE:
+            self._drop_released()
 
     def coldest(self) -> Node | None:
         """The candidate that is evicted next; None when there is none."""
@@ -132,6 +135,18 @@ class TierSlots:
         if found != len(self._nodes) or found + self._allocator.free != self.total:
             problems.append(f"{found} copies + {self._allocator.free} free != {self.total} slots of the {tier} tier")
         return problems
+
+    def _drop_released(self) -> None:
+        """Take nodes that have lost their slot otherwise than by eviction out of the heap."""
+        tier, kept = self._tier, []
+        for entry in self._heap:
+            copies = entry[3].copies
+            assert copies is not None, "candidates have a slot, or had one"
+            copies.queued[tier] = copies.slots[tier] != NONE
+            if copies.queued[tier]:
+                kept.append(entry)
+        self._heap = kept
+        heapq.heapify(kept)
 
     def _give(self, node: Node, slot: int) -> None:
         parent = node.parent

@@ -7,6 +7,8 @@ from enum import IntEnum
 
 Key = int | str
 
+SPARE = 64  # entries without a deadline that are always let be
+
 
 class Timer(IntEnum):
     """What a deadline watches. The key beside it is an arrival number, a ticket for RESERVATION, or the index of a
@@ -27,7 +29,8 @@ class Timer(IntEnum):
 class Deadlines:
     """Each (timer, key) has at most one deadline, and one entry in the heap that is not later than the deadline.
 
-    Moving a deadline back, or clearing it, leaves the entry where it is; it is corrected when it comes up.
+    Moving a deadline back, or clearing it, leaves the entry where it is; it is corrected when it comes up, or dropped
+    when most of the heap is such: clients may set deadlines that are years away.
     """
 
     def __init__(self) -> None:
@@ -84,3 +87,7 @@ class Deadlines:
         self._count += 1
         self._entry[name] = at
         heapq.heappush(self._heap, (at, self._count, name))
+        if len(self._heap) > 2 * len(self._at) + SPARE:
+            self._entry = {each: self._entry[each] for each in self._at}
+            self._heap = [entry for entry in self._heap if self._entry.get(entry[2]) == entry[0]]
+            heapq.heapify(self._heap)

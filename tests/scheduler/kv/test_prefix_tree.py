@@ -10,6 +10,7 @@ from headrace.core.types.packed import pack
 from headrace.scheduler.kv.kv_cache import KvCache
 from headrace.scheduler.kv.lease import Lease
 from headrace.scheduler.kv.prefix_tree import PrefixTree
+from tests.scheduler.growth import grown_bytes
 
 KEYS = st.lists(st.sampled_from([b"a", b"b", b"c"]), max_size=5)
 SALTS = st.sampled_from(["", "x"])
@@ -197,3 +198,17 @@ def test_without_a_prefix_cache_nothing_is_kept() -> None:
     cache.publish(lease, pack([1, 2, 3]), 3)
     cache.release(lease)
     assert (cache.free, cache.cached) == (4, 0)
+
+
+def test_pages_that_leave_otherwise_than_by_eviction_take_up_no_memory() -> None:
+    """The pool is never full, so that no candidate for eviction comes up."""
+    tree = PrefixTree()
+
+    def serve(number: int) -> None:
+        first = tree.insert(None, f"salt {number}", b"a", 0)
+        path = [first, tree.insert(first, "", b"b", 1)]
+        tree.lock(path)
+        tree.unlock(path)
+        assert tree.drop(path) == [1, 0]
+
+    assert grown_bytes(serve) < 50_000

@@ -6,8 +6,10 @@ from headrace.core.types.kv_tiers import PageHeader, Tier
 from headrace.core.types.packed import pack
 from headrace.scheduler.kv.kv_cache import KvCache
 from headrace.scheduler.kv.lease import Lease
-from headrace.scheduler.kv.node import Node, PageLoad, PageStore
+from headrace.scheduler.kv.node import NONE, Node, PageLoad, PageStore
 from headrace.scheduler.kv.page_digests import page_digest, root_digest
+from headrace.scheduler.kv.tier_slots import TierSlots
+from tests.scheduler.growth import grown_bytes
 
 A, B, C = [1, 2, 3, 4], [11, 12, 13, 14], [21, 22, 23, 24]
 LONG = [*range(31, 39)]
@@ -270,3 +272,17 @@ def test_without_tiers_pages_are_keyed_by_their_tokens() -> None:
     kv.publish(lease, pack([7, 8]), 2)
     assert [node.key for node in lease.path] == [pack([7]), pack([8])]
     assert [node.copies for node in lease.path] == [None, None]
+
+
+def test_copies_that_a_tier_loses_take_up_no_memory() -> None:
+    """A disk that takes no page: the tier is never full, so that no candidate for its eviction comes up."""
+    slots, root = TierSlots("disk", 100), Node(b"", NONE, None, 0)
+
+    def lose(number: int) -> None:
+        node = Node(number.to_bytes(8), NONE, root, number)
+        slots.assign(node)
+        slots.offer(node)
+        slots.release(node)
+        slots.dropped()
+
+    assert grown_bytes(lose) < 50_000

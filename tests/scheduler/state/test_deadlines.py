@@ -1,0 +1,57 @@
+"""Deadlines against a table of all of them, and what is left of those that were cleared."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from headrace.scheduler.state.deadlines import Deadlines, Timer
+from tests.scheduler.growth import grown_bytes
+
+KEYS = st.integers(0, 5)
+STEPS = st.lists(
+    st.one_of(
+        st.tuples(st.just("set"), KEYS, st.integers(0, 20)),
+        st.tuples(st.just("clear"), KEYS, st.just(0)),
+        st.tuples(st.just("crowd"), st.just(0), st.just(0)),
+        st.tuples(st.just("wait"), st.just(0), st.integers(0, 5)),
+    ),
+    max_size=40,
+)
+
+
+@given(STEPS)
+def test_what_is_due_is_what_was_set_last_and_not_cleared(steps: list[tuple[str, int, int]]) -> None:
+    deadlines, expected, now = Deadlines(), dict[int, float](), 0
+    for what, key, value in steps:
+        match what:
+            case "set":
+                deadlines.set(Timer.REQUEST, key, now + value)
+                expected[key] = now + value
+            case "clear":
+                deadlines.clear(Timer.REQUEST, key)
+                expected.pop(key, None)
+            case "crowd":  # enough of them to have the heap tidied up
+                for number in range(100, 300):
+                    deadlines.set(Timer.LEASE, number, now + 1000)
+                    deadlines.clear(Timer.LEASE, number)
+            case _:
+                now += value
+                due = [(expected[key], key) for _, key in deadlines.due(now)]  # type: ignore[index]
+                assert [at for at, _ in due] == sorted(at for at in expected.values() if at <= now)
+                for _, each in due:
+                    del expected[each]  # type: ignore[arg-type]
+        assert deadlines.next() == min(expected.values(), default=None)
+
+
+def test_deadlines_in_years_that_are_cleared_take_up_no_memory() -> None:
+    """Clients choose them: deadline_s has no upper bound. Another deadline is always nearer."""
+    deadlines = Deadlines()
+    deadlines.set(Timer.PLAN, 0, 1e8)
+
+    def serve(number: int) -> None:
+        deadlines.set(Timer.REQUEST, number, number + 1e9)
+        deadlines.set(Timer.LEASE, number, number + 30.0)
+        deadlines.clear(Timer.REQUEST, number)
+        deadlines.clear(Timer.LEASE, number)
+        assert list(deadlines.due(number)) == []
+
+    assert grown_bytes(serve) < 50_000
