@@ -10,6 +10,8 @@ from collections.abc import Mapping
 
 import httpx
 
+from headrace.integrations.cancelled_requests import CancellableTransport
+
 
 def direct_client(
     *,
@@ -32,16 +34,13 @@ def direct_async_client(
     limits: httpx.Limits | None = None,
     transport: httpx.AsyncBaseTransport | None = None,
 ) -> httpx.AsyncClient:
-    """The same for an event loop. limits: httpx's own where there are none. transport: in place of the network."""
-    return httpx.AsyncClient(
-        base_url=base_url,
-        headers=headers,
-        timeout=timeout,
-        limits=limits or httpx.Limits(max_connections=100, max_keepalive_connections=20),
-        transport=transport,
-        verify=trusted_certificates(),
-        trust_env=False,
-    )
+    """The same for an event loop; requests may be cancelled at any moment. limits: httpx's own where there are none.
+    transport: in place of the network."""
+    if transport is None:
+        limits = limits or httpx.Limits(max_connections=100, max_keepalive_connections=20)
+        network = httpx.AsyncHTTPTransport(verify=trusted_certificates(), limits=limits, trust_env=False)
+        transport = CancellableTransport(network)
+    return httpx.AsyncClient(base_url=base_url, headers=headers, timeout=timeout, transport=transport, trust_env=False)
 
 
 def bearer(api_key: str) -> dict[str, str]:
