@@ -154,6 +154,8 @@ class TextStream:
         self._keep = keep
         self.tokens = 0
         """Tokens pushed."""
+        self.chars = 0
+        """Characters that they are known to have, those that are held back or not part of the text included."""
         self.stopped = False
         """Whether a token or a stop string has ended the text."""
         self.ended_by: int | str | None = None
@@ -165,11 +167,11 @@ class TextStream:
         counts = self.tokens >= self._min_tokens
         if counts and token in self._end_ids:
             self.stopped = True
-            text, found = self._matcher.push(self._detokenizer.push(token)) if self._keep else ("", False)
+            text, found = self._matcher.push(self._decoded(token)) if self._keep else ("", False)
             text += "" if found else self.flush()
             self.ended_by = self._matcher.found or token
             return text
-        text = self._detokenizer.push(token)
+        text = self._decoded(token)
         if not counts:
             return text
         text, self.stopped = self._matcher.push(text)
@@ -180,3 +182,8 @@ class TextStream:
         """The text that was held back. Call it when no token follows."""
         text, found = self._matcher.push(self._detokenizer.flush())
         return text if found else text + self._matcher.flush()
+
+    def _decoded(self, token: int) -> str:
+        text = self._detokenizer.push(token)
+        self.chars += len(text)
+        return text

@@ -67,21 +67,25 @@ def _chat_token(tokenizer: Tokenizer, token: int, logprob: float) -> dict[str, A
 
 
 def completion_logprobs(
-    tokenizer: Tokenizer, tokens: Sequence[tuple[int, TokenLogprob | None]], offset: int = 0
+    tokenizer: Tokenizer, tokens: Sequence[tuple[int, TokenLogprob | None]], offsets: Sequence[int]
 ) -> dict[str, Any]:
-    """The "logprobs" object of a completion choice, of tokens and their logprobs. offset: characters of the text before
-    the first token. The alternatives include the token itself, as OpenAI's do: one more where it is none of them."""
-    text = Detokenizer(tokenizer)
-    offsets = []
-    for token, _ in tokens:
-        offsets.append(offset)
-        offset += len(text.push(token))
+    """The "logprobs" object of a completion choice, of tokens and their logprobs. offsets: characters before each.
+    The alternatives include the token itself, as OpenAI's do: one more where it is none of them."""
     return {
         "tokens": [token_name(tokenizer, token) for token, _ in tokens],
         "token_logprobs": [None if value is None else value.logprob for _, value in tokens],
         "top_logprobs": [None if value is None else _alternatives(tokenizer, value) for _, value in tokens],
-        "text_offset": offsets,
+        "text_offset": list(offsets),
     }
+
+
+def text_offsets(tokenizer: Tokenizer, tokens: Sequence[int]) -> list[int]:
+    """Characters before each of these tokens, of a text that begins with them."""
+    text, offsets, offset = Detokenizer(tokenizer), [], 0
+    for token in tokens:
+        offsets.append(offset)
+        offset += len(text.push(token))
+    return offsets
 
 
 def _alternatives(tokenizer: Tokenizer, value: TokenLogprob) -> dict[str, float]:

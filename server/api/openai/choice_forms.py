@@ -7,7 +7,7 @@ from headrace.core.types.request import FinishReason, TokenLogprob
 from headrace.server.api.openai.echo import Echo
 from headrace.server.api.response.choices import Choice
 from headrace.server.frontend.request.generation_request import GenerationDelta, GenerationResult
-from headrace.server.tokenizer.logprobs import chat_logprobs, completion_logprobs, native_entries
+from headrace.server.tokenizer.logprobs import chat_logprobs, completion_logprobs, native_entries, text_offsets
 from headrace.server.tokenizer.tokenizer import Tokenizer
 
 
@@ -23,8 +23,8 @@ class ChoiceForm(Protocol):
         """The chunk that begins a choice; None if there is none."""
         ...
 
-    def delta(self, index: int, delta: GenerationDelta, offset: int) -> dict[str, Any] | None:
-        """The chunk of new text; None if there is nothing to say yet. offset: characters of the choice before it."""
+    def delta(self, index: int, delta: GenerationDelta) -> dict[str, Any] | None:
+        """The chunk of new text; None if there is nothing to say yet."""
         ...
 
     def last(self, index: int, choice: Choice, result: GenerationResult) -> dict[str, Any]:
@@ -52,13 +52,13 @@ class CompletionForm:
         """A chunk with the prompt, if it is echoed."""
         return None if self._echo is None else _text_chunk(index, self._echo.text(index))
 
-    def delta(self, index: int, delta: GenerationDelta, offset: int) -> dict[str, Any]:
+    def delta(self, index: int, delta: GenerationDelta) -> dict[str, Any]:
         """A chunk with "text"."""
-        return _text_chunk(index, delta.text, self._logprobs_object(delta.logprobs, offset))
+        return _text_chunk(index, delta.text, self._logprobs_object(delta.logprobs, delta.offsets))
 
     def last(self, index: int, choice: Choice, result: GenerationResult) -> dict[str, Any]:
         """A chunk with the finish reason."""
-        ended = self._logprobs_object(choice.end_logprobs, len(choice.text)) if choice.end_logprobs else None
+        ended = self._logprobs_object(choice.end_logprobs, choice.end_offsets) if choice.end_logprobs else None
         return {
             **_text_chunk(index, "", ended, result.finish_reason),
             **prompt_logprobs(self._tokenizer, result),
@@ -66,24 +66,26 @@ class CompletionForm:
 
     def whole(self, index: int, choice: Choice, result: GenerationResult) -> dict[str, Any]:
         """A choice with "text", and "prompt_logprobs" if requested and not part of an echo."""
-        values = (*choice.logprobs, *choice.end_logprobs)
-        if self._echo is None:
-            text, logprobs = choice.text, self._logprobs_object(values)
-        else:
-            text = self._echo.text(index) + choice.text
-            logprobs = self._logprobs_object(values, prompt=self._echo.logprobs(index, result))
+        values, offsets = (*choice.logprobs, *choice.end_logprobs), (*choice.offsets, *choice.end_offsets)
+        text, prompt = "", []
+        if self._echo is not None:
+            text, prompt = self._echo.text(index), self._echo.logprobs(index, result)
+        logprobs = self._logprobs_object(values, [len(text) + offset for offset in offsets], prompt)
+        text += choice.text
         more = {} if self._echo and self._logprobs else prompt_logprobs(self._tokenizer, result)
         return {**_text_chunk(index, text, logprobs, result.finish_reason), **more}
 
     def _logprobs_object(
         self,
         values: Sequence[TokenLogprob],
-        offset: int = 0,
+        offsets: Sequence[int],
         prompt: Sequence[tuple[int, TokenLogprob | None]] = (),
     ) -> dict[str, Any] | None:
         if not self._logprobs:
             return None
-        return completion_logprobs(self._tokenizer, [*prompt, *((value.token, value) for value in values)], offset)
+        before = text_offsets(self._tokenizer, [token for token, _ in prompt])
+        tokens = [*prompt, *((value.token, value) for value in values)]
+        return completion_logprobs(self._tokenizer, tokens, [*before, *offsets])
 
 
 class ChatForm:
@@ -101,7 +103,7 @@ class ChatForm:
         message = {"role": "assistant", "content": ""}
         return {"index": index, "delta": message, "logprobs": None, "finish_reason": None}
 
-    def delta(self, index: int, delta: GenerationDelta, offset: int) -> dict[str, Any]:
+    def delta(self, index: int, delta: GenerationDelta) -> dict[str, Any]:
         """A chunk with "delta"."""
         content = {"content": delta.text}
         return {

@@ -55,10 +55,8 @@ class ChoicesFormat:
     async def write_delta(self, events: EventWriter, index: int, choice: Choice, delta: GenerationDelta) -> None:
         """A chunk of one choice."""
         await self._open(events, index)
-        if delta.text or delta.logprobs:
-            offset = len(choice.text) - len(delta.text)
-            if (chunk := self._form.delta(index, delta, offset)) is not None:
-                await self._write_chunk(events, [chunk])
+        if (delta.text or delta.logprobs) and (chunk := self._form.delta(index, delta)) is not None:
+            await self._write_chunk(events, [chunk])
 
     async def write_finished(self, events: EventWriter, index: int, choice: Choice, result: GenerationResult) -> None:
         """A chunk with the finish reason."""

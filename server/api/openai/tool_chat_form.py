@@ -30,11 +30,11 @@ class ToolChatForm:
         """A chunk with the role."""
         return self._chat.opening(index)
 
-    def delta(self, index: int, delta: GenerationDelta, offset: int) -> dict[str, Any] | None:
+    def delta(self, index: int, delta: GenerationDelta) -> dict[str, Any] | None:
         """A chunk with content or parts of calls; None while it is not certain what the text will be."""
         found = self._parser(index).push(delta.text)
         fields = self._fields(index, *found)
-        return {**self._chat.delta(index, delta, offset), "delta": fields} if fields or delta.logprobs else None
+        return {**self._chat.delta(index, delta), "delta": fields} if fields or delta.logprobs else None
 
     def last(self, index: int, choice: Choice, result: GenerationResult) -> dict[str, Any]:
         """A chunk with the finish reason, and what was held back."""

@@ -22,6 +22,8 @@ class Choice:
         self.tokens: list[int] = []
         self.logprobs: list[TokenLogprob] = []
         self.end_logprobs: tuple[TokenLogprob, ...] = ()
+        self.offsets: list[int] = []
+        self.end_offsets: tuple[int, ...] = ()
 
     def add(self, delta: GenerationDelta) -> None:
         """Append a delta."""
@@ -29,6 +31,8 @@ class Choice:
         self.tokens += delta.tokens
         self.logprobs += delta.logprobs
         self.end_logprobs += delta.end_logprobs
+        self.offsets += delta.offsets
+        self.end_offsets += delta.end_offsets
 
 
 Output = tuple[Choice, GenerationResult]  # one finished choice

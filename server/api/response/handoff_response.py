@@ -39,7 +39,7 @@ def _output(tokenizer: Tokenizer, first: Tokens, result: GenerationResult) -> Ou
     """The first token as a choice that was ended by its length."""
     choice = Choice()
     text = tokenizer.decode(first.tokens[:1])
-    choice.add(GenerationDelta(text, first.tokens[:1], first.logprobs[:1]))
+    choice.add(GenerationDelta(text, first.tokens[:1], first.logprobs[:1], offsets=(0,)))
     return choice, msgspec.structs.replace(result, finish_reason=result.finish_reason or "length")
 
 

@@ -20,15 +20,25 @@ def stop_reason(text: TextStream, sampling: SamplingParams) -> int | str | None:
 def delta_of(text: TextStream, hidden_ends: frozenset[int], event: Tokens) -> GenerationDelta:
     """The text of new tokens, up to the one that ends it. hidden_ends: those of which nothing is told."""
     pieces: list[str] = []
+    offsets: list[int] = []
     shown = ended = 0
     for token in event.tokens:
+        offsets.append(text.chars)
         pieces.append(text.push(token))
         ended = text.stopped and token in hidden_ends
         shown += not ended
         if text.stopped:
             break
     logprobs = event.logprobs
-    return GenerationDelta("".join(pieces), event.tokens[:shown], logprobs[:shown], logprobs[shown : shown + ended])
+    ends = slice(shown, shown + ended)
+    return GenerationDelta(
+        "".join(pieces),
+        event.tokens[:shown],
+        logprobs[:shown],
+        end_logprobs=logprobs[ends],
+        offsets=tuple(offsets[:shown]),
+        end_offsets=tuple(offsets[ends]),
+    )
 
 
 def finish_reason(reason: str) -> FinishReason | None:

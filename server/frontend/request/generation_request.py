@@ -104,6 +104,11 @@ class GenerationDelta(msgspec.Struct, frozen=True):
     """One for each token if requested, else empty."""
     end_logprobs: tuple[TokenLogprob, ...] = ()
     """Of the token that ends the text, if requested and there is one."""
+    offsets: tuple[int, ...] = ()
+    """Of each token: characters of the text before it, those of stop strings that were no part of it in the end
+    included."""
+    end_offsets: tuple[int, ...] = ()
+    """Of the token that ends the text, if there is one that is not among the tokens."""
 
 
 class GenerationResult(msgspec.Struct, frozen=True, kw_only=True):

@@ -150,3 +150,21 @@ def test_a_byte_token_is_text_where_the_decoder_does_not_know_it() -> None:
     tokenizer._backend.add_tokens(["<0x41>"])
     made = Tokenizer(tokenizer._backend)
     assert made.piece_bytes(made.vocab_size - 1) == b"<0x41>"
+
+
+@every_decoder
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_characters_before_a_token_are_those_of_the_text_whatever_is_held_back(name: str, data: st.DataObject) -> None:
+    """After a prompt, too, without which a first word may have no space before it."""
+    prompt, ids = data.draw(ids_of(name, 20)), data.draw(ids_of(name, 40))
+    stop = data.draw(st.sampled_from(["aaaaaaaa", "ing▁", " \N{REPLACEMENT CHARACTER}"]))
+    plain, held = TextStream(TOKENIZERS[name], prompt), TextStream(TOKENIZERS[name], prompt, [stop])
+    text = ""
+    for token in ids:
+        assert plain.chars == len(text)
+        assert held.chars == plain.chars
+        text += plain.push(token)
+        held.push(token)
+        if held.stopped:
+            break
