@@ -1,10 +1,10 @@
-"""A stage's connection to the scheduler: a Unix socket on the same machine, a ZMQ DEALER from another one."""
+"""A stage's connection to the scheduler: a pair of sockets on the same machine, a ZMQ DEALER from another one."""
 
 from typing import Any, Protocol
 
 import zmq
 
-from headrace.core.runtime.frames import UNIX, connect
+from headrace.core.runtime.frames import DOOR, connect, opened
 
 MESSAGES_PER_PASS = 256  # received in one call, so that other sockets get their turn
 
@@ -42,10 +42,12 @@ class OrderConnection(Protocol):
 def connect_scheduler(context: "zmq.Context[zmq.Socket[bytes]]", endpoint: str, identity: bytes) -> OrderConnection:
     """Connect to the scheduler's order socket.
 
-    endpoint: unix:PATH or a ZMQ endpoint. identity: routing id of the stage (stage_identity). Raises ConnectionClosed.
+    endpoint: the outer end of a door (core/runtime/frames.py) or a ZMQ endpoint. identity: routing id of the stage
+    (stage_identity). Raises ConnectionClosed.
     """
-    if endpoint.startswith(UNIX):
-        control = connect(endpoint.removeprefix(UNIX))
+    if endpoint.startswith(DOOR):
+        with opened(endpoint) as door:
+            control = connect(door)
         control.send(identity)
         return control
     return ZmqOrderConnection(context, endpoint, identity)

@@ -22,6 +22,7 @@ from headrace.core.runtime.codec import Codec
 from headrace.core.runtime.frames import ConnectionClosed
 from headrace.core.runtime.logs import configure_logging
 from headrace.core.runtime.process import (
+    CONFIGURATION_MISTAKE,
     GROUP_ENDED_STATUS,
     die_with_parent,
     freeze_loaded,
@@ -306,8 +307,9 @@ def _compute(loop: StageLoop, config: StageConfig, outbox: EventOutbox, shutdown
 
 
 def main() -> int:
-    """Run a stage as the child of the process whose id is the first argument. Returns the exit status: 2 for a wrong
-    configuration, 3 where a server that it shares experts with has ended, 1 for another failure."""
+    """Run a stage as the child of the process whose id is the first argument. Returns the exit status:
+    CONFIGURATION_MISTAKE, GROUP_ENDED_STATUS where a server that it shares experts with has ended, 1 for another
+    failure."""
     die_with_parent(int(sys.argv[1]))
     leave_signals_to_parent()
     raise_descriptor_limit()
@@ -320,7 +322,7 @@ def main() -> int:
         return 1 if config.member is None else GROUP_ENDED_STATUS
     except ConfigError as error:
         print(f"headrace: {error}", file=sys.stderr)
-        return 2
+        return CONFIGURATION_MISTAKE
 
 
 if __name__ == "__main__":

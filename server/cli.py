@@ -11,6 +11,7 @@ from typing import NoReturn
 
 from headrace.core.config import Config, EngineConfig
 from headrace.core.runtime.output import prepare_output
+from headrace.core.runtime.process import CONFIGURATION_MISTAKE
 from headrace.core.types.errors import ConfigError
 from headrace.server.cluster import options as cluster_options
 from headrace.server.config import curve_keys
@@ -25,7 +26,7 @@ from headrace.server.simulate import options as simulate_options
 from headrace.server.stage_group import rank_info
 from headrace.server.version import headrace_version
 
-MISTAKE = 2  # exit status for a wrong flag, file or model
+MISTAKE = 2  # exit status for a wrong flag, file or model, but of `headrace stage`: CONFIGURATION_MISTAKE
 INTERRUPTED = 128 + signal.SIGINT
 BROKEN_PIPE = 128 + signal.SIGPIPE
 DESCRIPTION = "A standalone prefill server: computes prompts and hands the KV cache to decode servers."
@@ -47,23 +48,24 @@ class _Parser(argparse.ArgumentParser):
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command. Returns the exit status: 2, with one line on stderr, for wrong flags, files or models."""
+    """Run the command. Returns the exit status: MISTAKE, with one line on stderr, for wrong flags, files or models."""
     prepare_output()
+    given = sys.argv[1:] if arguments is None else list(arguments)
+    mistake = CONFIGURATION_MISTAKE if given[:1] == ["stage"] else MISTAKE
     try:
-        given = sys.argv[1:] if arguments is None else list(arguments)
         status = _up(given) if given[:1] == ["up"] else _run(_parse(given))
         sys.stdout.flush()
         return status
     except ConfigError as error:
         print(f"headrace: {error}", file=sys.stderr)
-        return MISTAKE
+        return mistake
     except ModuleNotFoundError as error:
         missing = (error.name or "").partition(".")[0]
         if missing == "headrace":  # a bug
             raise
         extra, needs = ("ray", "headrace up") if missing == "ray" else ("server", "the server")
         print(f"headrace: {missing} is not installed; {needs} needs: pip install 'headrace[{extra}]'", file=sys.stderr)
-        return MISTAKE
+        return mistake
     except BrokenPipeError:  # `headrace check | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # so that the flush at exit does not fail
         return BROKEN_PIPE

@@ -1,4 +1,4 @@
-"""Orders: the numbered stream from the scheduler to every stage (ZMQ or a Unix socket, msgpack).
+"""Orders: the numbered stream from the scheduler to every stage (ZMQ or a pair of sockets, msgpack).
 
     BeginEpoch ─► Forward, SendChunk, ReleaseRequest, … ─► ShutdownStage
 

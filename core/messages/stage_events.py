@@ -1,4 +1,4 @@
-"""Stage events: what stages report to the scheduler (ZMQ or a Unix socket, msgpack).
+"""Stage events: what stages report to the scheduler (ZMQ or a pair of sockets, msgpack).
 
 Some answer an order, each order of these kinds once:
 

@@ -2,20 +2,24 @@
 
 There is no I/O thread, so a message costs one wake-up of the receiving process; a ZMQ socket costs three, which are
 most of the time of a short request on an idle server.
+
+    scheduler: admit() ◄──── inner end │ door │ outer end ◄──── connect(): a stage, started by the parent of both
+
+A door is a pair of sockets that both processes inherit. Who connects makes a pair of its own and passes one end of it
+through the door: there is no path in a file system that could be removed, nor one that others could connect to.
 """
 
+import errno
+import os
 import socket
 import struct
 import sys
-import time
 from collections import deque
 
-UNIX = "unix://"  # scheme of endpoints, before the path of the socket
+DOOR = "fd://"  # scheme of endpoints, before the descriptor of the outer or inner end of a door
 LENGTH = struct.Struct("<I")
 CREDENTIALS = struct.Struct("3i")  # process, user, group
 READ_BYTES = 1 << 18  # read per pass, so that one connection cannot starve the others of a loop
-CONNECT_TIMEOUT_S = 30.0
-RETRY_S = 0.01
 UNSENT_WAIT_S = 0.002  # until a loop calls flush() again, when the socket's buffer was full
 UNSENT_BYTES = 256 << 20  # limit of the send queue; reaching it means that the other process hangs
 
@@ -24,19 +28,37 @@ class ConnectionClosed(Exception):
     """The other end has closed the connection, does not read, or does not exist."""
 
 
-def connect(path: str, timeout_s: float = CONNECT_TIMEOUT_S) -> "FrameSocket":
-    """Connect to a listening socket, which may take timeout_s seconds to appear. Raises ConnectionClosed."""
-    end = time.monotonic() + timeout_s
-    while True:
-        connection = socket.socket(socket.AF_UNIX)
-        try:
-            connection.connect(path)
-            return FrameSocket(connection)
-        except OSError as error:
-            connection.close()
-            if time.monotonic() > end:
-                raise ConnectionClosed(f"no process listens at {path}: {error.strerror}") from error
-            time.sleep(RETRY_S)
+def make_door() -> tuple[socket.socket, socket.socket]:
+    """The inner and the outer end of a door."""
+    return socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
+
+
+def opened(endpoint: str) -> socket.socket:
+    """An end of a door that this process has inherited. Closing it leaves the inherited descriptor open."""
+    return socket.fromfd(int(endpoint.removeprefix(DOOR)), socket.AF_UNIX, socket.SOCK_DGRAM)
+
+
+def connect(outer: socket.socket) -> "FrameSocket":
+    """Connect to the process that has the inner end, now or later. Raises ConnectionClosed if it has ended."""
+    ours, theirs = socket.socketpair()
+    try:
+        with theirs:
+            socket.send_fds(outer, [b"\0"], [theirs.fileno()])
+    except OSError as error:
+        ours.close()
+        raise ConnectionClosed(f"no process is behind the door: {error.strerror}") from error
+    return FrameSocket(ours)
+
+
+def admit(inner: socket.socket) -> "FrameSocket":
+    """The connection that waits at a door. Raises BlockingIOError if none does, another OSError if there is no
+    descriptor for it: it goes on waiting."""
+    os.close(os.dup(inner.fileno()))  # the kernel drops the connection if it finds no descriptor while it is received
+    _, received, _, _ = socket.recv_fds(inner, 1, 1)
+    if not received:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+    os.set_inheritable(received[0], False)
+    return FrameSocket(socket.socket(fileno=received[0]))
 
 
 class FrameSocket:
@@ -64,10 +86,8 @@ class FrameSocket:
         return bool(self._unsent)
 
     def peer_pid(self) -> int | None:
-        """The process that has connected to a listening socket of ours; None where the kernel does not say.
-
-        Of a socket pair it is the process that made the pair.
-        """
+        """The process that made the pair of sockets, which is the one that has connected to a door of ours; None where
+        the kernel does not say."""
         if sys.platform != "linux":
             return None
         pid, _, _ = CREDENTIALS.unpack(self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, CREDENTIALS.size))

@@ -2,7 +2,7 @@
 
     headrace-k3x9q2fd/         mode 0700, in the temporary folder of the user
         lock                   locked by flock() as long as the process lives, however it ends
-        ...                    local sockets, converted tokenizers
+        ...                    a converted tokenizer, while it is read
 
 A folder without a lock file is left alone: it may be that of an older version, or be in the making.
 """

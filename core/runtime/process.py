@@ -12,7 +12,10 @@ from contextlib import suppress
 RESERVED_DESCRIPTORS = 256  # for the process's own files, pipes and connections
 ZMQ_LISTENERS = 4  # the most that one process has: control endpoint, joining stages, KV events, their replay
 SHORTAGES = frozenset((errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EAGAIN))  # trying again may help
-GROUP_ENDED_STATUS = 3  # exit status of a rank whose server shares experts with another one that has ended
+# Exit statuses of the processes that a server starts, and of `headrace stage`. Numbers of sysexits.h that no library
+# ends a process with: oneMKL does with 2, others with 1 and 3.
+CONFIGURATION_MISTAKE = 78  # it cannot run with its configuration, however often it is started
+GROUP_ENDED_STATUS = 75  # a rank whose server shares experts with another one that has ended
 MAX_SESSIONLESS = 1024
 MAX_HTTP_CONNECTIONS = 16_384
 MAX_INT_DIGITS = 640

@@ -21,7 +21,7 @@ from headrace.core.config import STAGE_KEY_VARIABLE, Config
 from headrace.core.config.stages import GroupConfig
 from headrace.core.runtime.backoff import Backoff
 from headrace.core.runtime.logs import configure_logging
-from headrace.core.runtime.process import module_command
+from headrace.core.runtime.process import CONFIGURATION_MISTAKE, module_command
 from headrace.core.types.addresses import host_port
 from headrace.server.cluster.options import UpOptions
 from headrace.server.cluster.ray_ranks import RayRanks
@@ -30,7 +30,7 @@ from headrace.server.stage_group.rank_info import LAUNCHER_VARIABLE, RAY
 
 log = logging.getLogger(__name__)
 
-MISTAKE = 2  # exit status of a rank that cannot run with its configuration
+MISTAKE = 2  # exit status where a rank cannot run with its configuration
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 10.0  # before ranks are started again
 STEADY_S = 60.0  # ranks that have run for so long did not fail at their start
 GROUP_END_S = 30.0  # for the other ranks, once one has ended
@@ -91,7 +91,7 @@ class _Up:
         while True:
             started = loop.time()
             statuses = await self._run_once()
-            if MISTAKE in statuses:
+            if CONFIGURATION_MISTAKE in statuses:
                 log.error("a rank cannot run with this configuration, see above")
                 return MISTAKE
             if loop.time() - started > STEADY_S:

@@ -9,9 +9,9 @@ import sys
 import msgspec
 
 from headrace.core.config import GatewayConfig
-from headrace.core.runtime.process import die_with_parent
+from headrace.core.runtime.process import CONFIGURATION_MISTAKE, die_with_parent
 from headrace.core.types.errors import ConfigError
-from headrace.server.gateway.process import report, run
+from headrace.server.gateway.process import run
 from headrace.server.launch.stop_signals import StopSignals
 
 
@@ -23,7 +23,8 @@ def main() -> int:
     try:
         return run(config, stop)
     except ConfigError as error:
-        return report(error)
+        print(f"headrace: {error}", file=sys.stderr)
+        return CONFIGURATION_MISTAKE
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ A first SIGTERM or Ctrl-C drains: requests are refused, open ones end, decode en
 
 import asyncio
 import logging
-import sys
 import time
 from contextlib import ExitStack
 from typing import Any
@@ -27,7 +26,6 @@ from headrace.core.runtime.process import (
     raise_descriptor_limit,
 )
 from headrace.core.types.decode_address import parse_decodes
-from headrace.core.types.errors import ConfigError
 from headrace.server.frontend import request_log
 from headrace.server.gateway.base import BaseGateway
 from headrace.server.gateway.sglang.gateway import SglangGateway
@@ -42,7 +40,6 @@ from headrace.transfer.backends.shm import sweep
 
 log = logging.getLogger(__name__)
 
-MISTAKE = 2
 FAILED = 1
 LAST_ANSWERS_S = 0.5
 
@@ -148,9 +145,3 @@ def _announcement(config: GatewayConfig, served: str, port: int, seconds: float)
             f"ready in {seconds:.1f} s; Ctrl-C drains",
         ]
     )
-
-
-def report(error: ConfigError) -> int:
-    """Print a mistake. Returns the exit status."""
-    print(f"headrace: {error}", file=sys.stderr)
-    return MISTAKE

@@ -20,9 +20,10 @@ from headrace.core.config import KvEventsConfig, LogFormat, Role, SchedulerConfi
 from headrace.core.messages.stage_events import StageReady
 from headrace.core.process_usage import process_usage
 from headrace.core.runtime.clock import LoopClock, SystemClock
-from headrace.core.runtime.frames import UNIX, FrameSocket
+from headrace.core.runtime.frames import FrameSocket, opened
 from headrace.core.runtime.logs import configure_logging
 from headrace.core.runtime.process import (
+    CONFIGURATION_MISTAKE,
     die_with_parent,
     freeze_loaded,
     leave_signals_to_parent,
@@ -72,7 +73,7 @@ class SchedulerProcessConfig(msgspec.Struct, frozen=True, kw_only=True):
     front: int
     """File descriptor of its end of the connection to the front end."""
     stage_endpoint: str
-    """Where stages connect: unix:// for local ones, tcp:// for external ones."""
+    """Where stages connect: the inner end of a door (fd://) for local ones, tcp:// for external ones."""
     scheduler: SchedulerConfig
     transfer: TransferConfig
     external: ExternalStages | None = None
@@ -153,13 +154,13 @@ def run(config: SchedulerProcessConfig) -> None:
 
 
 def _stage_channel(config: SchedulerProcessConfig, context: "zmq.Context[zmq.Socket[bytes]]") -> StageChannel:
-    """The channel to local stages over Unix sockets, or to external ones over TCP with a join endpoint."""
+    """The channel to local stages through a door, or to external ones over TCP with a join endpoint."""
     silence_s = config.transfer.peer_timeout_s
     external = config.external
     join_endpoint: JoinEndpoint | None = None
     router: Router
     if external is None:
-        router = FrameRouter(config.stage_endpoint.removeprefix(UNIX))
+        router = FrameRouter(opened(config.stage_endpoint))
     else:
         connections = Connections(
             context, "stages", has_session=lambda route: join_endpoint is not None and join_endpoint.is_known(route)
@@ -252,7 +253,7 @@ def main() -> int:
         run(config)
     except ConfigError as error:
         print(f"headrace: {error}", file=sys.stderr)
-        return 2
+        return CONFIGURATION_MISTAKE
     except FrontEndGone:
         return 1
     return 0

@@ -32,11 +32,11 @@ import msgspec
 
 from headrace.core.config import Config, EngineConfig, StageConfig
 from headrace.core.runtime.background import first_of
-from headrace.core.runtime.frames import UNIX, FrameSocket
+from headrace.core.runtime.frames import DOOR, FrameSocket, make_door
 from headrace.core.runtime.log_throttle import RepeatedWarningFilter
 from headrace.core.runtime.logs import configure_logging
 from headrace.core.runtime.output import say
-from headrace.core.runtime.private_folder import private_folder, remove_abandoned
+from headrace.core.runtime.private_folder import remove_abandoned
 from headrace.core.runtime.process import (
     freeze_loaded,
     limit_integers,
@@ -79,34 +79,26 @@ def serve(config: Config, memory: Sequence[str]) -> int:
     limit_integers()
     remove_abandoned()
     stop = StopSignals()
-    # A private folder for the local sockets; short, since the kernel bounds their path to 107 bytes.
     try:
-        with (
-            closing(HttpListeners(config)) as listeners,  # before a child starts: they take seconds
-            private_folder() as folder,
-        ):
-            return asyncio.run(_until_stopped(config, memory, listeners, folder, stop))
+        with closing(HttpListeners(config)) as listeners:  # before a child starts: they take seconds
+            return asyncio.run(_until_stopped(config, memory, listeners, stop))
     finally:
         sweep()  # pools in shared memory of stages that had to be killed
 
 
-async def _until_stopped(
-    config: Config, memory: Sequence[str], listeners: HttpListeners, folder: Path, stop: StopSignals
-) -> int:
+async def _until_stopped(config: Config, memory: Sequence[str], listeners: HttpListeners, stop: StopSignals) -> int:
     with stop.attached():
-        return await _serve(config, memory, listeners, folder, stop)
+        return await _serve(config, memory, listeners, stop)
 
 
-async def _serve(
-    config: Config, memory: Sequence[str], listeners: HttpListeners, folder: Path, stop: StopSignals
-) -> int:
+async def _serve(config: Config, memory: Sequence[str], listeners: HttpListeners, stop: StopSignals) -> int:
     ours, theirs = socket.socketpair()
+    inner, outer = make_door()
     gateway = _gateway(config, listeners)
     external = config.group.start == "external"
-    stage_endpoint = _tcp(config.group.host, config.group.port) if external else f"{UNIX}{folder}/stages"
     supervisor = Supervisor(
-        _scheduler(config, theirs, stage_endpoint),
-        None if external else partial(_stages, config, stage_endpoint),
+        _scheduler(config, theirs, inner),
+        None if external else partial(_stages, config, outer),
         config.scheduler.start_timeout_s,
         config.scheduler.layout,
         config.group.member,
@@ -119,6 +111,7 @@ async def _serve(
         log.error("%s", error)
         return 1
     theirs.close()
+    inner.close()
     # Most of what this process loads, while the children load theirs:
     from headrace.server.launch.frontend_process import FrontEnd
 
@@ -193,10 +186,12 @@ def _tcp(host: str, port: int) -> str:
     return url("tcp", host, port or "*")
 
 
-def _scheduler(config: Config, front: socket.socket, stage_endpoint: str) -> Child:
+def _scheduler(config: Config, front: socket.socket, door: socket.socket) -> Child:
     external: ExternalStages | None = None
+    stage_endpoint, descriptors = f"{DOOR}{door.fileno()}", [front.fileno(), door.fileno()]
     if config.group.start == "external":
         external = ExternalStages(key=config.group.key, template=_template(config))
+        stage_endpoint, descriptors = _tcp(config.group.host, config.group.port), [front.fileno()]
     scheduler = SchedulerProcessConfig(
         role=config.server.role,
         model=config.model_name,
@@ -211,10 +206,10 @@ def _scheduler(config: Config, front: socket.socket, stage_endpoint: str) -> Chi
         log_level=config.server.log_level,
         log_format=config.server.log_format,
     )
-    return Child("headrace.server.launch.scheduler_process", scheduler, threads=1, descriptors=(front.fileno(),))
+    return Child("headrace.server.launch.scheduler_process", scheduler, threads=1, descriptors=descriptors)
 
 
-def _stages(config: Config, stage_endpoint: str, epoch: int) -> list[Child]:
+def _stages(config: Config, door: socket.socket, epoch: int) -> list[Child]:
     """The processes of all ranks for one start of the group, with a rendezvous port of their own."""
     ranks, member = config.scheduler.layout.ranks, config.group.member
     rendezvous = f"{LOOPBACK}:{free_port()}"
@@ -227,8 +222,9 @@ def _stages(config: Config, stage_endpoint: str, epoch: int) -> list[Child]:
     return [
         Child(
             "headrace.engine.stage",
-            _stage(config, stage_endpoint, rendezvous, rank, epoch),
+            _stage(config, f"{DOOR}{door.fileno()}", rendezvous, rank, epoch),
             threads=config.engine.threads,
+            descriptors=(door.fileno(),),
             environment={**caches, **group, "RANK": str(rank)} if len(ranks) > 1 or member is not None else caches,
         )
         for rank in ranks

@@ -1,4 +1,4 @@
-"""The scheduler's connections to its stages, addressed by routing id: over Unix sockets to local stages, over a ZMQ
+"""The scheduler's connections to its stages, addressed by routing id: through a door to local stages, over a ZMQ
 ROUTER to external ones."""
 
 import logging
@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 import zmq
 
-from headrace.core.runtime.frames import ConnectionClosed, FrameSocket
+from headrace.core.runtime.frames import ConnectionClosed, FrameSocket, admit
 from headrace.core.runtime.log_throttle import LogThrottle
 from headrace.core.runtime.process import SHORTAGES
 from headrace.core.stats import Counters, Sample
@@ -23,8 +23,7 @@ BATCH = 256  # messages received per pass, so that a busy socket cannot starve t
 MAX_EVENT_BYTES = 64 << 20  # a plan's prompt logprobs are the largest
 HIGH_WATER = 100_000  # messages are bounded by credits; reaching this means the other end is dead
 UNREAD = 1000  # received messages of one connection; further ones wait in TCP
-BACKLOG = 128
-ACCEPT_PAUSE_S = 0.1  # after accept() has failed for want of descriptors or memory
+ACCEPT_PAUSE_S = 0.1  # after no connection could be accepted for want of descriptors or memory
 
 
 class Router(Protocol):
@@ -69,19 +68,17 @@ class Router(Protocol):
 
 
 class FrameRouter:
-    """A Router over Unix sockets.
+    """A Router over connections that come through a door (core/runtime/frames.py), whose inner end it takes over.
 
     The first frame of a connection is its routing id. A later connection with the same id replaces the earlier one.
-    When no descriptor is free, new connections wait in the kernel, and accept() is tried again after a pause.
+    When no descriptor is free, new connections wait in the kernel, and are admitted after a pause.
     """
 
-    def __init__(self, path: str) -> None:
-        self._listener = socket.socket(socket.AF_UNIX)
-        self._listener.setblocking(False)
-        self._listener.bind(path)
-        self._listener.listen(BACKLOG)
+    def __init__(self, door: socket.socket) -> None:
+        door.setblocking(False)
+        self._door = door
         self._incoming = poll()
-        self._incoming.register(self._listener, POLLIN)
+        self._incoming.register(door, POLLIN)
         self._accept_again: float | None = None
         self._log_throttle = LogThrottle()
         self._counters = Counters()
@@ -94,16 +91,16 @@ class FrameRouter:
         return any(connection.unsent for connection in self._named.values())
 
     def sockets(self) -> Sequence[int]:
-        """The listening socket, unless accept() is paused, and all connections."""
-        listener = [self._listener.fileno()] if self._accept_again is None else []
-        return [*listener, *(each.fileno() for each in (*self._unnamed, *self._named.values()))]
+        """The door, unless it is left alone for a while, and all connections."""
+        door = [self._door.fileno()] if self._accept_again is None else []
+        return [*door, *(each.fileno() for each in (*self._unnamed, *self._named.values()))]
 
     def next_deadline(self) -> float | None:
-        """When accept() is tried again."""
+        """When the door is looked at again."""
         return self._accept_again
 
     def receive(self, now: float) -> Iterator[tuple[bytes, list[bytes]]]:
-        """Accept a connection, and read once from each."""
+        """Admit a connection, and read once from each."""
         self._accept(now)
         for connection in list(self._unnamed):
             try:
@@ -136,13 +133,13 @@ class FrameRouter:
         return self._named[name].peer_pid() if name in self._named else None
 
     def flush(self, now: float) -> None:
-        """Send queued messages as far as the kernel accepts them, and end a pause of accept() that is over."""
+        """Send queued messages as far as the kernel accepts them, and look at the door again when that is due."""
         if self._accept_again is not None and self._accept_again <= now:
             self._accept_again = None
         self._flush()
 
     def statistics(self) -> tuple[Sample, ...]:
-        """Failures of accept()."""
+        """Failures to admit a connection."""
         return self._counters.snapshot()
 
     def close(self) -> None:
@@ -150,16 +147,14 @@ class FrameRouter:
         self._flush()
         for connection in (*self._unnamed, *self._named.values()):
             connection.close()
-        self._listener.close()
+        self._door.close()
 
     def _accept(self, now: float) -> None:
-        """Accept one connection, if one is waiting: without free descriptors accept() fails even when none is."""
+        """Admit one connection, if one is waiting: without free descriptors that fails even when none is."""
         if self._accept_again is not None or not self._incoming.poll(0):
             return
         try:
-            self._unnamed.append(FrameSocket(self._listener.accept()[0]))
-        except (BlockingIOError, InterruptedError, ConnectionAbortedError):
-            pass  # the connection was closed meanwhile
+            self._unnamed.append(admit(self._door))
         except OSError as error:
             if error.errno not in SHORTAGES:
                 raise

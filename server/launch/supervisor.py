@@ -21,7 +21,7 @@ from typing import Any
 from headrace.core.messages.replies import StageDown
 from headrace.core.runtime.backoff import Backoff
 from headrace.core.runtime.log_throttle import LogThrottle
-from headrace.core.runtime.process import GROUP_ENDED_STATUS
+from headrace.core.runtime.process import CONFIGURATION_MISTAKE, GROUP_ENDED_STATUS
 from headrace.core.types.external import ExternalMember
 from headrace.core.types.layout import Layout
 from headrace.server.launch.child_process import Child, StartFailed, all_started
@@ -32,7 +32,7 @@ MAX_RESTARTS = 5  # in a row, of groups that completed no plan
 FIRST_PAUSE_S = 0.25
 LONGEST_PAUSE_S = 10.0  # between starts that fail
 STAGE_DOWN_TIMEOUT_S = 1.0  # for the scheduler's StageDown about a lost group
-CONFIGURATION_MISTAKE = 2  # exit status of a child that cannot run with its configuration
+MISTAKE = 2  # exit status of the server where a child cannot run with its configuration
 
 OnStageLost = Callable[[int, str], Awaitable[None]]
 
@@ -133,7 +133,7 @@ class Supervisor:
         status = await self._scheduler.wait()
         if not self._ending:
             log.error("the scheduler exited with status %d", status)
-            self._give_up(CONFIGURATION_MISTAKE if status == CONFIGURATION_MISTAKE else 1)
+            self._give_up(MISTAKE if status == CONFIGURATION_MISTAKE else 1)
 
     async def _watch_stages(self, make_stages: Callable[[int], list[Child]], on_lost: OnStageLost) -> None:
         """Restart the group when it fails, MAX_RESTARTS times in a row; a group that has served resets the count."""
@@ -143,7 +143,7 @@ class Supervisor:
             if self._ending or self.fatal.done():
                 return
             await self._group.kill()
-            if status == GROUP_ENDED_STATUS or await self._group.has_served():
+            if self._other_ended(status) or await self._group.has_served():
                 restarts = 0
             if restarts == MAX_RESTARTS:
                 log.error("%s, for the %dth time in a row", message, restarts + 1)
@@ -195,15 +195,19 @@ class Supervisor:
         message = self._end_message(stage, statuses[stage])
         if not self._ending:
             if CONFIGURATION_MISTAKE in statuses.values():
-                self._give_up(CONFIGURATION_MISTAKE)
+                self._give_up(MISTAKE)
             else:
                 await on_lost(stage, message)
         return message, statuses[stage]
 
     def _end_message(self, stage: int, status: int) -> str:
-        if status == GROUP_ENDED_STATUS and self._member is not None:
+        if self._member is not None and self._other_ended(status):
             return self._member.lost
         return f"{self._layout.name(stage)} exited with status {status}"
+
+    def _other_ended(self, status: int | None) -> bool:
+        """Whether a stage has exited since another server did."""
+        return self._member is not None and status == GROUP_ENDED_STATUS
 
     async def _late(self, group: "_Group") -> None:
         """Return when a group has taken too long to be ready; never if it becomes ready in time."""

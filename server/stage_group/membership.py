@@ -17,11 +17,12 @@ from headrace.core.messages.membership import (
     JoinRefused,
     JoinRequest,
 )
+from headrace.core.runtime.process import CONFIGURATION_MISTAKE
 
 JOIN_INTERVAL_S = 0.5  # while joining; a member sends at the interval of its server's other heartbeats
 LOG_INTERVAL_S = 30.0
 SILENT_TIMEOUTS = 3  # peer timeouts until a member gives up a silent scheduler: its restart loads the model again
-EXIT_FAILURE, EXIT_MISTAKE = 1, 2  # exit statuses: a restart may help, or cannot
+EXIT_FAILURE = 1  # exit status: a restart may help
 
 
 class MembershipEnd(msgspec.Struct, frozen=True):
@@ -66,7 +67,7 @@ class Membership:
                 self._request = msgspec.structs.replace(self._request, session=reply.config.session)
                 self._next_join = now
             case JoinRefused():
-                self.end = MembershipEnd(EXIT_MISTAKE, f"the scheduler refused this stage: {reply.message}")
+                self.end = MembershipEnd(CONFIGURATION_MISTAKE, f"the scheduler refused this stage: {reply.message}")
             case GroupEnded():
                 self.end = MembershipEnd(EXIT_FAILURE, f"the group of stages has ended: {reply.message}")
             case _:

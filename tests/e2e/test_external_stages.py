@@ -10,6 +10,7 @@ from typing import Any
 import psutil
 import pytest
 
+from headrace.core.runtime.process import CONFIGURATION_MISTAKE
 from headrace.server.launch.free_port import free_port
 from tests.e2e.expert_models import FLAGS as EXPERT_FLAGS
 from tests.e2e.expert_models import Texts, text_after
@@ -155,7 +156,7 @@ def test_decode_servers_fetch_from_stages_on_two_machines() -> None:
             assert decode.total("headrace_bytes_received_total") > 0
 
 
-def test_mistakes_end_a_stage_with_one_line_and_status_2() -> None:
+def test_mistakes_end_a_stage_with_one_line_and_a_status_of_their_own() -> None:
     with waiting_server("--role", "prefill", *STUB) as (server, stages):
         wrong = {
             "HEADRACE_STAGE_KEY": stages.start(0, environment={"HEADRACE_STAGE_KEY": "another"}),
@@ -164,7 +165,7 @@ def test_mistakes_end_a_stage_with_one_line_and_status_2() -> None:
             "rank 2 does not exist": stages.start(1, "--rank", "2"),
         }
         for words, tree in wrong.items():
-            assert tree.ended(60) == 2
+            assert tree.ended(60) == CONFIGURATION_MISTAKE
             lines = [line for line in tree.log.splitlines() if line.startswith("headrace: ")]
             assert len(lines) == 1
             assert words in lines[0]

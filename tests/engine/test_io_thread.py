@@ -3,7 +3,6 @@
 import queue
 import time
 from collections.abc import Iterator
-from tempfile import TemporaryDirectory
 
 import pytest
 import zmq
@@ -34,7 +33,7 @@ from headrace.core.messages.stage_events import (
 )
 from headrace.core.runtime.clock import SystemClock
 from headrace.core.runtime.codec import Codec
-from headrace.core.runtime.frames import UNIX, ConnectionClosed
+from headrace.core.runtime.frames import DOOR, ConnectionClosed, make_door
 from headrace.core.runtime.order_log import OrderLog
 from headrace.core.types import packed
 from headrace.core.types.geometry import Geometry
@@ -66,10 +65,12 @@ STREAM: list[AnyOrder] = [
 class Bench:
     """A scheduler's order socket, and the I/O thread of one stage. pool: with a host tier of as many pages."""
 
-    def __init__(self, context: "zmq.Context[zmq.Socket[bytes]]", folder: str, pool: KVPool | None = None) -> None:
+    def __init__(self, context: "zmq.Context[zmq.Socket[bytes]]", pool: KVPool | None = None) -> None:
         self._came: list[tuple[bytes, list[bytes]]] = []
-        self.router = FrameRouter(f"{folder}/stages")
-        control = connect_scheduler(context, f"{UNIX}{folder}/stages", stage_identity(STAGE))
+        inner, outer = make_door()
+        self.router = FrameRouter(inner)
+        with outer:
+            control = connect_scheduler(context, f"{DOOR}{outer.fileno()}", stage_identity(STAGE))
         store = ArrayPageStore(GEOMETRY, 1)
         transfer = TransferConfig()
         self.inbox: queue.Queue[AnyOrder] = queue.Queue()
@@ -129,8 +130,8 @@ class Bench:
 
 @pytest.fixture
 def bench() -> Iterator[Bench]:
-    with zmq.Context() as context, TemporaryDirectory() as folder:
-        made = Bench(context, folder)
+    with zmq.Context() as context:
+        made = Bench(context)
         yield made
         made.close()
 
@@ -179,8 +180,8 @@ def pages(*numbers: int) -> bytes:
 def test_a_store_waits_for_the_plans_before_it_and_nothing_waits_for_the_store() -> None:
     pool = KVPool(GEOMETRY, 4)
     pool.tensor.zero_()
-    with zmq.Context() as context, TemporaryDirectory() as folder:
-        bench = Bench(context, folder, pool)
+    with zmq.Context() as context:
+        bench = Bench(context, pool)
         bench.send(StorePages(seq=1, tier=HOST, sources=pages(3), slots=pages(3)))
         assert bench.hear() == PagesStored(stage=STAGE, seq=1, written_bytes=GEOMETRY.page_bytes), "no plan before it"
         plans = [Forward(seq=seq, rows=()) for seq in (2, 3)]
@@ -209,8 +210,8 @@ def test_a_store_waits_for_the_plans_before_it_and_nothing_waits_for_the_store()
 
 
 def test_a_copy_thread_that_fails_ends_the_stage() -> None:
-    with zmq.Context() as context, TemporaryDirectory() as folder:
-        bench = Bench(context, folder, KVPool(GEOMETRY, 4))
+    with zmq.Context() as context:
+        bench = Bench(context, KVPool(GEOMETRY, 4))
         bench.send(StorePages(seq=1, tier=HOST, sources=pages(9), slots=pages(0)))
         failure = bench.hear()
         assert isinstance(failure, StageFailed)

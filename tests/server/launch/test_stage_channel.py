@@ -2,8 +2,6 @@
 
 import time
 from collections.abc import Iterator
-from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import msgspec
 import pytest
@@ -21,7 +19,7 @@ from headrace.core.messages.orders import (
 )
 from headrace.core.messages.stage_events import AnyStageEvent, PlanDone, StageHeartbeat, StageLoading, StageReady
 from headrace.core.runtime.codec import Codec
-from headrace.core.runtime.frames import UNIX
+from headrace.core.runtime.frames import DOOR, make_door
 from headrace.core.runtime.order_log import OrderLog
 from headrace.core.runtime.polling import Poll
 from headrace.core.stats import Stats
@@ -41,16 +39,18 @@ ORDERS: Codec[AnyOrder] = Codec(AnyOrder)
 
 
 class Ends:
-    """A router and the connections of stages to it, over Unix sockets or ZMQ."""
+    """A router and the connections of stages to it, through a door or over ZMQ."""
 
-    def __init__(self, folder: Path, context: "zmq.Context[zmq.Socket[bytes]]", kind: str) -> None:
+    def __init__(self, context: "zmq.Context[zmq.Socket[bytes]]", kind: str) -> None:
         self._context = context
         self._stages: list[OrderConnection] = []
         self.router: Router
-        if kind == "unix":
-            self._endpoint = f"{UNIX}{folder}/stages"
-            self.router = FrameRouter(f"{folder}/stages")
+        inner, self._outer = make_door()
+        if kind == "door":
+            self._endpoint = f"{DOOR}{self._outer.fileno()}"
+            self.router = FrameRouter(inner)
         else:
+            inner.close()
             self._endpoint = "inproc://stages"
             connections = Connections(context, "stages", 64)
             self.router = ZmqRouter(order_socket(context, self._endpoint, connections.watch), connections)
@@ -64,12 +64,13 @@ class Ends:
         for stage in self._stages:
             stage.close()
         self.router.close()
+        self._outer.close()
 
 
-@pytest.fixture(params=["unix", "zmq"])
+@pytest.fixture(params=["door", "zmq"])
 def ends(request: pytest.FixtureRequest) -> Iterator[Ends]:
-    with zmq.Context() as context, TemporaryDirectory() as folder:
-        made = Ends(Path(folder), context, request.param)
+    with zmq.Context() as context:
+        made = Ends(context, request.param)
         yield made
         made.close()
 

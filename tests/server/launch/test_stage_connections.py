@@ -2,31 +2,36 @@
 
 import socket
 from collections.abc import Iterator
-from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import pytest
 
-from headrace.core.runtime.frames import ConnectionClosed, FrameSocket, connect
+from headrace.core.runtime.frames import ConnectionClosed, FrameSocket, connect, make_door
 from headrace.server.launch.stage_connections import ACCEPT_PAUSE_S, FrameRouter
 from tests.scarcity import no_descriptors
 
 
 @pytest.fixture
-def folder() -> Iterator[Path]:
-    with TemporaryDirectory() as made:  # a short one: the kernel bounds the paths of sockets
-        yield Path(made)
+def ends() -> Iterator[tuple[socket.socket, socket.socket]]:
+    inner, outer = make_door()
+    with inner, outer:
+        yield inner, outer
 
 
 @pytest.fixture
-def router(folder: Path) -> Iterator[FrameRouter]:
-    made = FrameRouter(str(folder / "stages"))
+def door(ends: tuple[socket.socket, socket.socket]) -> socket.socket:
+    """Its outer end."""
+    return ends[1]
+
+
+@pytest.fixture
+def router(ends: tuple[socket.socket, socket.socket]) -> Iterator[FrameRouter]:
+    made = FrameRouter(ends[0])
     yield made
     made.close()
 
 
-def named(folder: Path, name: bytes) -> FrameSocket:
-    connection = connect(str(folder / "stages"))
+def named(door: socket.socket, name: bytes) -> FrameSocket:
+    connection = connect(door)
     connection.send(name)
     return connection
 
@@ -40,8 +45,8 @@ def received(router: FrameRouter, count: int) -> list[tuple[bytes, bytes]]:
     return messages
 
 
-def test_messages_have_the_routing_id_of_their_connection(folder: Path, router: FrameRouter) -> None:
-    one, other = named(folder, b"one"), named(folder, b"other")
+def test_messages_have_the_routing_id_of_their_connection(door: socket.socket, router: FrameRouter) -> None:
+    one, other = named(door, b"one"), named(door, b"other")
     one.send(b"1")
     other.send(b"2")
     one.send(b"3")
@@ -54,11 +59,11 @@ def test_messages_have_the_routing_id_of_their_connection(folder: Path, router: 
     other.close()
 
 
-def test_a_later_connection_takes_over_the_routing_id(folder: Path, router: FrameRouter) -> None:
-    before = named(folder, b"stage")
+def test_a_later_connection_takes_over_the_routing_id(door: socket.socket, router: FrameRouter) -> None:
+    before = named(door, b"stage")
     before.send(b"1")
     assert received(router, 1) == [(b"stage", b"1")]
-    after = named(folder, b"stage")
+    after = named(door, b"stage")
     after.send(b"2")
     assert received(router, 1) == [(b"stage", b"2")]
     router.send(b"stage", b"an order")
@@ -69,13 +74,13 @@ def test_a_later_connection_takes_over_the_routing_id(folder: Path, router: Fram
     after.close()
 
 
-def test_sending_to_a_closed_connection_raises(folder: Path, router: FrameRouter) -> None:
+def test_sending_to_a_closed_connection_raises(door: socket.socket, router: FrameRouter) -> None:
     with pytest.raises(ConnectionClosed, match="not connected"):
         router.send(b"stage", b"an order")
-    connection = named(folder, b"stage")
+    connection = named(door, b"stage")
     connection.send(b"the last one")
     connection.close()
-    nameless = connect(str(folder / "stages"))
+    nameless = connect(door)
     nameless.close()
     assert received(router, 2) == [(b"stage", b"the last one")]
     with pytest.raises(ConnectionClosed):
@@ -83,8 +88,8 @@ def test_sending_to_a_closed_connection_raises(folder: Path, router: FrameRouter
     assert len(router.sockets()) == 1
 
 
-def test_a_slow_stage_does_not_delay_others(folder: Path, router: FrameRouter) -> None:
-    slow, other = named(folder, b"slow"), named(folder, b"other")
+def test_a_slow_stage_does_not_delay_others(door: socket.socket, router: FrameRouter) -> None:
+    slow, other = named(door, b"slow"), named(door, b"other")
     for connection in (slow, other):
         connection.send(b"here")
     received(router, 2)
@@ -102,18 +107,27 @@ def test_a_slow_stage_does_not_delay_others(folder: Path, router: FrameRouter) -
     other.close()
 
 
-def test_connecting_to_a_path_without_a_listener_raises(folder: Path) -> None:
-    with pytest.raises(ConnectionClosed, match="no process listens"):
-        connect(str(folder / "stages"), timeout_s=0.05)
+def test_connecting_to_a_process_that_has_ended_raises(door: socket.socket, router: FrameRouter) -> None:
+    router.close()
+    with pytest.raises(ConnectionClosed, match="no process is behind the door"):
+        connect(door)
+
+
+def test_a_connection_that_was_not_admitted_ends_with_the_process(door: socket.socket, router: FrameRouter) -> None:
+    waiting = named(door, b"waiting")
+    router.close()
+    with pytest.raises(ConnectionClosed):
+        waiting.receive()
+    waiting.close()
 
 
 def test_a_stage_comes_in_when_there_are_descriptors_again(
-    folder: Path, router: FrameRouter, caplog: pytest.LogCaptureFixture
+    door: socket.socket, router: FrameRouter, caplog: pytest.LogCaptureFixture
 ) -> None:
-    known = named(folder, b"known")
+    known = named(door, b"known")
     assert received(router, 0) == []
     listening = len(router.sockets())
-    waiting = named(folder, b"waiting")
+    waiting = named(door, b"waiting")
     waiting.send(b"1")
     with no_descriptors():
         for turn in range(3):
@@ -134,15 +148,13 @@ def test_a_stage_comes_in_when_there_are_descriptors_again(
     waiting.close()
 
 
-def test_accept_is_called_only_when_a_connection_waits(router: FrameRouter) -> None:
+def test_the_door_is_looked_at_only_when_a_connection_waits(router: FrameRouter) -> None:
     with no_descriptors():
         assert list(router.receive(0.0)) == []
     assert router.next_deadline() is None
 
 
-def test_a_connection_that_is_gone_before_it_is_accepted(folder: Path, router: FrameRouter) -> None:
-    gone = socket.socket(socket.AF_UNIX)
-    gone.connect(str(folder / "stages"))
-    gone.close()
+def test_a_connection_that_is_gone_before_it_is_admitted(door: socket.socket, router: FrameRouter) -> None:
+    connect(door).close()
     assert received(router, 0) == []
     assert len(router.sockets()) == 1

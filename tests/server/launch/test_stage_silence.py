@@ -2,14 +2,12 @@
 
 import os
 from collections.abc import Iterator
-from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import pytest
 
 from headrace.core.messages.orders import stage_identity
 from headrace.core.messages.stage_events import PlanDone, StageFailed, StageHeartbeat, StageProgress, StageSilence
-from headrace.core.runtime.frames import FrameSocket, connect
+from headrace.core.runtime.frames import FrameSocket, connect, make_door
 from headrace.core.runtime.liveness import Activity
 from headrace.core.stats import Stats
 from headrace.core.types.layout import Layout
@@ -23,14 +21,16 @@ SILENCE_S, HANG_S = 3.0, 20.0
 class Bench:
     """A channel to one stage, which is up at second 0. activity: what its process does."""
 
-    def __init__(self, folder: str) -> None:
+    def __init__(self) -> None:
         self.activity: Activity | None = Activity(0.0, 0.0)
         self.looked_at: set[int] = set()
-        self.router = FrameRouter(f"{folder}/stages")
+        inner, outer = make_door()
+        self.router = FrameRouter(inner)
         self.channel = StageChannel(
             self.router, Layout(pp=1), heartbeat_s=1.0, silence_s=SILENCE_S, hang_s=HANG_S, inspect=self.inspect
         )
-        self.stage: FrameSocket = connect(f"{folder}/stages")
+        with outer:
+            self.stage: FrameSocket = connect(outer)
         self.stage.send(stage_identity(0, 0))
         self.say(ready(0, 0), 0.0)
 
@@ -52,11 +52,10 @@ class Bench:
 
 @pytest.fixture
 def bench() -> Iterator[Bench]:
-    with TemporaryDirectory() as folder:
-        made = Bench(folder)
-        yield made
-        made.stage.close()
-        made.channel.close()
+    made = Bench()
+    yield made
+    made.stage.close()
+    made.channel.close()
 
 
 def test_a_stage_that_could_answer_and_does_not_is_dead_after_the_silence(bench: Bench) -> None:
@@ -118,9 +117,11 @@ def test_a_heartbeat_tells_whether_the_compute_thread_has_come_on(bench: Bench) 
     assert bench.say(done, 4.0) == [done]
 
 
-def test_the_process_at_the_other_end_of_a_connection(tmp_path: Path) -> None:
-    router = FrameRouter(str(tmp_path / "stages"))
-    stage = connect(f"{tmp_path}/stages")
+def test_the_process_at_the_other_end_of_a_connection() -> None:
+    inner, outer = make_door()
+    router = FrameRouter(inner)
+    with outer:
+        stage = connect(outer)
     stage.send(b"name")
     stage.send(b"hello")
     while not list(router.receive(0.0)):

@@ -14,12 +14,12 @@ import psutil
 import pytest
 
 from headrace.core.messages.replies import StageDown
-from headrace.core.runtime.process import GROUP_ENDED_STATUS
+from headrace.core.runtime.process import CONFIGURATION_MISTAKE, GROUP_ENDED_STATUS
 from headrace.core.types.external import ExternalMember
 from headrace.core.types.layout import Layout
 from headrace.server.launch import supervisor as module
 from headrace.server.launch.child_process import END_TIMEOUT_S, SPINS, Child, StartFailed
-from headrace.server.launch.supervisor import CONFIGURATION_MISTAKE, MAX_RESTARTS, Supervisor
+from headrace.server.launch.supervisor import MAX_RESTARTS, MISTAKE, Supervisor
 from tests.scarcity import no_descriptors
 from tests.server.launch.child import Script
 
@@ -122,9 +122,29 @@ async def test_starts_that_another_server_ends_are_not_counted(monkeypatch: pyte
 async def test_a_configuration_mistake_is_not_retried(monkeypatch: pytest.MonkeyPatch) -> None:
     site = Site(lambda epoch: [None, CONFIGURATION_MISTAKE])
     await site.start()
-    assert await site.supervisor.fatal == CONFIGURATION_MISTAKE
+    assert await site.supervisor.fatal == MISTAKE
     assert site.starts == [0]
     await site.supervisor.end()
+
+
+@timed
+async def test_no_exit_status_that_a_library_ends_a_process_with_has_a_meaning(monkeypatch: pytest.MonkeyPatch) -> None:
+    """oneMKL ends it with 2, which is what the command itself says of a mistake; others with 1, 3, 127 or 255."""
+    statuses: list[int | None] = [2, 3, 127, 255, GROUP_ENDED_STATUS]  # the last: no other server is there to end
+    site = Site(lambda epoch: [statuses[epoch % len(statuses)]])
+    await site.start()
+    assert await site.supervisor.fatal == 1, "starts are limited, and the server can be started again"
+    assert len(site.starts) == MAX_RESTARTS + 1
+    await site.supervisor.end()
+
+
+@timed
+async def test_a_scheduler_that_a_library_ends_is_no_mistake(monkeypatch: pytest.MonkeyPatch) -> None:
+    for status, expected in ((2, 1), (CONFIGURATION_MISTAKE, MISTAKE)):
+        site = Site(lambda epoch: [None], scheduler=child(status))
+        await site.start()
+        assert await site.supervisor.fatal == expected
+        await site.supervisor.end()
 
 
 @timed
@@ -255,6 +275,7 @@ def test_threads_that_wait_sleep_soon_unless_told_otherwise(
     async def main() -> None:
         made = child()
         await made.start()
+        await until(lambda: len(children()) == 1)  # a process that has just begun has no command line yet
         (process,) = children()
         assert process.environ().get("GOMP_SPINCOUNT") == expected
         await made.kill()

@@ -12,6 +12,7 @@ from headrace.core.messages.membership import (
     JoinRequest,
 )
 from headrace.core.runtime.clock import VirtualClock
+from headrace.core.runtime.process import CONFIGURATION_MISTAKE
 from headrace.server.stage_group.membership import Membership
 
 JOIN = JoinRequest(rank=1, world_size=2, incarnation="i", version="1", host="10.0.0.1")
@@ -88,7 +89,10 @@ def test_stays_a_member_while_the_scheduler_replies() -> None:
 
 
 def test_refusal_and_end_of_the_group_end_the_membership_at_once() -> None:
-    for reply, status in ((JoinRefused(code="wrong_key", message="no"), 2), (GroupEnded(message="no"), 1)):
+    for reply, status in (
+        (JoinRefused(code="wrong_key", message="no"), CONFIGURATION_MISTAKE),
+        (GroupEnded(message="no"), 1),
+    ):
         joining, member = Stage(), Stage()
         member.receive(JoinAccepted(config=CONFIG))
         for stage in (joining, member):

@@ -28,7 +28,7 @@ from headrace.core.messages.stage_events import (
     StageReady,
 )
 from headrace.core.runtime.codec import Codec
-from headrace.core.runtime.frames import UNIX
+from headrace.core.runtime.frames import DOOR, make_door
 from headrace.core.runtime.order_log import OrderLog
 from headrace.core.runtime.process import module_command
 from headrace.core.types.layout import Layout
@@ -44,7 +44,8 @@ class StageGroup:
     def __init__(self, model: Path, folder: Path, layers: tuple[int, ...], epoch: int, **engine: Any) -> None:
         """layers: of each stage. engine: further fields of EngineConfig."""
         self.stages = len(layers)
-        self._router = FrameRouter(str(folder / f"stages-{epoch}"))
+        inner, self._outer = make_door()
+        self._router = FrameRouter(inner)
         self._orders: Codec[AnyOrder] = Codec(AnyOrder)
         self._events: Codec[AnyStageEvent] = Codec(AnyStageEvent)
         self._came: list[AnyStageEvent] = []
@@ -54,7 +55,7 @@ class StageGroup:
         config = StageConfig(
             rank=0,
             layout=Layout(pp=self.stages),
-            endpoint=f"{UNIX}{folder}/stages-{epoch}",
+            endpoint=f"{DOOR}{self._outer.fileno()}",
             model=ModelConfig(model=str(model), dtype="float32", device="cpu", max_model_len=256),
             engine=EngineConfig(kv_pages=48, threads=1, pp_layers=layers, **engine),
             transfer=TransferConfig(),
@@ -98,20 +99,26 @@ class StageGroup:
         self.order(ShutdownStage(seq=0))
         for process in self._processes:
             assert process.wait(20) == 0
-        self._router.close()
+        self._close()
 
     def kill(self) -> None:
         """End what is left of it."""
         for process in self._processes:
             process.kill()
             process.wait()
+        self._close()
+
+    def _close(self) -> None:
         self._router.close()
+        self._outer.close()
 
     def _start(self, config: StageConfig) -> "subprocess.Popen[bytes]":
         environment = {**os.environ, "WORLD_SIZE": str(self.stages), "RANK": str(config.rank)}
         environment |= {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
         command = module_command("headrace.engine.stage", str(os.getpid()))
-        process = subprocess.Popen(command, stdin=subprocess.PIPE, env=environment, stderr=sys.stderr)
+        process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, env=environment, stderr=sys.stderr, pass_fds=(self._outer.fileno(),)
+        )
         assert process.stdin is not None
         with process.stdin as stdin:
             stdin.write(msgspec.json.encode(config))
