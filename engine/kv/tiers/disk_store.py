@@ -48,8 +48,12 @@ class FoundPage(NamedTuple):
 
 
 class _Place(NamedTuple):
+    """Where a page is, and what it is: every tier counts slots, segments and offsets from 0."""
+
     segment: int
     offset: int
+    digest: bytes
+    salt: bytes
 
 
 class _Segment:
@@ -123,7 +127,7 @@ class DiskStore:
                         continue
                     if self._forget(record.slot):
                         scan.ignored["replaced"] += 1
-                    self._enter(record.slot, _Place(segment, record.offset))
+                    self._enter(record.slot, _place(record))
                     headers[record.slot] = record.page
             self._ignored = scan.ignored
         return [FoundPage(slot, header) for slot, header in sorted(headers.items())]
@@ -137,8 +141,8 @@ class DiskStore:
         with self._lock, _as_tier_errors():
             self._forget(slot)
             descriptor = self._writable()
-            place = _Place(self._next - 1, self._end)
-            record = Record(header, slot, *place, len(data), xxhash.xxh3_64_intdigest(data.data))
+            checksum = xxhash.xxh3_64_intdigest(data.data)
+            record = Record(header, slot, self._next - 1, self._end, len(data), checksum)
             try:
                 _write(descriptor, (memoryview(pack_header(self._origin, record)), data.data), self._end)
             except OSError:
@@ -146,7 +150,7 @@ class DiskStore:
                     os.ftruncate(descriptor, self._end)  # the part that was written
                 raise
             self._end += self._record_bytes
-            self._enter(slot, place)
+            self._enter(slot, _place(record))
         return self._record_bytes
 
     def get(self, slot: int, page: PageMemory) -> None:
@@ -193,10 +197,12 @@ class DiskStore:
         if (
             size < self._record_bytes
             or not isinstance(record, Record)
-            or (record.slot, record.segment, record.offset) != (slot, *place)
+            or (record.slot, _place(record)) != (slot, place)
             or record.checksum != xxhash.xxh3_64_intdigest(data.data)
         ):
-            raise TierError("checksum", f"the page in slot {slot} of the disk tier was changed on disk")
+            raise TierError(
+                "checksum", f"the page in slot {slot} of the disk tier was changed on disk, or is another one"
+            )
         return data
 
     def _writable(self) -> int:
@@ -249,6 +255,10 @@ class DiskStore:
             log.debug("segment %d of the disk tier cannot be deleted: %s", segment, error)
         else:
             del self._segments[segment]
+
+
+def _place(record: Record) -> _Place:
+    return _Place(record.segment, record.offset, record.page.digest, record.page.salt)
 
 
 @contextmanager

@@ -278,6 +278,54 @@ def test_files_that_vanish_are_failed_loads(tmp_path: Path) -> None:
     store.close()
 
 
+def replaced_by(path: Path, with_what: Path) -> None:
+    """Put another folder in the place of one that is in use."""
+    shutil.rmtree(path)
+    shutil.copytree(with_what, path)
+
+
+@pytest.mark.parametrize("what", ["removed", "replaced", "renamed"])
+def test_a_folder_in_the_place_of_the_locked_one_is_not_read(what: str, tmp_path: Path) -> None:
+    """Its lock went with the folder, so that another server may have made it anew: slot, segment and offset are the
+    same there, and the checksum is right."""
+    ours, theirs = tmp_path / "ours", tmp_path / "theirs"
+    store = disk(ours)
+    put(store, 0, seed=1)
+    other = disk(theirs)
+    put(other, 0, seed=2)
+    match what:
+        case "removed":
+            shutil.rmtree(folder_of(ours))
+            third = disk(ours)
+            put(third, 0, seed=2)
+            third.close()
+        case "replaced":
+            replaced_by(folder_of(ours), folder_of(theirs))
+        case "renamed":
+            folder_of(ours).rename(tmp_path / "away")
+            folder_of(theirs).rename(ours / "0")
+    if what == "renamed":
+        assert np.array_equal(get(store, 0), page(1)), "it is the same folder under another name"
+        put(store, 1)
+        assert np.array_equal(get(store, 1), page(1))
+    else:
+        assert refused(store, 0) == "io"
+    store.close()
+    other.close()
+
+
+def test_a_page_with_another_digest_or_salt_is_not_the_one_that_was_stored(tmp_path: Path) -> None:
+    """A backup that is copied into the folder has the same files, each of them whole."""
+    for name, changed in (("digest", {"digest": b"d" * 32}), ("salt", {"salt": b"s" * 32})):
+        store, other = disk(tmp_path / name), disk(tmp_path / f"other-{name}")
+        put(store, 0)
+        other.put(0, HostPage(page(0)), replace(header(0), **changed))
+        shutil.copy(*segments(tmp_path / f"other-{name}"), *segments(tmp_path / name))
+        assert refused(store, 0) == "checksum", name
+        store.close()
+        other.close()
+
+
 def test_a_page_on_disk_needs_a_header(tmp_path: Path) -> None:
     store = disk(tmp_path)
     with pytest.raises(ValueError, match="needs a header"):
