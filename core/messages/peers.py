@@ -145,6 +145,9 @@ class PrefillDown(PeerEvent, frozen=True, kw_only=True):
     unfit: bool = False
     """The two servers do not fit each other, so that trying again does not help."""
 
+    silent: bool = False
+    """Nothing was heard of it for too long; it may be there."""
+
     replica: int = 0
     """Data-parallel replica of ours that the connection is of."""
 

@@ -15,7 +15,7 @@ class ErrorInfo(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     field: str | None = None
     """The offending request field, for 4xx; "prompt" if the model cannot compute it."""
     retry_after_s: float | None = None
-    """Seconds after which a retry makes sense, for 429 and 503."""
+    """Seconds after which a retry makes sense, for 429, 503 and 504."""
     stage: int | None = None
     """The pipeline stage that failed, if one did."""
     at_prefill: bool = False
@@ -51,7 +51,7 @@ def unavailable(message: str, *, code: str = "unavailable", retry_after_s: float
 
 # Codes that more than one package uses.
 CANCELLED = "cancelled"  # 499: by the client or the peer
-PEER_GONE = "peer_gone"  # 502: no message within the peer timeout
+PEER_GONE = "peer_gone"  # 502: the session has ended; 504: no message within the peer timeout
 NO_PEER = "no_peer"  # 504: no peer reserved pages in time
 QUEUE_FULL = "queue_full"  # 429
 SLO_UNREACHABLE = "slo_unreachable"  # 429: the first token is predicted later than is wanted
@@ -67,5 +67,5 @@ GRAMMAR_REJECTED = "grammar_rejected"  # 500, 502: a token that the constraint o
 DEADLINE = "deadline_exceeded"  # 504: the request's own deadline_s has passed
 PREFILL_FAILED = "prefill_failed"  # 502: a prefill server answered what it should not
 PREFILL_LOST = "prefill_lost"  # 502: the connection to a prefill server ended before it had answered
-PREFILL_UNREACHABLE = "prefill_unreachable"  # 502: no connection to a prefill server
+PREFILL_UNREACHABLE = "prefill_unreachable"  # 502: no connection to a prefill server; 504: none within seconds
 NONFINITE = "nonfinite_values"  # 500: the model's results for a request are NaN or infinite

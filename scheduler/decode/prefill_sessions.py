@@ -61,7 +61,8 @@ class PrefillSessions:
         if server is None or (event.session is not None and event.session != server.session(event.replica)):
             self._state.drop("unknown_prefill")
             return
-        self._end_session(server, self._state.replicas[event.replica], event.reason, now, event.unfit)
+        replica = self._state.replicas[event.replica]
+        self._end_session(server, replica, event.reason, now, unfit=event.unfit, silent=event.silent)
 
     def stages_up(self) -> None:
         """Have stages that have just come up open their data connections."""
@@ -70,7 +71,14 @@ class PrefillSessions:
                 self._open_session(hello)
 
     def _end_session(
-        self, server: PrefillServer, replica: Replica, reason: str, now: float, unfit: bool = False
+        self,
+        server: PrefillServer,
+        replica: Replica,
+        reason: str,
+        now: float,
+        *,
+        unfit: bool = False,
+        silent: bool = False,
     ) -> None:
         """Fail the requests whose KV was to come through the session of a replica, and have its stages close it."""
         state = self._state
@@ -82,7 +90,7 @@ class PrefillSessions:
             elif request.phase is Phase.FETCHING and request.incoming is not None:
                 request.incoming.lose()
                 text = f"the prefill server is gone: {reason}"
-                error = ErrorInfo(code=PEER_GONE, message=text, status=502, at_prefill=True)
+                error = ErrorInfo(code=PEER_GONE, message=text, status=504 if silent else 502, at_prefill=True)
                 self._completion.fail(request, error, now)
         if session is not None and state.engine.ready:
             state.prefills.revoke(session, replica.ranks)

@@ -12,6 +12,7 @@ from typing import Literal
 from urllib.parse import urlsplit
 
 import msgspec
+from msgspec.structs import replace
 
 from headrace.core.types.errors import (
     CANCELLED,
@@ -45,6 +46,8 @@ MAX_SUSPICIONS = 3
 reach all of them."""
 
 MESSAGE_CHARS = 200
+RETRY_AFTER_S = 1.0  # where a server could not say it
+_RETRIED = (503, 504)
 _SUSPICIOUS: tuple[MoveReason, ...] = ("lost", "nonfinite")
 _FINAL_CODES = (CANCELLED, DEADLINE)
 _REASONS_BY_CODE: dict[str, MoveReason] = {
@@ -70,6 +73,22 @@ def move_reason(error: ErrorInfo) -> MoveReason | None:
         return None
     reason = _REASONS_BY_CODE.get(error.code) or _REASONS_BY_STATUS.get(error.status)
     return reason or ("failed" if error.status >= 500 else None)
+
+
+def client_error(error: ErrorInfo) -> ErrorInfo:
+    """The error as a client is told it, who has nothing to do with what two servers agreed on: statuses of the protocol
+    between them (404 for a prompt that did not come, 409, 400) are no answer to a request. A server's fault is 502, or
+    504 if the server was silent; 503 and 504 say when to try again. What is not a server's fault stays as it is."""
+    reason = move_reason(error)
+    if reason is None:
+        return error
+    status = error.status
+    if status < 429:
+        status = 504 if reason == "silent" else 502
+    retry_after_s = error.retry_after_s
+    if retry_after_s is None and status in _RETRIED:
+        retry_after_s = RETRY_AFTER_S
+    return replace(error, status=status, retry_after_s=retry_after_s)
 
 
 def avoided_s(error: ErrorInfo, reason: MoveReason, longest_s: float) -> float:
@@ -116,30 +135,30 @@ class PrefillAttempts:
         return self.failures[-1].reason is not None and suspicions < MAX_SUSPICIONS
 
     def error(self) -> ErrorInfo:
-        """The error of the request: that of the only server, or of the last one if its request is at fault; else one
-        that names all of them. 429 with the shortest retry_after_s if all are overloaded."""
-        last = self.failures[-1].error
+        """The error of the request, as a client is told it: that of the only server, or of the last one if its request
+        is at fault; else one that names all of them. With the shortest retry_after_s if waiting may help."""
+        last = client_error(self.failures[-1].error)
         if len(self.failures) == 1 or self.failures[-1].reason is None:
             return last
-        status = self._status()
-        retries = [one.error.retry_after_s for one in self.failures if one.error.retry_after_s is not None]
+        errors = [client_error(failure.error) for failure in self.failures]
+        status = self._status({error.status for error in errors})
+        retries = [error.retry_after_s for error in errors if error.retry_after_s is not None]
         texts = "; ".join(map(_text, self.failures))
         return ErrorInfo(
             code=last.code if last.status == status else PREFILL_FAILED,
             message=f"prefill servers {texts}",
             status=status,
             field=last.field if last.status == status else None,
-            retry_after_s=min(retries) if retries and status in (429, 503) else None,
+            retry_after_s=min(retries) if retries and status in (429, *_RETRIED) else None,
             at_prefill=True,
         )
 
-    def _status(self) -> int:
+    def _status(self, statuses: set[int]) -> int:
         """One that all of them agree on, 503 if waiting may help, else 502."""
         reasons = {failure.reason for failure in self.failures}
-        statuses = {failure.error.status for failure in self.failures}
         if len(statuses) == 1 and min(statuses) in (429, 500, 502, 503, 504):
             return min(statuses)
-        return 503 if reasons <= {"overloaded", "unavailable"} else 502
+        return 503 if reasons <= {"overloaded", "unavailable", "silent"} else 502
 
 
 def _text(failure: PrefillFailure) -> str:

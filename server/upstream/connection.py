@@ -29,10 +29,11 @@ async def past_stale_connection(send: Callable[[Extensions], Awaitable[T]]) -> T
 
 
 def connection_error(url: str, error: httpx.HTTPError) -> ErrorInfo:
-    """The error (502) of a request whose connection to the prefill server at this URL failed."""
+    """The error of a request whose connection to the prefill server at this URL failed: 502, 504 if it was silent."""
     refused = isinstance(error, httpx.ConnectError | httpx.ConnectTimeout)
     message = f"prefill server {url}: {type(error).__name__} {error}".rstrip()
-    return ErrorInfo(code=PREFILL_UNREACHABLE if refused else PREFILL_LOST, message=message, status=502)
+    status = 504 if isinstance(error, httpx.TimeoutException) else 502
+    return ErrorInfo(code=PREFILL_UNREACHABLE if refused else PREFILL_LOST, message=message, status=status)
 
 
 class _ConnectionTrace:

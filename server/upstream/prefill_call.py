@@ -22,6 +22,7 @@ from headrace.core.types.errors import (
     ErrorInfo,
     HeadraceError,
 )
+from headrace.scheduler.routing.failover import client_error
 from headrace.server.tokenizer.logprobs import LogprobEntry
 from headrace.server.upstream.connection import Extensions, connection_error, past_stale_connection
 
@@ -262,12 +263,13 @@ def stated_error(status: int, content: bytes, headers: "httpx.Headers") -> Error
     )
 
 
-def client_error(info: ErrorInfo) -> ErrorInfo:
+def posted_error(error: ErrorInfo) -> ErrorInfo:
     """The error for a client whose prompt a router has sent to the prefill server. Errors of the prompt and overload
-    keep their status; those between the two servers (tickets, sessions, a cancelled prefill) become 502."""
-    if info.status in CLIENT_STATUSES and info.code != CANCELLED:
-        return info
-    return msgspec.structs.replace(info, status=info.status if info.status >= 500 else 502)
+    keep their status; those between the two servers (tickets, sessions, a cancelled prefill) become 502 or 504."""
+    told = client_error(error)
+    if told.status in CLIENT_STATUSES and told.code != CANCELLED:
+        return told
+    return msgspec.structs.replace(told, status=told.status if told.status >= 500 else 502)
 
 
 async def _decode_response(data: bytes) -> PrefillResponse:

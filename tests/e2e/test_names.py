@@ -188,7 +188,8 @@ def test_a_wait_for_the_other_half_ends(servers: Pair) -> None:
     computing = servers.prefill.post("/v1/completions", {**body, **servers.room()})
     answers = (computing, decoding.result())
     assert WAIT_S <= time.monotonic() - started < 3 * WAIT_S
-    assert [answer.status_code for answer in answers] == [504, 502]
+    assert [answer.status_code for answer in answers] == [504, 504]
+    assert answers[1].headers["Retry-After"] == "1"
     assert [answer.json()["error"]["code"] for answer in answers] == ["no_peer", "no_request"]
     servers.quiet()
 

@@ -145,7 +145,7 @@ class ControlConnection:
             return self._down("this server's stages have started again", now, wait_s=0.0)
         if self.state == "up" and self.welcome is not None:
             if self._heard + self.welcome.timeout_s <= now:
-                return self._down(f"silent for {self.welcome.timeout_s:g} s", now)
+                return self._down(f"silent for {self.welcome.timeout_s:g} s", now, silent=True)
             if self._next_ping > now:
                 return Step([], [])
             self._next_ping = now + self.welcome.heartbeat_s
@@ -233,9 +233,11 @@ class ControlConnection:
         reason = printable(f"{refuse.code}: {refuse.message}")
         return self._down(reason, now, wait_s=wait_s, unfit=lasting)
 
-    def _down(self, reason: str, now: float, wait_s: float | None = None, *, unfit: bool = False) -> Step:
+    def _down(
+        self, reason: str, now: float, wait_s: float | None = None, *, unfit: bool = False, silent: bool = False
+    ) -> Step:
         """End the session or the attempt; the next attempt is made on a fresh connection."""
-        events = self._forget_session(reason)
+        events = self._forget_session(reason, silent=silent)
         if not events and reason != self._reason:
             events = [PrefillDown(name=self.name, session=None, reason=reason, unfit=unfit)]
         self._reason = reason
@@ -245,12 +247,12 @@ class ControlConnection:
         self._next_try = now + (delay_s if wait_s is None else wait_s)
         return Step([], events)
 
-    def _forget_session(self, reason: str) -> list[PeerEvent]:
+    def _forget_session(self, reason: str, *, silent: bool = False) -> list[PeerEvent]:
         if self.welcome is None:
             return []
         session, self.welcome = self.welcome.session, None
         self.renewals.clear()
-        return [PrefillDown(name=self.name, session=session, reason=reason)]
+        return [PrefillDown(name=self.name, session=session, reason=reason, silent=silent)]
 
     def _ticket_event(self, session: str, message: Failed | Finished | Cancelled) -> list[PeerEvent]:
         ticket, generation = message.ticket, message.generation

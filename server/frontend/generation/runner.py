@@ -38,7 +38,7 @@ from headrace.server.telemetry.prometheus import FrontMetrics
 from headrace.server.telemetry.spans import RecordSpan
 from headrace.server.tokenizer.detokenizer import TextStream
 from headrace.server.upstream.handoff_params import KvSource
-from headrace.server.upstream.prefill_call import PrefillProgress, client_error
+from headrace.server.upstream.prefill_call import PrefillProgress, posted_error
 from headrace.server.upstream.prefill_pool import Choice, PrefillPool
 
 log = logging.getLogger(__name__)
@@ -204,7 +204,7 @@ class GenerationRunner:
                     result = await self._follow(call, request, emit, lambda: None, forbidden)
                     return msgspec.structs.replace(result, peer=server.url)
             except HeadraceError as error:
-                raise HeadraceError(client_error(error.info)) from error
+                raise HeadraceError(posted_error(error.info)) from error
 
     async def _compute_here(self, request: GenerationRequest, emit: Emit) -> GenerationResult:
         async with self._client.open(_submit(request, await self._merge_stops(request), DecodeHere())) as call:

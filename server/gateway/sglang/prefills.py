@@ -12,9 +12,10 @@ from headrace.server.frontend.generation.prefill_failover import PrefillFailover
 from headrace.server.frontend.request.generation_request import GenerationRequest
 from headrace.server.telemetry.prometheus import FrontMetrics
 from headrace.server.upstream.connection import Extensions, connection_error, past_stale_connection
-from headrace.server.upstream.prefill_call import stated_error
+from headrace.server.upstream.prefill_call import response_error, stated_error
 from headrace.server.upstream.prefill_pool import Choice, PrefillPool
 
+KEY_STATUSES = (401, 403)  # of the key of this gateway, which its client does not know
 UNKNOWN_PROMPT = (0,)  # a gateway has no tokenizer: each request counts as a prompt of one token
 
 
@@ -77,7 +78,8 @@ class PrefillPoster:
         except httpx.HTTPError as error:
             raise _at_prefill(connection_error(server.url, error)) from error
         if response.status_code != 200:
-            raise _at_prefill(stated_error(response.status_code, response.content, response.headers))
+            said = response_error if response.status_code in KEY_STATUSES else stated_error
+            raise _at_prefill(said(response.status_code, response.content, response.headers))
         return PrefillAnswer(server.host, port, response.content)
 
 

@@ -257,14 +257,15 @@ def test_logprobs_are_those_that_were_asked_for() -> None:
             assert bench.last(Tokens).logprobs == shown
 
 
-def test_a_lost_prefill_server_fails_the_requests_it_has_not_delivered() -> None:
+@pytest.mark.parametrize(("silent", "status"), [(False, 502), (True, 504)])
+def test_a_lost_prefill_server_fails_the_requests_it_has_not_delivered(silent: bool, status: int) -> None:
     bench = connected(metadata_rows=2)
     for number in range(3):
         reserved(bench, rid=f"r{number}", ticket=f"t{number}")
     arrive(bench, bench.all(PrepareReceive)[0])
-    effects = bench.do(PrefillDown(name="p", session="p1", reason="silent"))
+    effects = bench.do(PrefillDown(name="p", session="p1", reason="silent", silent=silent))
     assert bench.ended("r0") == 0, "its KV is here"
-    assert (bench.error("r1").code, bench.error("r1").status) == ("peer_gone", 502)
+    assert (bench.error("r1").code, bench.error("r1").status) == ("peer_gone", status)
     assert (bench.error("r2").code, bench.error("r2").status) == ("no_prefill", 503)
     only(effects, CloseSession)
     assert only(effects, PrefillState) == PrefillState(name="p", up=False, reason="silent")

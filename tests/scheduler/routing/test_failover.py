@@ -3,7 +3,15 @@
 import pytest
 
 from headrace.core.types.errors import ErrorInfo
-from headrace.scheduler.routing.failover import MAX_SUSPICIONS, MOVE_REASONS, PrefillAttempts, avoided_s, move_reason
+from headrace.scheduler.routing import failover
+from headrace.scheduler.routing.failover import (
+    MAX_SUSPICIONS,
+    MOVE_REASONS,
+    PrefillAttempts,
+    avoided_s,
+    client_error,
+    move_reason,
+)
 
 A, B, C, D = (f"http://10.0.0.{number}:8000" for number in range(1, 5))
 
@@ -63,6 +71,34 @@ def test_the_error_of_the_only_server_stays_as_it_is() -> None:
     assert attempts.error() == only
 
 
+@pytest.mark.parametrize("status", [400, 403, 404, 409, 410, 413, 422, 429, 500, 502, 503, 504])
+@pytest.mark.parametrize("code", failover._REASONS_BY_CODE)
+def test_a_servers_fault_is_no_fault_of_the_client(code: str, status: int) -> None:
+    """Whatever its status is under the protocol between the servers: below 429 nobody repeats a request."""
+    told = client_error(error(code, status))
+    assert told.status == status if status >= 429 else told.status in (502, 504)
+    if told.status in (503, 504):
+        assert told.retry_after_s is not None
+    attempts = PrefillAttempts()
+    attempts.failed(A, error(code, status))
+    assert attempts.error() == told
+    attempts.failed(B, error(code, status))
+    assert attempts.error().status == told.status
+
+
+@pytest.mark.parametrize("known", [row for row in TABLE if row[2] is None])
+def test_what_is_no_servers_fault_stays_as_it_is(known: tuple[str, int, None]) -> None:
+    code, status, _ = known
+    assert client_error(error(code, status)) == error(code, status)
+    assert client_error(error("no_request", 404, at_prefill=False)).status == 404
+
+
+def test_a_silent_server_says_504_and_when_to_try_again() -> None:
+    told = client_error(error("no_request", 404))
+    assert (told.code, told.status, told.retry_after_s) == ("no_request", 504, 1.0)
+    assert client_error(error("no_peer", 504, retry_after_s=7.0)).retry_after_s == 7.0
+
+
 def test_all_servers_are_named() -> None:
     attempts = PrefillAttempts()
     attempts.failed(A, error("prefill_lost", 502, f"prefill server {A}: ReadError connection reset"))
@@ -81,8 +117,10 @@ def test_all_servers_are_named() -> None:
         ([("draining", 503, 1.0), ("queue_full", 429, 7.0)], ("prefill_failed", 503, 1.0)),
         ([("queue_full", 429, 7.0), ("prefill_lost", 502, None)], ("prefill_lost", 502, None)),
         ([("nonfinite_values", 500, None)] * 2, ("nonfinite_values", 500, None)),
-        ([("no_peer", 504, None)] * 2, ("no_peer", 504, None)),
-        ([("no_request", 404, None)] * 2, ("prefill_failed", 502, None)),
+        ([("no_peer", 504, None)] * 2, ("no_peer", 504, 1.0)),
+        ([("no_request", 404, None)] * 2, ("no_request", 504, 1.0)),
+        ([("no_request", 404, None), ("draining", 503, 3.0)], ("draining", 503, 1.0)),
+        ([("unknown_ticket", 404, None), ("bad_reservation", 400, None)], ("bad_reservation", 502, None)),
         ([("draining", 503, 1.0), ("prompt_too_long", 400, None)], ("prompt_too_long", 400, None)),
     ],
 )

@@ -130,7 +130,8 @@ async def test_what_the_prefill_server_refuses_ends_the_request_here(
         response = await http.post("/v1/completions", json={"prompt": "x"})
     assert (response.status_code, json_of(response)["error"]["code"]) == (told, code)
     assert error["message"] in json_of(response)["error"]["message"]
-    assert response.headers.get("retry-after") == headers.get("Retry-After")
+    unsaid = "1" if told in (503, 504) else None
+    assert response.headers.get("retry-after") == headers.get("Retry-After", unsaid)
     assert link.of(Abort)[0].error.code == code
 
 

@@ -33,7 +33,7 @@ def test_a_prefill_server_that_falls_silent_is_down_and_connected_to_again(both:
     session = both.up.session
     alone = Loop(both.control_client)  # the control endpoint is not turned
     down = alone.wait_for(both.control_client, PrefillDown)
-    assert down == PrefillDown(name="p", session=session, reason="silent for 1 s")
+    assert down == PrefillDown(name="p", session=session, reason="silent for 1 s", silent=True)
     again = both.loop.wait_for(both.control_client, PrefillUp, 2)
     assert again.session != session
     assert both.loop.wait_for(both.control_server, PeerGone).session == session  # replaced by the same instance
