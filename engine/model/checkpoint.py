@@ -14,11 +14,17 @@ from headrace.core.runtime.progress import LoadProgress
 from headrace.core.types.errors import ConfigError, shown
 from headrace.engine.model.config import ModelSpec
 from headrace.engine.model.config_fields import TEXTS, Fields
-from headrace.engine.model.gguf_file import GgufFile
+from headrace.engine.model.gguf_file import ROPE_DIVISORS, GgufFile
 from headrace.engine.model.int8 import Int8Weight
 from headrace.engine.model.source import ModelSource, read_json
+from headrace.engine.model.tensor_names import Shapes, model_tensors, refuse_unread
 
+SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+SHARDS = "model-*-of-*.safetensors"  # beside other copies of the weights, such as consolidated.safetensors
+# What safetensors files call dtypes whose values are the weights. Those of float8 and integer types are weights only
+# together with their scales, wherever and under whatever names these are.
+FLOATS = ("F64", "F32", "F16", "BF16")
 _GGUF_TOP = {
     "model.embed_tokens.weight": "token_embd.weight",
     "model.norm.weight": "output_norm.weight",
@@ -71,18 +77,19 @@ class Checkpoint(Tensors, Protocol):
 
 
 def check_files(source: ModelSource, spec: ModelSpec) -> None:
-    """Read the headers of all files of a model's weights, and that the files are as long as they say. Raises
-    ConfigError."""
-    checkpoint = open_checkpoint(source, spec)
-    if isinstance(checkpoint, SafetensorsCheckpoint):
-        checkpoint.open_all()
+    """Read the headers of all files of a model's weights: that each of its tensors is there, in a shape and a dtype
+    that can be read, and that the files are as long as they say. Raises ConfigError."""
+    open_checkpoint(source, spec).check(model_tensors(spec))
 
 
-def open_checkpoint(source: ModelSource, spec: ModelSpec) -> Checkpoint:
-    """Open a model's weights. Raises ConfigError when the files cannot be read."""
+def open_checkpoint(source: ModelSource, spec: ModelSpec) -> "SafetensorsCheckpoint | GgufCheckpoint":
+    """Open a model's weights. Raises ConfigError when the files cannot be read, and for tensors in them that the model
+    does not consist of."""
     if source.kind == "gguf":
         return GgufCheckpoint(source.path, spec)
-    return SafetensorsCheckpoint(source.path)
+    checkpoint = SafetensorsCheckpoint(source.path)
+    refuse_unread(spec, checkpoint.names, str(source.path))
+    return checkpoint
 
 
 class CountedCheckpoint:
@@ -109,44 +116,46 @@ class CountedCheckpoint:
 
 
 class SafetensorsCheckpoint:
-    """Weights of a folder with model.safetensors, or with shards and their index."""
+    """Weights of a folder: of model.safetensors where it is there, as transformers has it, else of the shards that an
+    index names, else of all files that are named as shards, else of all .safetensors files.
+
+    names: of all tensors in these files.
+    """
 
     def __init__(self, folder: Path) -> None:
-        """Read the index or the headers. Raises ConfigError for missing or unreadable files."""
+        """Read the index and the headers. Shards that the index names may be missing: stages read only theirs. Raises
+        ConfigError for unreadable files, and for a name that two of them have."""
         self._folder = folder
         self._files: dict[str, Any] = {}
         index = folder / INDEX
-        if index.is_file():
-            self._file_of = Fields(INDEX, read_json(index)).get("weight_map", TEXTS)
-            for name in sorted(set(self._file_of.values())):
-                if Path(name).is_absolute() or ".." in Path(name).parts or not name.isprintable():
-                    raise ConfigError(
-                        f"{INDEX}: 'weight_map' names {shown(name)!r}, which is no file of the model folder"
-                    )
-            return
-        names = sorted(path.name for path in folder.glob("*.safetensors"))
-        if not names:
-            raise ConfigError(f"model folder {folder} has no .safetensors file")
-        self._file_of = {name: file for file in names for name in self._open(file).keys()}  # noqa: SIM118
+        self._file_of = Fields(INDEX, read_json(index)).get("weight_map", TEXTS) if index.is_file() else {}
+        if (folder / SINGLE).is_file():
+            self._file_of, names = {}, [SINGLE]
+        elif index.is_file():
+            names = [name for name in sorted(set(self._file_of.values())) if _in_folder(folder, name).is_file()]
+        else:
+            names = sorted(path.name for path in [*folder.glob(SHARDS)] or folder.glob("*.safetensors"))
+            if not names:
+                raise ConfigError(f"model folder {folder} has no .safetensors file")
+        stored: dict[str, str] = {}
+        for file in names:
+            for name in self._open(file).keys():  # noqa: SIM118
+                if name in stored:
+                    raise ConfigError(f"{folder}: {stored[name]} and {file} both have a tensor {name!r:.100}")
+                stored[name] = file
+        self._file_of = self._file_of or stored
+        self.names = self._file_of.keys() | stored.keys()
 
-    def open_all(self) -> None:
-        """Open every file. Raises ConfigError for one that cannot be read."""
-        for name in sorted(set(self._file_of.values())):
-            self._open(name)
+    def check(self, tensors: Shapes) -> None:
+        """Raises ConfigError for a tensor that read() would refuse."""
+        for name, shape in tensors.items():
+            self._stored(name, shape)
 
     def read(self, name: str, shape: tuple[int, ...], rows: Rows | None = None, columns: range | None = None) -> Tensor:
         """See Checkpoint."""
-        if name not in self._file_of:
-            raise _missing(name, shape, self._folder)
-        file = self._open(self._file_of[name])
-        if name not in file.keys():  # noqa: SIM118
-            raise _missing(name, shape, self._folder / self._file_of[name])
-        stored = file.get_slice(name)
-        found = tuple(stored.get_shape())
-        if found != shape:
-            raise _misshapen(name, shape, found)
+        stored = self._stored(name, shape)
         if columns is None and not isinstance(rows, range):
-            whole: Tensor = file.get_tensor(name)
+            whole: Tensor = self._open(self._file_of[name]).get_tensor(name)
             return whole if rows is None else whole[rows]
         within = _slice(rows) if rows is None or isinstance(rows, range) else slice(None)
         part: Tensor = stored[within] if columns is None else stored[within, _slice(columns)]
@@ -156,6 +165,23 @@ class SafetensorsCheckpoint:
         self, name: str, shape: tuple[int, int], rows: Rows | None = None, columns: range | None = None
     ) -> None:
         """None: checkpoints in 8 bits are not read."""
+
+    def _stored(self, name: str, shape: tuple[int, ...]) -> Any:
+        """A tensor in its file, of the expected shape and of a dtype that can be read."""
+        if name not in self._file_of:
+            raise _missing(name, shape, self._folder)
+        file = self._open(self._file_of[name])
+        if name not in file.keys():  # noqa: SIM118
+            raise _missing(name, shape, self._folder / self._file_of[name])
+        stored = file.get_slice(name)
+        if (dtype := stored.get_dtype()) not in FLOATS:
+            raise ConfigError(
+                f"tensor {name} in {self._folder / self._file_of[name]} is stored as {dtype}, which is a weight only "
+                f"together with its scales; supported are {', '.join(FLOATS)}, and GGUF files"
+            )
+        if (found := tuple(stored.get_shape())) != shape:
+            raise _misshapen(name, shape, found)
+        return stored
 
     def _open(self, name: str) -> Any:
         if name not in self._files:
@@ -170,10 +196,18 @@ class GgufCheckpoint:
     """Weights of a GGUF file, dequantised to float32; those of kind Q8_0 also as they are."""
 
     def __init__(self, path: Path, spec: ModelSpec) -> None:
-        """Read the header. Raises ConfigError for a file that is no readable GGUF."""
+        """Read the header. Raises ConfigError for a file that is no readable GGUF, and for tensors in it that the model
+        does not consist of."""
         self._path = path
         self._file = GgufFile(path)
         self._spec = spec
+        known = {gguf_tensor_name(name) for name in model_tensors(spec)}
+        refuse_unread(spec, self._file.tensors.keys() - known - {ROPE_DIVISORS}, str(path))
+
+    def check(self, tensors: Shapes) -> None:
+        """Raises ConfigError for a tensor that read() would refuse."""
+        for name, shape in tensors.items():
+            self._checked_name(name, shape)
 
     def read(self, name: str, shape: tuple[int, ...], rows: Rows | None = None, columns: range | None = None) -> Tensor:
         """See Checkpoint."""
@@ -225,6 +259,13 @@ def gguf_tensor_name(name: str) -> str:
     if match is None or match[2] not in _GGUF_LAYER:
         return _GGUF_TOP.get(name, name)
     return f"blk.{match[1]}.{_GGUF_LAYER[match[2]]}.{match[3]}"
+
+
+def _in_folder(folder: Path, name: str) -> Path:
+    """A file that an index names. Raises ConfigError for one elsewhere."""
+    if Path(name).is_absolute() or ".." in Path(name).parts or not name.isprintable():
+        raise ConfigError(f"{INDEX}: 'weight_map' names {shown(name)!r}, which is no file of the model folder")
+    return folder / name
 
 
 def _slice(part: range | None) -> slice:

@@ -217,8 +217,9 @@ def _refuse_unsupported(config: Fields) -> None:
         raise ConfigError(f"hidden_act {activation!r} is not supported; supported is 'silu'")
     if config.get("mlp_bias", FLAG, False):
         raise ConfigError("mlp_bias true is not supported; supported are MLPs without bias")
-    if config.get("quantization_config", OBJECT, {}):
-        raise ConfigError("quantization_config is not supported; supported are unquantized safetensors and GGUF")
+    for key in ("quantization_config", "compression_config"):
+        if config.get(key, OBJECT, {}):
+            raise ConfigError(f"{key} is not supported; supported are unquantized safetensors and GGUF")
 
 
 def _window(config: Fields, family: str) -> int | None:

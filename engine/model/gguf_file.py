@@ -6,9 +6,11 @@ blocks are dequantised by the gguf package. Format: https://github.com/ggml-org/
 
 import mmap
 import struct
+from collections import Counter
+from functools import cache
 from math import gcd, inf, prod
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
@@ -20,12 +22,18 @@ from headrace.core.types.geometry import ceil_div
 from headrace.engine.model.config import ModelSpec, RopeKind, RopeSpec
 from headrace.engine.model.config_fields import ABOVE_ONE, COUNT, LAYERS, NAME, POSITIVE, SIZE, Fields
 
+ROPE_DIVISORS = "rope_freqs.weight"  # a tensor that is part of the configuration
 ARCHITECTURES = ("llama", "qwen2", "qwen3")
 PER_LAYER = ("attention.head_count", "attention.head_count_kv", "feed_forward_length")  # may be arrays in GGUF
 _SCALARS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q", 11: "<q", 12: "<d"}
 _STRING, _ARRAY = 8, 9
+MAX_KEYS = 1 << 16  # of the metadata
+MAX_ITEMS = 1 << 22  # of an array in it: a vocabulary has some hundred thousand
+MAX_TENSORS = 1 << 20
 MAX_DIMENSIONS = 4  # of a tensor, as in ggml
 JOINED_ROWS = 64  # rows dequantised as one
+_KINDS = frozenset(int(kind) for kind in GGMLQuantizationType)
+T = TypeVar("T")
 Q8_BLOCK = 32  # values of a block of kind Q8_0, after their scale in float16
 
 
@@ -48,10 +56,16 @@ class TensorInfo(NamedTuple):
         return prod(self.shape[:-1]) * self.row_bytes
 
 
+class Length(NamedTuple):
+    """Stands for an array of the metadata: the engine needs none of them, and some are long."""
+
+    items: int
+
+
 class GgufFile:
     """A memory-mapped GGUF file.
 
-    name: of the file. metadata: values by key; of an array of strings only the length. tensors: table entries by name.
+    name: of the file. metadata: values by key; of an array only its length. tensors: table entries by name.
     """
 
     def __init__(self, path: Path) -> None:
@@ -61,9 +75,15 @@ class GgufFile:
             with path.open("rb") as file:
                 self._data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
             self.metadata, self.tensors = _Header(self._data).parse()
+            _refuse_split(self.metadata)
             for name, info in self.tensors.items():
                 if info.offset + info.byte_count > len(self._data):
                     raise ValueError(f"it ends before tensor {name} does")
+                if not _expandable(info.kind):
+                    raise ValueError(
+                        f"tensor {name} is of kind {info.kind.name}, which cannot be expanded; "
+                        f"write the model in another one, such as Q8_0 or F16"
+                    )
         except (OSError, ValueError, OverflowError, IndexError, struct.error) as error:
             raise ConfigError(f"{path} cannot be read as a GGUF file: {error}") from error
 
@@ -152,7 +172,7 @@ def spec_from_gguf(file: GgufFile) -> ModelSpec:
 def _keys_of(file: GgufFile, prefix: str) -> Fields:
     """Metadata of the keys below the architecture's name. Raises ConfigError for sizes with one value per layer."""
     for key in PER_LAYER:
-        if isinstance(file.metadata.get(prefix + key), list):
+        if isinstance(file.metadata.get(prefix + key), Length):
             raise ConfigError(f"{prefix}{key} differs from layer to layer, which is not supported")
     below = {key.removeprefix(prefix): value for key, value in file.metadata.items() if key.startswith(prefix)}
     return Fields(file.name, below, prefix)
@@ -160,10 +180,10 @@ def _keys_of(file: GgufFile, prefix: str) -> Fields:
 
 def _rope(file: GgufFile, keys: Fields, head_dim: int) -> RopeSpec:
     theta = keys.get("rope.freq_base", ABOVE_ONE, 10000.0)
-    if "rope_freqs.weight" in file.tensors:  # llama.cpp stores Llama 3 scaling as divisors
-        divisors = tuple(float(value) for value in file.read("rope_freqs.weight").reshape(-1))
+    if ROPE_DIVISORS in file.tensors:  # llama.cpp stores Llama 3 scaling as divisors
+        divisors = tuple(float(value) for value in file.read(ROPE_DIVISORS).reshape(-1))
         if len(divisors) * 2 != head_dim or not all(0 < value < inf for value in divisors):
-            raise ConfigError(f"{file.name}: tensor rope_freqs.weight must hold {head_dim // 2} numbers above 0")
+            raise ConfigError(f"{file.name}: tensor {ROPE_DIVISORS} must hold {head_dim // 2} numbers above 0")
         return RopeSpec(kind="divisors", theta=theta, divisors=divisors)
     kinds: dict[str, RopeKind] = {"none": "default", "linear": "linear", "yarn": "yarn"}
     scaling = keys.get("rope.scaling.type", NAME, "none")
@@ -195,32 +215,30 @@ class _Header:
         version, tensor_count, key_count = self._scalar("<I"), self._scalar("<Q"), self._scalar("<Q")
         if version not in (2, 3):
             raise ValueError(f"it is version {version}; versions 2 and 3 are supported")
-        metadata = {self._string(): self._value(self._scalar("<I")) for _ in range(key_count)}
-        table = [self._tensor() for _ in range(tensor_count)]
+        if key_count > MAX_KEYS or tensor_count > MAX_TENSORS:
+            raise ValueError(
+                f"it has {key_count} metadata keys and {tensor_count} tensors; at most {MAX_KEYS} and {MAX_TENSORS}"
+            )
+        metadata = _unique("metadata keys", [(self._string(), self._value()) for _ in range(key_count)])
+        table = _unique("tensors", [self._tensor() for _ in range(tensor_count)])
         alignment = metadata.get("general.alignment", 32)
         if type(alignment) is not int or alignment < 1:
             raise ValueError(f"general.alignment must be a positive whole number, found {alignment!r:.40}")
         start = ceil_div(self._at, alignment) * alignment
-        return metadata, {name: info._replace(offset=start + info.offset) for name, info in table}
+        return metadata, {name: info._replace(offset=start + info.offset) for name, info in table.items()}
 
     def _scalar(self, form: str) -> Any:
         (value,) = struct.unpack_from(form, self._data, self._at)
         self._at += struct.calcsize(form)
         return value
 
-    def _scalars(self, form: str, count: int) -> list[Any]:
-        """An array of scalars in one call: a vocabulary has tens of thousands of them."""
-        form = f"<{count}{form[1]}"
-        values = struct.unpack_from(form, self._data, self._at)
-        self._at += struct.calcsize(form)
-        return list(values)
-
     def _string(self) -> str:
         length = self._scalar("<Q")
         self._at += length
         return self._data[self._at - length : self._at].decode()
 
-    def _value(self, kind: int) -> Any:
+    def _value(self) -> Any:
+        kind = self._scalar("<I")
         if kind in _SCALARS:
             return self._scalar(_SCALARS[kind])
         if kind == _STRING:
@@ -228,26 +246,61 @@ class _Header:
         if kind != _ARRAY:
             raise ValueError(f"metadata of type {kind} is unknown")
         item, count = self._scalar("<I"), self._scalar("<Q")
+        if count > MAX_ITEMS:
+            raise ValueError(f"it has a metadata array of {count} items; at most {MAX_ITEMS} are supported")
         if item in _SCALARS:
-            return self._scalars(_SCALARS[item], count)
-        if item != _STRING:
+            self._at += count * struct.calcsize(_SCALARS[item])
+        elif item == _STRING:
+            for _ in range(count):
+                self._at += 8 + struct.unpack_from("<Q", self._data, self._at)[0]
+        else:
             raise ValueError(f"metadata arrays of items of type {item} are not supported")
-        for _ in range(count):
-            self._at += 8 + struct.unpack_from("<Q", self._data, self._at)[0]
-        return count
+        return Length(count)
 
     def _tensor(self) -> tuple[str, TensorInfo]:
         name = self._string()
+        if not name.isprintable():
+            raise ValueError(f"a tensor has the name {name!r:.80}")
         dimensions = self._scalar("<I")
         if not 1 <= dimensions <= MAX_DIMENSIONS:
             raise ValueError(f"tensor {name!r:.80} has {dimensions} dimensions; 1 to {MAX_DIMENSIONS} are supported")
         sizes = [self._scalar("<Q") for _ in range(dimensions)]
-        kind = GGMLQuantizationType(self._scalar("<I"))
+        number = self._scalar("<I")
+        if number not in _KINDS:
+            raise ValueError(f"tensor {name!r:.80} is of kind {number}, which this version of gguf does not know")
+        kind = GGMLQuantizationType(number)
         if not all(sizes) or sizes[0] % GGML_QUANT_SIZES[kind][0]:
             raise ValueError(
                 f"tensor {name!r:.80} has rows of {sizes[0]} values, which are no whole {kind.name} blocks"
             )
         return name, TensorInfo(tuple(reversed(sizes)), kind, self._scalar("<Q"))
+
+
+def _unique(what: str, pairs: list[tuple[str, T]]) -> dict[str, T]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        name = Counter(name for name, _ in pairs).most_common(1)[0][0]
+        raise ValueError(f"two {what} have the name {name!r:.80}")
+    return found
+
+
+def _refuse_split(metadata: dict[str, Any]) -> None:
+    count, number = metadata.get("split.count", 0), metadata.get("split.no", 0)
+    if isinstance(count, int) and count > 1:
+        raise ValueError(
+            f"it is part {number + 1 if isinstance(number, int) else '?'} of {count} of a model; join them by "
+            "llama.cpp's llama-gguf-split --merge FIRST_PART JOINED"
+        )
+
+
+@cache
+def _expandable(kind: GGMLQuantizationType) -> bool:
+    """Whether tensors of this kind can be read: gguf has no list of those that it dequantises."""
+    try:
+        _floats(np.zeros((1, int(GGML_QUANT_SIZES[kind][1])), np.uint8), kind)
+    except NotImplementedError:
+        return False
+    return True
 
 
 def _floats(raw: NDArray[np.uint8], kind: GGMLQuantizationType) -> NDArray[np.float32]:

