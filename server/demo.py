@@ -9,7 +9,6 @@ import argparse
 import asyncio
 import json
 import re
-import signal
 import time
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
@@ -24,6 +23,7 @@ from rich.live import Live
 from rich.table import Table
 
 from headrace.core.config import Config, ModelConfig
+from headrace.core.runtime.signals import ending
 from headrace.integrations.http_client import direct_async_client
 from headrace.server.config.load import load
 from headrace.server.config.resolve import resolve
@@ -100,7 +100,7 @@ async def _demo(console: Console, config: Config, servers: list[LocalServer]) ->
     """servers: all that are started are added."""
     task, loop = asyncio.current_task(), asyncio.get_running_loop()
     assert task is not None
-    for number in (signal.SIGTERM, signal.SIGHUP):
+    for number in ending():
         loop.add_signal_handler(number, task.cancel)
 
     def start(role: str, threads: int, *flags: str) -> LocalServer:

@@ -9,6 +9,8 @@ import signal
 import sys
 from contextlib import suppress
 
+from headrace.core.runtime.signals import ending, meaningless
+
 RESERVED_DESCRIPTORS = 256  # for the process's own files, pipes and connections
 ZMQ_LISTENERS = 4  # the most that one process has: control endpoint, joining stages, KV events, their replay
 SHORTAGES = frozenset((errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EAGAIN))  # trying again may help
@@ -49,12 +51,14 @@ def die_with_parent(parent: int) -> None:
 
 
 def leave_signals_to_parent() -> None:
-    """Have SIGTERM do nothing, after die_with_parent() has SIGINT: a service manager may send it to all processes of a
-    server, and the parent drains it before it ends its children.
+    """Have signals do nothing, after die_with_parent() has SIGINT: a service manager may send them to all processes of
+    a server, and the parent drains it before it ends its children.
 
-    A handler, since child processes of this one would inherit that the signal is ignored.
+    A handler, since child processes of this one would inherit that the signals are ignored.
     """
-    signal.signal(signal.SIGTERM, lambda _number, _frame: None)
+    for number in (*ending(), *meaningless()):
+        if number != signal.SIGINT:
+            signal.signal(number, lambda _number, _frame: None)
 
 
 def freeze_loaded() -> None:

@@ -13,7 +13,7 @@ from typing import BinaryIO
 
 import msgspec
 
-from headrace.core.runtime.process import die_with_parent
+from headrace.core.runtime.process import die_with_parent, leave_signals_to_parent
 from headrace.core.types.constraint import Constraint
 from headrace.engine.grammar.compiler import GrammarCompiler, GrammarError
 from headrace.engine.grammar.trial import try_out, try_patterns
@@ -80,6 +80,7 @@ def _write(replies: BinaryIO, reply: CheckReply) -> None:
 def main() -> int:
     """Run as the child of the process whose id is the first argument."""
     die_with_parent(int(sys.argv[1]))
+    leave_signals_to_parent()
     with suppress(OSError, ValueError):  # a lower limit is set already, or the system has none
         resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
     serve(sys.stdin.buffer, sys.stdout.buffer)

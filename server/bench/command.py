@@ -2,12 +2,12 @@
 
 import argparse
 import asyncio
-import signal
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from headrace.core.runtime.clock import SystemClock
+from headrace.core.runtime.signals import ending
 from headrace.core.types.errors import ConfigError
 from headrace.integrations.http_client import bearer
 from headrace.server.bench import options, plot
@@ -23,12 +23,12 @@ from headrace.server.config.load import load
 from headrace.server.simulate.plot import check_installed
 
 NONE_OK = 1  # exit status when no request was answered
-INTERRUPTED = 128 + signal.SIGINT
+INTERRUPTED_BY = 128  # plus the number of a signal: exit status of a program that a signal has ended
 
 
 def main(given: argparse.Namespace, environ: Mapping[str, str]) -> int:
-    """Run the command. Returns 0, 1 if no request was answered, or 130 after Ctrl-C, which prints what was measured
-    until then. Raises ConfigError for a wrong flag or file, and for a server that cannot be measured."""
+    """Run the command. Returns 0, 1 if no request was answered, or 128 + N after signal N, which prints what was
+    measured until then. Raises ConfigError for a wrong flag or file, and for a server that cannot be measured."""
     chosen = options.parse(vars(given), base_url(given.url))
     if chosen.plot is not None:
         check_installed()
@@ -38,7 +38,8 @@ def main(given: argparse.Namespace, environ: Mapping[str, str]) -> int:
     target = find_target(chosen.url, headers, chosen.model, chosen.endpoint)
     generating = target.path == COMPLETIONS
     options.check_lengths(requests, target.max_model_len, generating=generating)
-    measured = asyncio.run(_measure(chosen, target, headers, requests))
+    taken: list[int] = []
+    measured = asyncio.run(_measure(chosen, target, headers, requests, taken))
     report = Report(
         url=chosen.url,
         endpoint=target.path,
@@ -61,14 +62,14 @@ def main(given: argparse.Namespace, environ: Mapping[str, str]) -> int:
         plot.draw(report, chosen.plot)
     if measured.interrupted:
         print("headrace: interrupted; the figures are of what was sent until then", file=sys.stderr)
-        return INTERRUPTED
+        return INTERRUPTED_BY + taken[0]
     return 0 if report.summary.ok else NONE_OK
 
 
 async def _measure(
-    chosen: Options, target: Target, headers: dict[str, str], requests: Sequence[PlannedRequest]
+    chosen: Options, target: Target, headers: dict[str, str], requests: Sequence[PlannedRequest], taken: list[int]
 ) -> Measured:
-    """Warm the server up and send the load; Ctrl-C ends it, a second one ends the program."""
+    """Warm the server up and send the load; a signal ends it, and is put into taken; a second one ends the program."""
     clock = SystemClock()
     client = HttpClient(chosen.url, headers, clock)
     what = Load(
@@ -88,11 +89,16 @@ async def _measure(
             raise ConfigError(f"the first request failed: {first_failure([failed])}")
         stop, loop = asyncio.Event(), asyncio.get_running_loop()
 
-        def interrupt() -> None:
-            loop.remove_signal_handler(signal.SIGINT)
+        numbers = ending()
+
+        def interrupt(number: int) -> None:
+            taken.append(number)
+            for each in numbers:
+                loop.remove_signal_handler(each)
             stop.set()
 
-        loop.add_signal_handler(signal.SIGINT, interrupt)
+        for each in numbers:
+            loop.add_signal_handler(each, interrupt, each)
         return await runner.run(requests, stop)
     finally:
         progress.close()

@@ -22,6 +22,7 @@ from headrace.core.config.stages import GroupConfig
 from headrace.core.runtime.backoff import Backoff
 from headrace.core.runtime.logs import configure_logging
 from headrace.core.runtime.process import CONFIGURATION_MISTAKE, module_command
+from headrace.core.runtime.signals import ending, meaningless, signal_name
 from headrace.core.types.addresses import host_port
 from headrace.server.cluster.options import UpOptions
 from headrace.server.cluster.ray_ranks import RayRanks
@@ -70,8 +71,10 @@ class _Up:
             "--stages", "external", "--stage-host", self._host, "--stage-port", str(self._port),
             env=self._environment, start_new_session=True,
         )  # fmt: skip
-        for number in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(number, self._signalled)
+        for number in ending():
+            loop.add_signal_handler(number, self._signalled, number)
+        for other in meaningless():
+            loop.add_signal_handler(other, log.info, "%s changes nothing here", signal_name(other))
         serving = asyncio.create_task(self._server.wait())
         watching = asyncio.create_task(self._watch())
         try:
@@ -129,8 +132,9 @@ class _Up:
             "LOCAL_WORLD_SIZE": str(len(same)),
         }
 
-    def _signalled(self) -> None:
+    def _signalled(self, number: int) -> None:
         """The first signal has the server finish its open requests, the second ends it at once."""
         assert self._server is not None, "handlers are set after it has started"
+        log.info("%s: draining the server; a second signal ends open requests at once", signal_name(number))
         if self._server.returncode is None:
             self._server.send_signal(signal.SIGTERM)

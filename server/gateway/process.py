@@ -2,8 +2,8 @@
 
     ports bound ─► HTTP serves (/ready: 503) ─► engines, prefill servers ─► ready ─► signal ─► drained ─► stopped
 
-A first SIGTERM or Ctrl-C drains: requests are refused, open ones end, decode engines read what they were told of, for
---drain-timeout at most. A second one ends it at once.
+A first SIGTERM, Ctrl-C or SIGHUP drains: requests are refused, open ones end, decode engines read what they were told
+of, for --drain-timeout at most. A second one ends it at once.
 """
 
 import asyncio
@@ -95,7 +95,7 @@ async def _serve(config: GatewayConfig, gateway: BaseGateway, http: "_Http", sto
     await asyncio.gather(starting, return_exceptions=True)
     if not stop.first.is_set():
         return FAILED
-    say("draining; a second signal ends open requests at once")
+    stop.say_draining()
     http.leave()
     await first_of(gateway.drain(), stop.second.wait(), gateway.failed)
     return stop.status

@@ -6,7 +6,7 @@
     │ supervisor     │◄────►│ control endpoint │◄────►│ KV pool │   │ KV pool │
     └────────────────┘      └──────────────────┘      └─────────┘   └─────────┘
 
-Shutdown, on SIGTERM or Ctrl-C:
+Shutdown, on SIGTERM, Ctrl-C or SIGHUP (server/launch/stop_signals.py):
 
     first signal    /ready fails; requests are accepted for another --drain-grace
         │
@@ -142,7 +142,7 @@ async def _serve(config: Config, memory: Sequence[str], listeners: HttpListeners
             await over
         stopped = stop.first.is_set()
         if stopped:
-            say("draining; a second signal ends open requests at once")
+            stop.say_draining()
             await first_of(_drained(front, gateway), stop.second.wait(), supervisor.fatal)
     finally:
         if gateway is not None:

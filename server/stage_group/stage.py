@@ -11,7 +11,9 @@ import logging
 import os
 import secrets
 import signal
+import socket
 import sys
+import threading
 from collections.abc import Mapping
 from urllib.parse import urlsplit
 
@@ -21,7 +23,9 @@ from headrace.core.config import STAGE_KEY_VARIABLE, StageConfig
 from headrace.core.messages.membership import JoinRequest
 from headrace.core.runtime.clock import SystemClock
 from headrace.core.runtime.logs import configure_logging
+from headrace.core.runtime.output import exit_now
 from headrace.core.runtime.process import die_with_parent, raise_descriptor_limit
+from headrace.core.runtime.signals import ending, meaningless, signal_name
 from headrace.core.types.errors import ConfigError
 from headrace.engine.collectives.link import LinkBroken
 from headrace.engine.device import own_device
@@ -33,6 +37,8 @@ from headrace.server.version import headrace_version
 
 log = logging.getLogger(__name__)
 
+INTERRUPTED_BY = 128  # plus the number of a signal: exit status
+
 
 def main(given: argparse.Namespace, environ: Mapping[str, str]) -> int:
     """Run one stage until its group ends. Returns the exit status. Raises ConfigError for wrong flags or variables."""
@@ -42,8 +48,8 @@ def main(given: argparse.Namespace, environ: Mapping[str, str]) -> int:
     if info.under_launcher:
         die_with_parent(os.getppid())
     raise_descriptor_limit()
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # exit at once: there is nothing to save
     configure_logging("info", f"rank {info.rank}")
+    _heed_signals()
     client = JoinClient(endpoint, _join_request(given, environ, info), given.join_timeout, SystemClock())
     log.info("joining %s as rank %d of %d", endpoint, info.rank, info.world_size)
     try:
@@ -57,6 +63,25 @@ def main(given: argparse.Namespace, environ: Mapping[str, str]) -> int:
     except LinkBroken as error:
         log.error("%s", error)
         return 1
+
+
+def _heed_signals() -> None:
+    """Have a thread end the process at once when a signal asks for that: there is nothing to save. The main thread may
+    be in a library for minutes, and Python's handlers wait for it; the byte that the interpreter writes does not."""
+    told, tells = socket.socketpair()
+    tells.setblocking(False)
+    signal.set_wakeup_fd(tells.fileno(), warn_on_full_buffer=False)
+    ends = ending()
+    for number in (*ends, *meaningless()):
+        signal.signal(number, lambda _number, _frame: None)
+
+    def heed(_open: socket.socket) -> None:
+        while (number := told.recv(1)[0]) not in ends:
+            log.info("%s changes nothing here", signal_name(number))
+        log.warning("%s ends this rank", signal_name(number))
+        exit_now(INTERRUPTED_BY + number)
+
+    threading.Thread(target=heed, args=(tells,), name="signals", daemon=True).start()
 
 
 def _endpoint(given: str) -> str:
