@@ -18,6 +18,8 @@ OPENAPI := .venv-openapi
 OPENAPI_STAMP := $(OPENAPI)/.ready
 ROUTERS := .venv-routers
 ROUTERS_STAMP := $(ROUTERS)/.ready
+CLIENTS := .venv-clients
+CLIENTS_STAMP := $(CLIENTS)/.ready
 EVALUATION := .venv-evaluation
 EVALUATION_STAMP := $(EVALUATION)/.ready
 AUDIT := .venv-audit
@@ -43,7 +45,7 @@ HOURS ?= 8
 FIRST_SEED ?= 0
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo compiled connector test full faults wheel manifests test-browser test-charts test-containers test-evaluation test-nixl test-openapi test-prometheus test-ray test-routers test-vllm soak check format audit sbom bench bench-nixl bench-peers clean distclean
+.PHONY: help venv demo compiled connector test full faults wheel manifests test-browser test-charts test-clients test-containers test-evaluation test-nixl test-openapi test-prometheus test-ray test-routers test-vllm soak check format audit sbom bench bench-nixl bench-peers clean distclean
 
 help: ## Show this list.
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
@@ -76,7 +78,7 @@ ifeq ($(CPU),)
 	$(PYTEST) -n $(WORKERS) --dist loadfile --cpu other -m 'cpu_kind and not full' tests
 endif
 
-full: venv ## Run the tests that take minutes each, too; CPU= as in test.
+full: venv test-clients ## Run the tests that take minutes each, and official clients, too; CPU= as in test.
 	$(PYTEST) -m full tests
 
 faults: venv ## Strike a pair with every kind of fault at every place; write the results to docs/reliability.md.
@@ -104,6 +106,9 @@ test-routers: venv $(ROUTERS_STAMP) ## Run a pair behind each of the PD routers,
 
 test-prometheus: venv ## Run the queries of dashboard and alerts in a real Prometheus, which has to be installed, beside a loaded pair.
 	$(PYTEST) -m prometheus tests/prometheus
+
+test-clients: venv $(CLIENTS_STAMP) ## Run official clients (openai, litellm, langchain, instructor, a JDK's) against a pair.
+	HEADRACE_CLIENTS=$(CLIENTS) $(PYTEST) -m clients tests/clients
 
 test-openapi: venv $(OPENAPI_STAMP) ## Hold running servers against their own /openapi.json, with schemathesis.
 	HEADRACE_OPENAPI=$(OPENAPI) $(BIN)/python -m pytest -m openapi tests/openapi
@@ -137,7 +142,7 @@ $(NIXL_STAMP) $(RAY_STAMP) $(CHARTS_STAMP) $(EVALUATION_STAMP): .venv-%/.ready: 
 		echo "import site; site.addsitedir('$$($(BIN)/python -c "$$packages")')" > $$(.venv-$*/bin/python -c "$$packages")/venv.pth
 	@touch $@
 
-$(ROUTERS_STAMP) $(OPENAPI_STAMP): .venv-%/.ready: requirements/%.txt
+$(ROUTERS_STAMP) $(OPENAPI_STAMP) $(CLIENTS_STAMP): .venv-%/.ready: requirements/%.txt
 	$(PYTHON) -m venv .venv-$*
 	.venv-$*/bin/python -m pip install --require-hashes --no-deps -r $<
 	@touch $@
@@ -190,4 +195,4 @@ clean: ## Remove what builds and tests leave behind; keep .venv.
 	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +
 
 distclean: clean ## Remove the virtual environments as well.
-	rm -rf $(VENV) $(AUDIT) $(NIXL) $(RAY) $(ROUTERS) $(VLLM) $(OPENVINO)
+	rm -rf $(VENV) $(AUDIT) $(CLIENTS) $(NIXL) $(RAY) $(ROUTERS) $(VLLM) $(OPENVINO)

@@ -21,6 +21,7 @@ TRACING = "requirements/tracing.txt"  # a part of dev.txt
 PEERS = (
     "requirements/audit.txt",
     "requirements/charts.txt",
+    "requirements/clients.txt",
     "requirements/cuda.txt",
     "requirements/evaluation.txt",
     "requirements/nixl.txt",

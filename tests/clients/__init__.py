@@ -1,0 +1,1 @@
+"""Official clients against a pair, from their packages (make test-clients)."""
