@@ -6,8 +6,8 @@
     the same server with several clients: requests/s
     prompts of a real model, HTTP to first token: the time in which its stage does not compute
 
-The first two are measured in turns with uvicorn and an empty route, by a client in this process, which takes its share
-of the machine's cores.
+The first two are measured in turns with the HTTP server and an empty route, by a client in this process, which takes
+its share of the machine's cores.
 """
 
 import argparse
@@ -22,12 +22,14 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, NamedTuple
 
-import uvicorn
 from starlette.types import Receive, Scope, Send
 
 from benchmarks.arguments import add_model, add_rounds, add_threads, make_parser
 from benchmarks.report import console, print_table, prompt, run, spread
 from benchmarks.server import plan_seconds, prefill_body, serving
+from headrace.server.http.connections import HttpConnections
+from headrace.server.http.listeners import bind
+from headrace.server.http.server import HttpServer
 from headrace.server.launch.free_port import free_port
 from headrace.server.launch.local_server import LocalServer
 
@@ -132,7 +134,7 @@ def print_latency_by_part(server: LocalServer, empty: int, rounds: int, count: i
     ends = sorted(answer.total for answer in ours)
     rows = [
         ("total", f"{total:.2f}", f"99% under {ends[int(0.99 * len(ends))]:.2f}"),
-        ("uvicorn with an empty route, and the client", f"{http:.2f}", ""),
+        ("HTTP with an empty route, and the client", f"{http:.2f}", ""),
         ("front end, and messages to the scheduler and back", f"{total - http - queue - forward:.2f}", ""),
         ("queue", f"{queue:.2f}", ""),
         ("orders to the stage and back", f"{forward - stage:.2f}", ""),
@@ -153,7 +155,7 @@ def print_throughput(server: LocalServer, empty: int, clients: Sequence[int], ro
         rows.append((str(count), spread([a for a, _ in pairs]), spread([b for _, b in pairs]), f"{ratio:.2f}"))
     print_table(
         f"requests/s, {IDLE_TOKENS} tokens each: median (range) of {rounds} rounds",
-        ("clients", "headrace, stub model", "uvicorn, empty route", "ratio"),
+        ("clients", "headrace, stub model", "HTTP, empty route", "ratio"),
         rows,
     )
 
@@ -214,7 +216,7 @@ def measure_with_stub(clients: Sequence[int], rounds: int, count: int, seconds: 
         port = free_port()
         empty = subprocess.Popen([sys.executable, "-m", "benchmarks.overhead", "--empty-route", str(port)])
         try:
-            with console.status("starting uvicorn with an empty route"):
+            with console.status("starting HTTP with an empty route"):
                 asyncio.run(asyncio.wait_for(_listening(port), 30))
             with console.status("one request after the other"):
                 print_latency_by_part(server, port, rounds, count)
@@ -243,7 +245,8 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--empty-route", type=int, help=argparse.SUPPRESS)
     given = parser.parse_args(arguments)
     if given.empty_route:
-        uvicorn.run(_empty, port=given.empty_route, log_config=None, access_log=False, lifespan="off")
+        server = HttpServer(_empty, HttpConnections(1000), keep_alive_s=60)
+        asyncio.run(server.serve(bind("127.0.0.1", given.empty_route, "port")))
         return 0
     measure_with_stub(given.clients, given.rounds, given.requests, given.seconds)
     if given.lengths:

@@ -1,6 +1,7 @@
 """The ASGI applications of a server: routes, error responses, API keys, request metrics."""
 
 from collections.abc import Sequence
+from functools import partial
 
 from fastapi import APIRouter, FastAPI
 
@@ -18,6 +19,7 @@ from headrace.server.api.operations.tokenization import tokenizer_routes
 from headrace.server.api.request.body_budget import BodyBudget
 from headrace.server.api.response.completion_endpoint import CompletionEndpoint
 from headrace.server.api.response.error_response import install_handlers
+from headrace.server.api.response.http_rules import HttpRules, allowed_methods, page_guard
 from headrace.server.api.response.middleware import ApiKeys, RequestMetrics
 from headrace.server.api.sglang.generate_route import generate_routes
 from headrace.server.frontend.service import Service
@@ -68,14 +70,16 @@ def _operation_routes(service: Service) -> APIRouter:
 
 
 def _app(title: str, routers: Sequence[APIRouter], service: Service) -> FastAPI:
-    app = FastAPI(title=title, docs_url=None, redoc_url=None, openapi_url=None)
-    install_handlers(app)
+    app = FastAPI(title=title, docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
+    install_handlers(app, partial(allowed_methods, routers))
     for router in routers:
         app.include_router(router)
     server = service.config.server
     app.add_middleware(
         ApiKeys, keys=server.api_keys, tenants=tenant_keys(server.tenant_keys), max_open=max_http_connections() // 2
     )
+    keys = bool(server.api_keys or server.tenant_keys)
+    app.add_middleware(HttpRules, pages=page_guard(server.host, server.allowed_hosts, keys=keys))
     app.add_middleware(
         RequestMetrics,
         metrics=service.metrics,

@@ -77,6 +77,17 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True):
             unit="bytes",
         ),
     ] = 16 << 20
+    keep_alive_s: Annotated[
+        float,
+        Flag(
+            "keep-alive",
+            HTTP,
+            "seconds for which a connection stays open without a request: longer than those in the pools of clients, "
+            "proxies and balancers",
+            low=1,
+            high=86400,
+        ),
+    ] = 630.0
     side_channel_host: Annotated[
         str,
         Flag("side-channel-host", HANDOFF, "address that decode engines are told, and that the side channel binds to"),
@@ -136,6 +147,15 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True):
             "key that clients must send as 'Authorization: Bearer KEY'",
             secret=True,
             variable="HEADRACE_API_KEY",
+        ),
+    ] = ()
+    allowed_hosts: Annotated[
+        tuple[str, ...],
+        Flag(
+            "allowed-host",
+            SECURITY,
+            "name by which clients and web pages may reach a server on loopback without API keys, beside those of this "
+            "machine; where it is given, the names are checked whatever the bind and the keys are",
         ),
     ] = ()
     prefill_api_key: Annotated[

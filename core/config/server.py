@@ -40,6 +40,15 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
             variable="HEADRACE_API_KEY",
         ),
     ] = ()
+    allowed_hosts: Annotated[
+        tuple[str, ...],
+        Flag(
+            "allowed-host",
+            SECURITY,
+            "name by which clients and web pages may reach a server on loopback without API keys, beside those of this "
+            "machine; where it is given, the names are checked whatever the bind and the keys are",
+        ),
+    ] = ()
     tenant_keys: Annotated[
         tuple[str, ...],
         Flag(
@@ -161,6 +170,17 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
             unit="bytes",
         ),
     ] = 16 << 20
+    keep_alive_s: Annotated[
+        float,
+        Flag(
+            "keep-alive",
+            HTTP,
+            "seconds for which a connection stays open without a request: longer than those in the pools of clients, "
+            "proxies and balancers",
+            low=1,
+            high=86400,
+        ),
+    ] = 630.0
     max_hidden_bytes: Annotated[
         int,
         Flag(

@@ -1,7 +1,5 @@
 """Rate-limits log lines that remote peers can trigger."""
 
-import logging
-
 EVERY_S = 60.0
 REMEMBERED = 1024
 
@@ -24,18 +22,6 @@ class LogThrottle:
         if len(self._logged_at) > self._remembered:
             del self._logged_at[next(iter(self._logged_at))]
         return True
-
-
-class RepeatedWarningFilter(logging.Filter):
-    """Lets each warning of a logger through once within every_s seconds."""
-
-    def __init__(self, every_s: float = EVERY_S) -> None:
-        super().__init__()
-        self._quiet = LogThrottle(every_s)
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        """Whether the record is logged."""
-        return record.levelno != logging.WARNING or self._quiet.due(record.getMessage(), record.created)
 
 
 def printable(text: str) -> str:

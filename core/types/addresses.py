@@ -13,6 +13,15 @@ def is_loopback(host: str) -> bool:
         return False
 
 
+def is_address(host: str) -> bool:
+    """Whether this is an IP address, and no name."""
+    try:
+        ipaddress.ip_address(host.strip("[]"))
+    except ValueError:
+        return False
+    return True
+
+
 def is_wildcard(host: str) -> bool:
     """Whether a bind address stands for all interfaces: 0.0.0.0, ::, ZMQ's * or an empty text."""
     if host in ("", "*"):

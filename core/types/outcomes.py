@@ -21,6 +21,7 @@ REFUSED = (
     "body_timeout",
     "body_too_large",
     "empty_prompt",
+    "foreign_page",
     "invalid_api_key",
     "invalid_constraint",
     "invalid_json",
@@ -39,6 +40,7 @@ REFUSED = (
     "too_many_hidden_states",
     "unknown_field",
     "unsupported",
+    "unsupported_content_encoding",
     "wrong_role",
     # what the server cannot do now
     errors.DRAINING,

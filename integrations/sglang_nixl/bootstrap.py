@@ -19,6 +19,7 @@ from urllib.parse import parse_qs, urlsplit
 
 import msgspec
 
+from headrace.core.runtime.codec import NO_MESSAGE
 from headrace.core.types.errors import ConfigError
 
 RANK_NAMES = ("prefill_dp_rank", "prefill_cp_rank", "target_tp_rank", "target_pp_rank")
@@ -123,7 +124,7 @@ class Bootstrap:
             if path == "/query_dp_ranks":
                 rooms = msgspec.json.decode(body, type=DpRankQuery).bootstrap_rooms
                 return Answer(200, msgspec.json.encode({str(room): 0 for room in rooms}))
-        except msgspec.DecodeError as error:
+        except NO_MESSAGE as error:
             return Answer(400, str(error))
         return Answer(404, "Not Found")
 

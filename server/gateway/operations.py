@@ -1,6 +1,7 @@
 """What gateways of all kinds have around the routes of prompts: operations, API keys, metrics of requests."""
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from fastapi import APIRouter, FastAPI
@@ -10,6 +11,7 @@ from headrace.core.runtime.process import max_http_connections
 from headrace.core.types.errors import HeadraceError, invalid, shown
 from headrace.server.api.request.body_budget import BodyBudget
 from headrace.server.api.response.error_response import error_response, install_handlers
+from headrace.server.api.response.http_rules import HttpRules, allowed_methods, page_guard
 from headrace.server.api.response.middleware import ApiKeys, RequestMetrics
 from headrace.server.api.response.streaming import json_response
 from headrace.server.gateway.base import BaseGateway
@@ -20,13 +22,16 @@ from headrace.server.version import headrace_version
 
 def gateway_app(title: str, gateway: BaseGateway, prompt_routes: Callable[[BodyBudget], APIRouter]) -> FastAPI:
     """The application of a gateway. prompt_routes: makes the routes of its kind, whose bodies share a budget."""
-    app = FastAPI(title=title, docs_url=None, redoc_url=None, openapi_url=None)
-    install_handlers(app)
-    budget = BodyBudget(gateway.config.max_body_bytes)
+    app = FastAPI(title=title, docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
+    config = gateway.config
+    budget = BodyBudget(config.max_body_bytes)
     gateway.front_metrics.include(budget.statistics)
-    app.include_router(prompt_routes(budget))
-    app.include_router(_operation_routes(gateway))
-    app.add_middleware(ApiKeys, keys=gateway.config.api_keys, tenants={}, max_open=max_http_connections() // 2)
+    routers = [prompt_routes(budget), _operation_routes(gateway)]
+    install_handlers(app, partial(allowed_methods, routers))
+    for router in routers:
+        app.include_router(router)
+    app.add_middleware(ApiKeys, keys=config.api_keys, tenants={}, max_open=max_http_connections() // 2)
+    app.add_middleware(HttpRules, pages=page_guard(config.host, config.allowed_hosts, keys=bool(config.api_keys)))
     app.add_middleware(RequestMetrics, metrics=gateway.front_metrics, clock=gateway.clock, recent=gateway.recent)
     return app
 

@@ -16,7 +16,6 @@ from fastapi import FastAPI
 
 from headrace.core.config import GatewayConfig
 from headrace.core.runtime.background import first_of
-from headrace.core.runtime.log_throttle import RepeatedWarningFilter
 from headrace.core.runtime.logs import configure_logging
 from headrace.core.runtime.output import say
 from headrace.core.runtime.process import (
@@ -32,8 +31,9 @@ from headrace.server.gateway.sglang.gateway import SglangGateway
 from headrace.server.gateway.sglang.routes import create_sglang_app
 from headrace.server.gateway.vllm.gateway import VllmGateway
 from headrace.server.gateway.vllm.routes import create_vllm_app
-from headrace.server.launch.http_listeners import bind
-from headrace.server.launch.http_protocol import HttpConnections, HttpServer, LoopErrors, uvicorn_config
+from headrace.server.http.connections import HttpConnections
+from headrace.server.http.listeners import bind
+from headrace.server.http.server import HttpServer, LoopErrors
 from headrace.server.launch.stop_signals import StopSignals
 from headrace.server.version import headrace_version
 from headrace.transfer.backends.shm import sweep
@@ -49,7 +49,6 @@ def run(config: GatewayConfig, stop: StopSignals | None = None) -> int:
     for an HTTP port that cannot be bound, and for engines and servers that do not fit."""
     configure_logging(config.log_level, "gateway", config.log_format, unlimited={request_log.__name__})
     logging.getLogger("httpx").setLevel(logging.WARNING)
-    logging.getLogger("uvicorn.error").addFilter(RepeatedWarningFilter())  # clients cause its warnings
     raise_descriptor_limit()
     limit_integers()
     sweep()  # pools in shared memory of gateways that were killed
@@ -110,8 +109,7 @@ class _Http:
         self._connections = HttpConnections(max_http_connections())
         gateway.front_metrics.include(self._connections.statistics, errors.statistics)
         asyncio.get_running_loop().set_exception_handler(errors)
-        debug = config.log_level == "debug"
-        self._server = HttpServer(uvicorn_config(app, config.host, self.port, self._connections, debug=debug))
+        self._server = HttpServer(app, self._connections, config.keep_alive_s)
         self.serving: asyncio.Future[None] = asyncio.ensure_future(self._server.serve(listeners))
 
     def leave(self) -> None:
@@ -120,7 +118,7 @@ class _Http:
 
     async def end(self) -> None:
         """Close the port; what is not answered at once is not answered any more."""
-        self._server.should_exit = True
+        self._server.close()
         await asyncio.wait((self.serving,), timeout=LAST_ANSWERS_S)
         self._connections.cut()
         await self.serving

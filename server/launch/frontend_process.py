@@ -1,4 +1,4 @@
-"""The front end: the Service, and uvicorn with the HTTP application."""
+"""The front end: the Service, and the HTTP server with the HTTP application."""
 
 import asyncio
 import time
@@ -14,8 +14,9 @@ from headrace.core.runtime.process_activity import read_activity
 from headrace.server.app import create_app, create_bootstrap_app
 from headrace.server.frontend.link.scheduler_link import SocketLink
 from headrace.server.frontend.service import Service
-from headrace.server.launch.http_listeners import HttpListeners
-from headrace.server.launch.http_protocol import HttpConnections, HttpServer, LoopErrors, uvicorn_config
+from headrace.server.http.connections import HttpConnections
+from headrace.server.http.listeners import HttpListeners
+from headrace.server.http.server import HttpServer, LoopErrors
 from headrace.server.telemetry.kv_event_publisher import publisher_endpoint
 from headrace.server.version import headrace_version
 
@@ -51,16 +52,11 @@ class FrontEnd:
         self._connections = connections = HttpConnections(max_http_connections())
         self.service.metrics.include(connections.statistics, self._errors.statistics)
         self._listeners = [listeners.main]
-        debug = server.log_level == "debug"
-        self._http = [
-            HttpServer(uvicorn_config(create_app(self.service), server.host, server.port, connections, debug=debug))
-        ]
+        apps = [create_app(self.service)]
         if listeners.bootstrap:
-            app = create_bootstrap_app(self.service)
+            apps.append(create_bootstrap_app(self.service))
             self._listeners.append(listeners.bootstrap)
-            self._http.append(
-                HttpServer(uvicorn_config(app, server.host, server.bootstrap_port, connections, debug=debug))
-            )
+        self._http = [HttpServer(app, connections, server.keep_alive_s) for app in apps]
 
     async def serve(self) -> None:
         """Serve HTTP until close(). When one port closes, so does the other. Raises ConfigError if one is taken."""
@@ -89,7 +85,7 @@ class FrontEnd:
     def close(self) -> None:
         """Make serve() return."""
         for http in self._http:
-            http.should_exit = True
+            http.close()
 
     async def print_engine_status(self) -> None:
         """Print the status of the stages whenever it changes, every NEWS_S at most: external stages have their logs

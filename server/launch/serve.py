@@ -2,7 +2,7 @@
 
     this process            children
     ┌────────────────┐      ┌──────────────────┐      ┌─────────┐   ┌─────────┐
-    │ uvicorn + app  │      │ scheduler        │      │ stage 0 │──►│ stage 1 │ …
+    │ HTTP + app     │      │ scheduler        │      │ stage 0 │──►│ stage 1 │ …
     │ supervisor     │◄────►│ control endpoint │◄────►│ KV pool │   │ KV pool │
     └────────────────┘      └──────────────────┘      └─────────┘   └─────────┘
 
@@ -33,7 +33,6 @@ import msgspec
 from headrace.core.config import Config, EngineConfig, StageConfig
 from headrace.core.runtime.background import first_of
 from headrace.core.runtime.frames import DOOR, FrameSocket, make_door
-from headrace.core.runtime.log_throttle import RepeatedWarningFilter
 from headrace.core.runtime.logs import configure_logging
 from headrace.core.runtime.output import say
 from headrace.core.runtime.private_folder import remove_abandoned
@@ -46,10 +45,10 @@ from headrace.core.types.addresses import is_loopback, url
 from headrace.server.config.gateway import gateway_of
 from headrace.server.config.load import CPUINFO_VARIABLE
 from headrace.server.frontend import request_log
+from headrace.server.http.listeners import HttpListeners
 from headrace.server.launch.child_process import Child, StartFailed
 from headrace.server.launch.free_port import free_port
 from headrace.server.launch.gateway_child import GatewayChild
-from headrace.server.launch.http_listeners import HttpListeners
 from headrace.server.launch.scheduler_process import ExternalStages, SchedulerProcessConfig
 from headrace.server.launch.stop_signals import StopSignals
 from headrace.server.launch.supervisor import Supervisor
@@ -72,7 +71,6 @@ def serve(config: Config, memory: Sequence[str]) -> int:
     """
     configure_logging(config.server.log_level, "front end", config.server.log_format, unlimited={request_log.__name__})
     logging.getLogger("httpx").setLevel(logging.WARNING)
-    logging.getLogger("uvicorn.error").addFilter(RepeatedWarningFilter())  # clients cause its warnings
     raise_descriptor_limit()
     if config.engine.cpuinfo != EngineConfig().cpuinfo:
         log.warning("%s: this CPU is taken for the one of %s", CPUINFO_VARIABLE, config.engine.cpuinfo)

@@ -3,13 +3,12 @@
 import asyncio
 import functools
 import socket
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
+from contextlib import asynccontextmanager
 from typing import Any, ParamSpec
 
 import httpx
 import msgspec
-import uvicorn
 from fastapi import FastAPI
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as RustTokenizer
@@ -40,6 +39,8 @@ from headrace.core.types.prompt_logprobs import pack_runs
 from headrace.core.types.request import FetchFrom, HandoffStats, SendTo, Timing, TokenLogprob, Usage
 from headrace.server.app import create_app
 from headrace.server.frontend.service import Service
+from headrace.server.http.connections import HttpConnections
+from headrace.server.http.server import HttpServer
 from headrace.server.tokenizer.chat_template import ChatTemplate
 from headrace.server.tokenizer.tokenizer import Tokenizer
 
@@ -286,28 +287,11 @@ async def listening_app(app: FastAPI) -> AsyncIterator[str]:
     """An application behind a real HTTP server on a free loopback port; yields the URL."""
     with socket.socket() as bound:
         bound.bind(("127.0.0.1", 0))
-        config = uvicorn.Config(app, log_config=None, lifespan="off", timeout_graceful_shutdown=1)
-        server = _Server(config)
-        serving = asyncio.create_task(server.serve(sockets=[bound]))
+        server = HttpServer(app, HttpConnections(1000), keep_alive_s=60)
+        serving = asyncio.create_task(server.serve([bound]))
         await server.listens.wait()
         try:
             yield f"http://127.0.0.1:{bound.getsockname()[1]}"
         finally:
-            server.should_exit = True
+            server.close()
             await serving
-
-
-class _Server(uvicorn.Server):
-    """uvicorn with an event for when it listens; leaves signals to pytest."""
-
-    def __init__(self, config: uvicorn.Config) -> None:
-        super().__init__(config)
-        self.listens = asyncio.Event()
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
-        self.listens.set()
-
-    @contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield

@@ -14,9 +14,10 @@ from headrace.core.runtime.codec import NO_MESSAGE
 from headrace.core.types.errors import ErrorInfo, HeadraceError, invalid
 from headrace.server.api.request.body_budget import BodyBudget, BodyShare
 from headrace.server.api.request.bounds import out_of_range
+from headrace.server.api.request.content_coding import PIECE, Decoder, body_decoder
 from headrace.server.api.request.json_faults import not_json, refuse_repeated_keys
 from headrace.server.api.request.strict_fields import without_other_fields
-from headrace.server.api.request.structure import Limit, excess, limits
+from headrace.server.api.request.structure import MAX_DEPTH, excess, limits, nests_deeper
 
 B = TypeVar("B", bound=msgspec.Struct)
 T = TypeVar("T")
@@ -38,9 +39,11 @@ _WORDS = {
 
 
 async def read_body(request: Request, limit: int, budget: BodyBudget) -> bytearray:
-    """The whole body. Raises HeadraceError: 413 for one over the limit (without reading it if it declares its size) or
-    with too many parts, 503 if the budget for bodies that are being received is used up, 408 for one that stalls, 499
-    if the client disconnects."""
+    """The whole body, decoded. Raises HeadraceError: 413 for one over the limit (without reading it if it declares its
+    size) or with too many parts, 415 for a Content-Encoding that is not decoded here, 400 for one that does not hold or
+    for nesting, 503 if the budget for bodies that are being received is used up, 408 for one that stalls, 499 if the
+    client disconnects."""
+    decoder = body_decoder(request.headers.getlist("content-encoding"))
     tenant = request.scope.get("state", {}).get("tenant", "")
     declared = request.headers.get("content-length", "")
     size = int(declared) if declared.isdigit() else None
@@ -50,29 +53,36 @@ async def read_body(request: Request, limit: int, budget: BodyBudget) -> bytearr
         budget.check(size, tenant)
     share = BodyShare(budget, tenant)
     try:
-        body = await _received(request, limit, size, share)
-        bounds = limits(limit)
-        over = excess(body, bounds) if len(body) <= SMALL else await asyncio.to_thread(excess, body, bounds)
+        body = await _received(request, limit, size, share, decoder)
+        if len(body) <= SMALL:
+            _check_structure(body, limit)
+        else:
+            await asyncio.to_thread(_check_structure, body, limit)
     finally:
         share.give_back()
-    if over is not None:
-        raise _too_many(over)
     return body
 
 
-async def _received(request: Request, limit: int, size: int | None, share: BodyShare) -> bytearray:
-    """The body as it came, held once. size: what it declares. Raises HeadraceError as read_body() does."""
+async def _received(
+    request: Request, limit: int, size: int | None, share: BodyShare, decoder: Decoder | None
+) -> bytearray:
+    """The body, held once. size: what it declares. decoder: of its coding. Raises HeadraceError as read_body() does."""
     body = bytearray()
     loop = asyncio.get_running_loop()
     try:
         async with asyncio.timeout(SILENCE_S) as deadline:
             async for part in request.stream():
-                body += part
-                if len(body) > limit:
-                    raise _too_large("the body is larger", limit)
-                if len(body) != size:  # more is to come
-                    share.take(len(part))
+                for piece in (part,) if decoder is None else decoder.pieces(part):
+                    body += piece
+                    if len(body) > limit:
+                        raise _too_large("the body is larger", limit)
+                    if decoder is not None or len(body) != size:  # more is to come
+                        share.take(len(piece))
+                    if len(piece) == PIECE:
+                        await asyncio.sleep(0)
                 deadline.reschedule(loop.time() + SILENCE_S)
+        if decoder is not None:
+            decoder.finish()
     except ClientDisconnect as error:
         raise HeadraceError(ErrorInfo(code="cancelled", message="the client disconnected", status=499)) from error
     except TimeoutError as error:
@@ -81,13 +91,18 @@ async def _received(request: Request, limit: int, size: int | None, share: BodyS
     return body
 
 
+def _check_structure(body: bytearray, limit: int) -> None:
+    """Raises HeadraceError for a body that would take too long, or too deep a stack, to decode."""
+    if (over := excess(body, limits(limit))) is not None:
+        message = f"the body has more than {over.most} {over.what}, which is the limit; send less in one request"
+        raise HeadraceError(ErrorInfo(code="body_too_large", message=message, status=413))
+    if nests_deeper(body, MAX_DEPTH):
+        message = f"the body is no valid JSON: its lists and objects nest more than {MAX_DEPTH} deep"
+        raise HeadraceError(ErrorInfo(code="invalid_json", message=message, status=400))
+
+
 def _too_large(what: str, limit: int) -> HeadraceError:
     message = f"{what}, and the limit is {limit} bytes (--max-body-bytes)"
-    return HeadraceError(ErrorInfo(code="body_too_large", message=message, status=413))
-
-
-def _too_many(limit: Limit) -> HeadraceError:
-    message = f"the body has more than {limit.most} {limit.what}, which is the limit; send less in one request"
     return HeadraceError(ErrorInfo(code="body_too_large", message=message, status=413))
 
 

@@ -12,7 +12,11 @@ import numpy as np
 
 SLICE = 1 << 14  # bytes looked at in one step; other threads get their turn between two of them
 _STEP = 1 << 16  # bytes that numpy compares in one step, without the GIL; they stay in the cache
+MAX_DEPTH = 128  # levels of lists and objects: what decodes or walks them may take a few Python frames for each
 _ESCAPE = re.compile(rb"\\.", re.DOTALL)
+_LEVELS = np.zeros(256, np.int8)  # by byte: what it adds to the depth
+_LEVELS[list(b"[{")] = 1
+_LEVELS[list(b"]}")] = -1
 
 
 class Limit(NamedTuple):
@@ -47,6 +51,19 @@ def excess(body: bytes | bytearray, limits: tuple[Limit, ...], slice_bytes: int 
     if found is None and doubtful:
         return _excess_of(outside_strings(body, slice_bytes), doubtful)
     return found
+
+
+def nests_deeper(body: bytes | bytearray, most: int, slice_bytes: int = SLICE) -> bool:
+    """Whether lists and objects nest more than so many levels deep."""
+    if body.count(b"[") + body.count(b"{") <= most:
+        return False
+    level = 0
+    for part in outside_strings(body, slice_bytes):
+        levels = level + np.cumsum(_LEVELS[np.frombuffer(part, np.uint8)], dtype=np.int64)
+        if levels.max(initial=0) > most:
+            return True
+        level = int(levels[-1]) if len(levels) else level
+    return False
 
 
 def suspected(body: bytes | bytearray, limits: tuple[Limit, ...]) -> tuple[Limit, ...]:

@@ -1,12 +1,15 @@
 """Error responses in OpenAI's form, with the status, code and field of an ErrorInfo."""
 
 import math
+from collections.abc import Callable
 
 from fastapi import FastAPI, Request
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
+from starlette.types import Scope
 
 from headrace.core.types.errors import ErrorInfo, HeadraceError
+from headrace.server.api.request.content_coding import ACCEPTED
 from headrace.server.api.response.streaming import EventWriter, json_response
 from headrace.server.frontend.request_log import RequestRecord
 
@@ -34,6 +37,8 @@ def error_response(info: ErrorInfo) -> Response:
     headers = {}
     if info.retry_after_s is not None:
         headers["Retry-After"] = str(max(1, math.ceil(info.retry_after_s)))
+    if info.status == 415:
+        headers["Accept-Encoding"] = ACCEPTED
     if info.status == 401:
         headers["WWW-Authenticate"] = "Bearer"
     return json_response(error_body(info), status=info.status, headers=headers)
@@ -45,8 +50,8 @@ async def write_error_event(events: EventWriter, info: ErrorInfo) -> None:
     await events.done()
 
 
-def install_handlers(app: FastAPI) -> None:
-    """Answer every failure of a route in the same form."""
+def install_handlers(app: FastAPI, allowed: Callable[[Scope], str]) -> None:
+    """Answer every failure of a route in the same form. allowed: the methods of a path."""
 
     @app.exception_handler(HeadraceError)
     async def headrace_error(request: Request, error: HeadraceError) -> Response:
@@ -57,7 +62,13 @@ def install_handlers(app: FastAPI) -> None:
 
     @app.exception_handler(HTTPException)
     async def http_error(request: Request, error: HTTPException) -> Response:
-        """Unknown paths and methods."""
+        """Unknown paths and methods. OPTIONS is answered with the methods, and with no word for pages of other
+        origins (CORS), which therefore cannot use the API."""
+        if error.status_code == 405 or request.scope["path"] == "*":
+            headers = {"Allow": allowed(request.scope)}
+            if request.method == "OPTIONS":
+                return Response(status_code=204, headers=headers)
+            error = HTTPException(error.status_code, error.detail, headers)
         code = _CODES.get(error.status_code, "http_error")
         message = f"{request.method} {request.url.path}: {error.detail}"
         response = error_response(ErrorInfo(code=code, message=message, status=error.status_code))

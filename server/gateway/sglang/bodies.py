@@ -4,6 +4,7 @@ from typing import Annotated, Any
 
 import msgspec
 
+from headrace.core.runtime.codec import NO_MESSAGE
 from headrace.core.types.errors import ErrorInfo, HeadraceError, invalid
 from headrace.core.types.geometry import CacheShape
 from headrace.integrations.peer.commands import TicketRef
@@ -92,7 +93,7 @@ def held_at(content: bytes, host: str, port: int) -> Held:
     try:
         params = msgspec.json.decode(content, type=HoldAnswer).kv_transfer_params
         [ticket], [prompt_hash] = params.tickets, params.prompt_hashes
-    except (msgspec.DecodeError, ValueError) as error:
+    except (*NO_MESSAGE, ValueError) as error:
         message = f"prefill server {host}:{port} answered without the KV of one prompt: {error}"
         raise HeadraceError(ErrorInfo(code="bad_prefill_answer", message=message, status=502)) from error
     place = TicketRef(name=ticket, host=host, port=port, wait=False, fingerprint=params.fingerprint)

@@ -13,8 +13,10 @@ from headrace.core.types.outcomes import ENDS, FAILED, OTHER, REFUSED, end_of, e
 ROOT = Path(__file__).parents[3]
 PACKAGES = ("core", "scheduler", "transfer", "server")
 MAKERS = ("ErrorInfo", "invalid", "unavailable")
-OF_OTHER_REQUESTS = {  # answers to requests without a prompt, and of probes
+OF_OTHER_REQUESTS = {  # answers to requests without a prompt, of probes, and to what has not become a request
     "for_operators",
+    "head_timeout",
+    "too_many_connections",
     "trace_running",
     "unhealthy",
     "unknown_rid",

@@ -223,7 +223,7 @@ async def test_unknown_paths_and_methods(tokenizer: Tokenizer) -> None:
     assert (wrong.status_code, json_of(wrong)["error"]["code"], wrong.headers["allow"]) == (
         405,
         "method_not_allowed",
-        "POST",
+        "OPTIONS, POST",
     )
     assert (rid.status_code, json_of(rid)["error"]["code"], json_of(rid)["error"]["param"]) == (
         404,

@@ -30,6 +30,7 @@ NOT_SETTINGS = {
 # Flags, what they take, bounds, and the default of the field. A line that changes here changes what users write.
 FLAGS = """\
 --allow-prefill TEXT =
+--allowed-host TEXT =
 --api-key TEXT =
 --bootstrap-port N [0..65535] = 0
 --bootstrap-timeout SECONDS [0.001..] = 30.0
@@ -69,6 +70,7 @@ FLAGS = """\
 --host TEXT = 127.0.0.1
 --host-pages N [0..] = 0
 --insecure/--no-insecure SWITCH = False
+--keep-alive SECONDS [1..86400] = 630.0
 --kv-events-buffer N [1..1e+06] = 10000
 --kv-events-host TEXT = 127.0.0.1
 --kv-events-port N [0..65535] = 0

@@ -11,14 +11,14 @@ from pathlib import Path
 
 import pytest
 from fastapi import FastAPI
-from uvicorn import Config
 
 from headrace.core.types.errors import ConfigError
 from headrace.server import cli
+from headrace.server.http.connections import HttpConnections
+from headrace.server.http.listeners import bind
+from headrace.server.http.server import HttpServer
 from headrace.server.launch import serve
 from headrace.server.launch.free_port import free_port
-from headrace.server.launch.http_listeners import bind
-from headrace.server.launch.http_protocol import HttpServer
 
 
 @pytest.fixture
@@ -34,7 +34,6 @@ def unchanged(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(serve, "configure_logging", lambda *_, **__: None)
     monkeypatch.setattr(serve, "raise_descriptor_limit", lambda: None)
     monkeypatch.setattr(sys, "set_int_max_str_digits", lambda _: None)
-    monkeypatch.setattr(logging.getLogger("uvicorn.error"), "filters", [])
     monkeypatch.setattr(logging.getLogger("httpx"), "level", logging.WARNING)
 
 
@@ -80,13 +79,12 @@ def test_a_bound_port_is_refused_until_it_listens_and_then_serves() -> None:
         host, port = listener.getsockname()
         with pytest.raises(ConnectionRefusedError):
             await asyncio.open_connection(host, port)
-        server = HttpServer(Config(FastAPI(), log_config=None, lifespan="off"))
+        server = HttpServer(FastAPI(), HttpConnections(10), keep_alive_s=60)
         serving = asyncio.ensure_future(server.serve([listener]))
-        while not server.started:
-            await asyncio.sleep(0.01)
+        await server.listens.wait()
         _, writer = await asyncio.open_connection(host, port)
         writer.close()
-        server.should_exit = True
+        server.close()
         await serving
 
     asyncio.run(main())
@@ -100,7 +98,7 @@ def test_of_two_servers_that_bind_at_the_same_time_one_is_told_later() -> None:
         (first,), (second,) = bind("127.0.0.1", port, "port"), bind("127.0.0.1", port, "port")
         with closing(first), closing(second):
             first.listen()
-            server = HttpServer(Config(FastAPI(), log_config=None, lifespan="off"))
+            server = HttpServer(FastAPI(), HttpConnections(10), keep_alive_s=60)
             with pytest.raises(ConfigError, match=f"cannot listen on http://127.0.0.1:{port}: address already in use"):
                 await server.serve([second])
 

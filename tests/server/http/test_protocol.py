@@ -5,25 +5,19 @@ import logging
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import ExitStack, closing, contextmanager, suppress
-from functools import partial
 
 import pytest
-import uvicorn
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
-from headrace.core.runtime.log_throttle import RepeatedWarningFilter
-from headrace.server.launch import http_protocol
-from headrace.server.launch.free_port import free_port
-from headrace.server.launch.http_protocol import (
-    HEAD_BYTES,
-    PIPELINED,
-    HttpConnections,
-    HttpProtocol,
-    HttpServer,
-    LoopErrors,
-)
+from headrace.core.config import GatewayConfig, ServerConfig
+from headrace.server.http import protocol
+from headrace.server.http.connections import HttpConnections
+from headrace.server.http.listeners import bind
+from headrace.server.http.protocol import HEAD_BYTES, PIPELINED
+from headrace.server.http.server import HttpServer, LoopErrors
 from tests.scarcity import no_descriptors
 
 KEPT = b"POST / HTTP/1.1\r\nhost: here\r\n"
@@ -31,13 +25,23 @@ START = KEPT + b"connection: close\r\n"
 CHUNKED = START + b"transfer-encoding: chunked\r\n\r\n"
 
 
+disconnects: list[str] = []
+"""Paths of requests whose client has gone."""
+
+
 async def length_of_body(scope: Scope, receive: Receive, send: Send) -> None:
-    length, more = 0, True
+    length, more = 0, scope["path"] != "/at-once"
     while more:
         message = await receive()
         if message["type"] == "http.disconnect":
+            disconnects.append(scope["path"])
             return
         length, more = length + len(message["body"]), message["more_body"]
+    if scope["path"] == "/stream":
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b"one", "more_body": True})
+        await send({"type": "http.response.body", "body": b"two"})
+        return
     body = b"%d" % length
     if scope["path"] == "/long":  # more than kernels take in
         await send({"type": "http.response.start", "status": 200, "headers": []})
@@ -47,31 +51,28 @@ async def length_of_body(scope: Scope, receive: Receive, send: Send) -> None:
     await send({"type": "http.response.body", "body": body})
 
 
-def listening(connections: HttpConnections) -> HttpServer:
-    """A server of length_of_body at a free port, which is to be run."""
-    http = partial(HttpProtocol, connections)
-    config = uvicorn.Config(
-        length_of_body,
-        port=free_port(),
-        http=http,  # type: ignore[arg-type]
-        ws="none",
-        log_config=None,
-        lifespan="off",
-    )
-    return HttpServer(config)
-
-
 @contextmanager
-def serving(connections: HttpConnections) -> Iterator[int]:
-    server = listening(connections)
-    thread = threading.Thread(target=server.run)
+def serving(connections: HttpConnections, keep_alive_s: float = 60, app: ASGIApp = length_of_body) -> Iterator[int]:
+    """The port of a server in a thread."""
+    port: Future[int] = Future()
+    stops: list[Callable[[], object]] = []
+
+    async def main() -> None:
+        server = HttpServer(app, connections, keep_alive_s)
+        loop = asyncio.get_running_loop()
+        stops.append(lambda: loop.call_soon_threadsafe(server.close))
+        (listener,) = bind("127.0.0.1", 0, "port")
+        running = asyncio.create_task(server.serve([listener]))
+        await server.listens.wait()
+        port.set_result(listener.getsockname()[1])
+        await running
+
+    thread = threading.Thread(target=asyncio.run, args=(main(),))
     thread.start()
-    while not server.started:
-        time.sleep(0.01)
     try:
-        yield server.config.port
+        yield port.result(timeout=10)
     finally:
-        server.should_exit = True
+        stops[0]()
         thread.join()
 
 
@@ -112,7 +113,7 @@ def answer(port: int, *parts: bytes, endless: bytes = b"") -> bytes:
 )
 def test_an_endless_request_is_refused(port: int, start: bytes, endless: bytes) -> None:
     came = answer(port, start, endless=endless)
-    assert not came or came.startswith(b"HTTP/1.1 400"), "unless the connection was reset before the answer was read"
+    assert not came or came.startswith(b"HTTP/1.1 4"), "unless the connection was reset before the answer was read"
     assert answer(port, START + b"content-length: 2\r\n\r\nhi").endswith(b"\r\n\r\n2"), "others are served"
 
 
@@ -132,32 +133,6 @@ def test_requests_of_one_connection_are_counted_separately(port: int) -> None:
             while not came.endswith(b"\r\n\r\n%d" % len(body)):
                 came += connection.recv(1 << 16)
             assert came.startswith(b"HTTP/1.1 200")
-
-
-def test_a_websocket_upgrade_is_answered_as_any_request_and_logged_once(
-    port: int, caplog: pytest.LogCaptureFixture
-) -> None:
-    upgrade = b"upgrade: websocket\r\nsec-websocket-version: 13\r\nsec-websocket-key: AAAAAAAAAAAAAAAAAAAAAA==\r\n"
-    request = b"GET / HTTP/1.1\r\nhost: here\r\nconnection: upgrade\r\n" + upgrade + b"\r\n"
-    warnings = RepeatedWarningFilter()
-    logger = logging.getLogger("uvicorn.error")
-    logger.addFilter(warnings)  # as serve() does
-    try:
-        for _ in range(20):
-            with connect(port) as connection:
-                connection.sendall(request)
-                received = b""
-                while not received.endswith(b"\r\n\r\n0"):
-                    part = connection.recv(1 << 16)
-                    assert part, "it was closed"
-                    received += part
-                assert received.startswith(b"HTTP/1.1 200")
-        assert answer(port, START + b"content-length: 2\r\n\r\nhi").endswith(b"\r\n\r\n2"), "others are served"
-    finally:
-        logger.removeFilter(warnings)
-    lines = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
-    assert "Unsupported upgrade request." in lines
-    assert len(lines) == len(set(lines)) <= 2
 
 
 LIMIT = 8
@@ -258,7 +233,7 @@ def test_some_requests_may_wait_for_the_answer_to_the_first_and_a_flood_may_not(
 
 
 def test_a_connection_whose_answer_is_not_read_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http_protocol, "UNREAD_S", 0.3)
+    monkeypatch.setattr(protocol, "UNREAD_S", 0.3)
     connections = HttpConnections(LIMIT)
     with serving(connections) as port, ExitStack() as stack:
         mute = [stack.enter_context(connect(port)) for _ in range(LIMIT)]
@@ -273,6 +248,112 @@ def test_a_connection_whose_answer_is_not_read_is_closed(monkeypatch: pytest.Mon
         slow.sendall(b"GET /long HTTP/1.1\r\nhost: here\r\nconnection: close\r\n\r\n")
         time.sleep(0.1)
         assert len(came(slow)) > 256 << 18, "one that reads in the end has it all"
+
+
+def test_half_a_head_has_a_deadline_and_its_client_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(protocol, "HEAD_S", 0.3)
+    connections = HttpConnections(LIMIT)
+    with serving(connections) as port:
+        assert answer(port, START[:20]).startswith(b"HTTP/1.1 408")
+        with connect(port) as kept:
+            ask(kept)
+            kept.sendall(START)
+            assert came(kept).startswith(b"HTTP/1.1 408"), "after another request, too"
+        assert closed(connections, "slow") == 2
+
+
+def test_a_connection_without_a_request_is_closed_after_the_time_that_is_set() -> None:
+    with serving(HttpConnections(LIMIT), keep_alive_s=0.5) as port, connect(port) as new, connect(port) as used:
+        began = time.monotonic()
+        assert came(new) == b""
+        assert 0.3 < time.monotonic() - began < 10
+        assert came(used) == b""
+    with serving(HttpConnections(LIMIT), keep_alive_s=0.5) as port, connect(port) as used:
+        time.sleep(0.3)
+        ask(used)
+        time.sleep(0.3)
+        ask(used)
+        assert came(used) == b"", "each answer begins the time anew"
+
+
+def test_connections_outlive_the_pools_of_clients_and_balancers() -> None:
+    for config in (ServerConfig(), GatewayConfig()):
+        assert config.keep_alive_s > 600, "75 s of nginx, 90 s of Go, 600 s of cloud balancers"
+
+
+def test_the_rest_of_a_body_that_is_answered_may_come_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    request = b"POST /at-once HTTP/1.1\r\nhost: here\r\ncontent-length: 6\r\n\r\nabc"
+    with serving(HttpConnections(LIMIT)) as port, connect(port) as connection:
+        connection.sendall(request)
+        assert connection.recv(1000).startswith(b"HTTP/1.1 200")
+        connection.sendall(b"def")
+        ask(connection)
+    monkeypatch.setattr(protocol, "LINGER_S", 0.3)
+    with serving(HttpConnections(LIMIT)) as port, connect(port) as connection:
+        connection.sendall(request)
+        assert came(connection).startswith(b"HTTP/1.1 200"), "and then it is closed"
+
+
+def test_an_answer_before_the_body_was_asked_for_is_the_last_one(port: int) -> None:
+    head = b"POST /at-once HTTP/1.1\r\nhost: here\r\nexpect: 100-continue\r\ncontent-length: 6\r\n\r\n"
+    with connect(port) as connection:
+        connection.sendall(head)
+        assert b"connection: close" in connection.recv(1000)
+        with suppress(ConnectionError):
+            connection.sendall(KEPT + b"\r\n")  # by a client that has not sent the body
+        assert came(connection) == b""
+
+
+def test_a_client_that_closes_its_side_has_gone() -> None:
+    disconnects.clear()
+    with serving(HttpConnections(LIMIT)) as port, connect(port) as connection:
+        connection.sendall(b"POST /left HTTP/1.1\r\nhost: here\r\ncontent-length: 6\r\n\r\nabc")
+        connection.shutdown(socket.SHUT_WR)
+        assert came(connection) == b""
+        deadline = time.monotonic() + 10
+        while not disconnects:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+    assert disconnects == ["/left"]
+
+
+def test_trailers_are_no_headers() -> None:
+    seen = []
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        while (await receive()).get("more_body"):
+            pass
+        seen.append(dict(scope["headers"]))
+        await send({"type": "http.response.start", "status": 204, "headers": []})
+        await send({"type": "http.response.body"})
+
+    with serving(HttpConnections(LIMIT), app=app) as port:
+        assert answer(port, CHUNKED + b"1\r\nx\r\n0\r\nAuthorization: me\r\n\r\n").startswith(b"HTTP/1.1 204")
+    assert seen == [{b"host": b"here", b"connection": b"close", b"transfer-encoding": b"chunked"}]
+
+
+def test_an_answer_without_a_length_ends_with_the_connection_of_an_old_client(port: int) -> None:
+    received = answer(port, b"GET /stream HTTP/1.0\r\nconnection: keep-alive\r\n\r\n")
+    head, _, body = received.partition(b"\r\n\r\n")
+    assert b"transfer-encoding" not in head
+    assert b"connection: close" in head
+    assert body == b"onetwo"
+
+
+def test_a_bug_in_the_application_is_a_500_or_a_cut(caplog: pytest.LogCaptureFixture) -> None:
+    async def app(scope: Scope, _receive: Receive, send: Send) -> None:
+        if scope["path"] != "/early":
+            await send({"type": "http.response.start", "status": 200, "headers": []})
+            await send({"type": "http.response.body", "body": b"x", "more_body": True})
+        if scope["path"] != "/forgets":
+            raise ValueError("a bug")
+
+    with serving(HttpConnections(LIMIT), app=app) as port:
+        assert answer(port, b"GET /early HTTP/1.1\r\nhost: x\r\n\r\n").startswith(b"HTTP/1.1 500")
+        for path in (b"late", b"forgets"):
+            received = answer(port, b"GET /%s HTTP/1.1\r\nhost: x\r\n\r\n" % path)
+            assert received.endswith(b"1\r\nx\r\n"), "without the chunk that ends a body"
+    assert len([record for record in caplog.records if record.levelno == logging.ERROR]) == 3
 
 
 def test_accepting_anew_at_a_closed_server_is_no_error(caplog: pytest.LogCaptureFixture) -> None:
@@ -296,11 +377,11 @@ def test_a_lack_of_descriptors_is_said_once_and_passes(caplog: pytest.LogCapture
         errors = LoopErrors()
         loop = asyncio.get_running_loop()
         loop.set_exception_handler(errors)
-        server = listening(HttpConnections(LIMIT))
-        serving = asyncio.create_task(server.serve())
-        while not server.started:
-            await asyncio.sleep(0.01)
-        with connect(server.config.port) as connection:
+        server = HttpServer(length_of_body, HttpConnections(LIMIT), keep_alive_s=60)
+        (listener,) = bind("127.0.0.1", 0, "port")
+        serving = asyncio.create_task(server.serve([listener]))
+        await server.listens.wait()
+        with connect(listener.getsockname()[1]) as connection:
             with no_descriptors():
                 while not any(sample.value for sample in errors.statistics()):
                     await asyncio.sleep(0.01)
@@ -310,7 +391,7 @@ def test_a_lack_of_descriptors_is_said_once_and_passes(caplog: pytest.LogCapture
             while part := await loop.sock_recv(connection, 1000):
                 came += part
         assert came.endswith(b"\r\n\r\n2")
-        server.should_exit = True
+        server.close()
         await serving
 
     with caplog.at_level(logging.WARNING):
