@@ -16,15 +16,16 @@ ANSWER = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok"
 
 
 class Site:
-    """A server. open: its connections; unused: those of them on which no request has come; asked: requests."""
+    """A server. open: its connections; unused: those of them on which no request has come; accepted: all that there
+    were; asked: requests."""
 
     def __init__(self) -> None:
         self.url = ""
-        self.open = self.unused = self.asked = 0
+        self.open = self.unused = self.accepted = self.asked = 0
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.open, self.unused = self.open + 1, self.unused + 1
-        first = True
+        first, self.accepted = True, self.accepted + 1
         try:
             while await reader.readuntil(b"\r\n\r\n"):
                 self.unused, first = self.unused - first, False
@@ -80,16 +81,19 @@ def test_what_is_cancelled_before_its_head_is_not_asked() -> None:
 
     async def run() -> None:
         async with site() as there, direct_async_client(timeout=10.0) as http:
-            call = asyncio.create_task(http.get(there.url))
-            await asyncio.sleep(0)
-            await asyncio.sleep(0)
+            connecting = asyncio.Event()
+
+            async def saw(event: str, _info: object) -> None:
+                if event == "connection.connect_tcp.started":
+                    connecting.set()
+
+            call = asyncio.create_task(http.get(there.url, extensions={"trace": saw}))
+            await connecting.wait()
             call.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await call
             async with asyncio.timeout(10):
-                while not there.open:
-                    await asyncio.sleep(0.001)
-                while there.open:
+                while not there.accepted or there.open:
                     await asyncio.sleep(0.001)
             assert there.asked == 0
 
