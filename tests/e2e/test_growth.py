@@ -15,6 +15,7 @@ FLAGS = (*sharded_stub(us_per_token=20).flags, "--kv-pages", "1500", "--chunk-to
 WARM_UP_S = 50.0  # until caches and pools of threads are as large as they get
 TRAFFIC_S = 150.0
 QUIET_S = 30.0
+KEPT_S = 5.0  # httpx's default
 GROWN = Usage(anonymous_mib=24.0, descriptors=8, threads=8)
 PROMPT = 3000  # tokens, of 128 numbers of 4 bytes each between the stages: 1.5 MiB
 
@@ -23,10 +24,13 @@ Usages = dict[int, Usage]
 
 
 def quiet(*servers: Server) -> Usages:
-    """What the processes hold when nothing is asked and all that was asked is over."""
+    """What the processes hold when all that was asked is over, and the last server has asked for one thing more, by
+    which it closes the connections that it kept for longer than KEPT_S."""
     for server in servers:
         wait_until(lambda server=server: pages_in_use(server) == 0, QUIET_S, "pages back")
-    time.sleep(2)  # idle connections are closed
+    time.sleep(KEPT_S + 1)
+    assert servers[-1].post("/v1/completions", {"model": NAME, "prompt": [1], "max_tokens": 1}).status_code == 200
+    time.sleep(1)
     return {each.pid: usage(each.pid) for server in servers for each in processes(server)}
 
 

@@ -116,7 +116,8 @@ class Traffic:
 
     def _looks(self, http: httpx.Client, number: int) -> int:
         url = self._urls[number % 2]
-        return max(http.get(f"{url}{path}").status_code for path in ("/metrics", "/status", "/health", "/debug/trace"))
+        paths = ("/metrics", "/status", "/health", "/debug/trace?seconds=0.1")
+        return max(http.get(f"{url}{path}").status_code for path in paths)
 
     @staticmethod
     def _gone(http: httpx.Client, number: int) -> int:
