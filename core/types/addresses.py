@@ -45,3 +45,20 @@ def host_port(host: str, port: int | str) -> str:
 def url(scheme: str, host: str, port: int | str) -> str:
     """SCHEME://HOST:PORT, as HTTP and ZMQ write an address."""
     return f"{scheme}://{host_port(host, port)}"
+
+
+def usable_host(host: str) -> str:
+    """A host by which programs of this machine reach what is bound to one: loopback in the place of a wildcard."""
+    if not is_wildcard(host):
+        return host
+    return "::1" if ":" in host else "127.0.0.1"
+
+
+def usable_url(scheme: str, host: str, port: int | str) -> str:
+    """What is bound there, as people can use it: usable_host(), and IPv6 addresses in brackets."""
+    return url(scheme, usable_host(host), port)
+
+
+def everywhere(host: str) -> str:
+    """What is said after usable_url() of a wildcard: other machines reach it by other addresses."""
+    return ", on all addresses of this machine" if is_wildcard(host) else ""

@@ -20,6 +20,7 @@ from urllib.parse import parse_qs, urlsplit
 import msgspec
 
 from headrace.core.runtime.codec import NO_MESSAGE
+from headrace.core.types.addresses import host_port
 from headrace.core.types.errors import ConfigError
 
 RANK_NAMES = ("prefill_dp_rank", "prefill_cp_rank", "target_tp_rank", "target_pp_rank")
@@ -138,7 +139,9 @@ class BootstrapServer(threading.Thread):
         try:
             self._server = _Server((host, port), _Handler)
         except OSError as error:
-            raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror}; write another address") from error
+            raise ConfigError(
+                f"cannot listen on {host_port(host, port)}: {error.strerror}; write another address"
+            ) from error
         self._server.bootstrap = bootstrap
         self.port = int(self._server.server_address[1])
 

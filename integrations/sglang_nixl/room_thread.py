@@ -243,5 +243,7 @@ def _bind(context: Any, host: str, port: int) -> tuple[Any, int]:
         pull.bind(url("tcp", host, port))
     except zmq.ZMQError as error:
         pull.close()
-        raise ConfigError(f"cannot listen on tcp://{host}:{port}: {error.strerror}; write another address") from error
+        raise ConfigError(
+            f"cannot listen on {url('tcp', host, port)}: {error.strerror}; write another address"
+        ) from error
     return pull, port

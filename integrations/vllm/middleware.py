@@ -9,6 +9,7 @@ import json
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
+from headrace.core.types.addresses import url
 from headrace.integrations.vllm.params import BOOTSTRAP_PORT
 
 Scope = MutableMapping[str, Any]
@@ -72,11 +73,10 @@ def translate(body: bytes) -> bytes | None:
         raise BadBootstrapFields("bootstrap_port has to be an integer")
     if fields.get("kv_transfer_params"):
         raise BadBootstrapFields("kv_transfer_params and bootstrap_room name two different handoffs; send one of them")
-    address = f"[{host}]" if ":" in host else host
     fields["kv_transfer_params"] = {
         "do_remote_prefill": True,
         "transfer_id": f"room:{room}",
-        "remote_bootstrap_addr": f"http://{address}:{port or BOOTSTRAP_PORT}",
+        "remote_bootstrap_addr": url("http", host, port or BOOTSTRAP_PORT),
     }
     return json.dumps(fields).encode()
 

@@ -24,6 +24,7 @@ from headrace.core.runtime.process import (
     max_http_connections,
     raise_descriptor_limit,
 )
+from headrace.core.types.addresses import everywhere, usable_url
 from headrace.core.types.decode_address import parse_decodes
 from headrace.server.frontend import request_log
 from headrace.server.gateway.base import BaseGateway
@@ -124,9 +125,13 @@ class _Http:
         await self.serving
 
 
+def _address(config: GatewayConfig, port: int) -> str:
+    return usable_url("http", config.host, port) + everywhere(config.host)
+
+
 def _beginning(config: GatewayConfig, port: int) -> str:
     """What is waited for, before anything of it has answered."""
-    lines = [f"Headrace {headrace_version()}: gateway at http://{config.host}:{port}, waiting for"]
+    lines = [f"Headrace {headrace_version()}: gateway at {_address(config, port)}, waiting for"]
     if config.decode_engine == "vllm":
         decodes = parse_decodes(config.decode)
         lines += [f"  decode   {one.url}  (side channel {one.side_channel})" for one in decodes]
@@ -139,7 +144,7 @@ def _announcement(config: GatewayConfig, served: str, port: int, seconds: float)
     return "\n".join(
         [
             served,
-            f"  http   http://{config.host}:{port}  (a prefill server for routers; also /metrics, /ready)",
+            f"  http   {_address(config, port)}  (a prefill server for routers; also /metrics, /ready)",
             f"ready in {seconds:.1f} s; Ctrl-C drains",
         ]
     )

@@ -46,12 +46,14 @@ def bind(host: str, port: int, flag: str) -> list[socket.socket]:
     except OSError as error:
         raise ConfigError(f"cannot listen on {where}: {_reason(error)}; write another --host") from error
     with ExitStack() as opened:
-        listeners = []
+        listeners: list[socket.socket] = []
         for family, kind, protocol, _, address in dict.fromkeys(found):
             try:
                 listener = opened.enter_context(socket.socket(family, kind, protocol))
             except OSError:
                 continue  # the kernel has no IPv6
+            if listeners and port == 0:  # the free one that the first has found
+                address = (address[0], listeners[0].getsockname()[1], *address[2:])
             try:
                 _bind(listener, address)
             except OSError as error:

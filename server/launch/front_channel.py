@@ -20,7 +20,7 @@ from headrace.core.messages.stage_events import StageFailed, StageReady
 from headrace.core.runtime.codec import Codec
 from headrace.core.runtime.frames import UNSENT_WAIT_S, ConnectionClosed, FrameSocket
 from headrace.core.stats import Stats, join
-from headrace.core.types.addresses import url
+from headrace.core.types.addresses import usable_url
 from headrace.core.types.expert_load import ExpertLoad
 from headrace.core.types.geometry import cache_shape
 from headrace.server.launch.stage_channel import ChannelEvent
@@ -82,7 +82,7 @@ class FrontChannel:
         pools = StagePools(
             fingerprint=stages[0].fingerprint,
             kv_pages=min(stage.kv_pages for stage in stages),
-            data_endpoints=tuple(url("tcp", stage.data_host, stage.data_port) for stage in offering),
+            data_endpoints=tuple(usable_url("tcp", stage.data_host, stage.data_port) for stage in offering),
             data_ranks=tuple(stage.stage for stage in offering),
             cache=cache_shape(stage.offers for stage in offering if stage.offers is not None),
         )

@@ -11,13 +11,13 @@ from headrace.core.runtime.frames import FrameSocket
 from headrace.core.runtime.output import say
 from headrace.core.runtime.process import max_http_connections
 from headrace.core.runtime.process_activity import read_activity
+from headrace.core.types.addresses import everywhere, usable_url
 from headrace.server.app import create_app, create_bootstrap_app
 from headrace.server.frontend.link.scheduler_link import SocketLink
 from headrace.server.frontend.service import Service
 from headrace.server.http.connections import HttpConnections
 from headrace.server.http.listeners import HttpListeners
 from headrace.server.http.server import HttpServer, LoopErrors
-from headrace.server.telemetry.kv_event_publisher import publisher_endpoint
 from headrace.server.version import headrace_version
 
 NEWS_S = 1.0
@@ -99,24 +99,28 @@ class FrontEnd:
     async def announce(self, started: float) -> None:
         """Print the addresses of the server, whose stages are loaded, and that it is ready; waits until /ready says so,
         too. started: time.monotonic() then."""
-        config = self._config
+        config, server = self._config, self._config.server
         info, stages = self.service.control.require_stages()
+        http = usable_url("http", server.host, server.port) + everywhere(server.host)
         lines = [
             f"Headrace {headrace_version()}: {config.server.role} server for {self.service.model.name} "
             f"({config.model.dtype}, {config.model.device})",
-            f"  http   http://{config.server.host}:{config.server.port}  (its page; also /metrics, /ready)",
+            f"  http   {http}  (its page; also /metrics, /ready)",
         ]
-        if config.server.role == "prefill" and config.server.bootstrap_port:
-            lines.append(
-                f"  query  http://{config.server.host}:{config.server.bootstrap_port}  (where the control endpoint is)"
-            )
+        if server.role == "prefill" and server.bootstrap_port:
+            query = usable_url("http", server.host, server.bootstrap_port)
+            lines.append(f"  query  {query}  (where the control endpoint is)")
         if info.control_port:
-            lines.append(f"  control endpoint   tcp://{config.transfer.host}:{info.control_port}")
+            host = config.transfer.host
+            lines.append(f"  control endpoint   {usable_url('tcp', host, info.control_port)}{everywhere(host)}")
             names = (config.scheduler.layout.name(rank) for rank in stages.data_ranks)
             data = zip(stages.data_endpoints, names, strict=True)
             lines += [f"  data   {address}  ({name})" for address, name in data]
         if config.kv_events.port:
-            lines.append(f"  events {publisher_endpoint(config.kv_events.host, config.kv_events.port)}  (prefix cache)")
+            events = config.kv_events
+            lines.append(
+                f"  events {usable_url('tcp', events.host, events.port)}{everywhere(events.host)}  (prefix cache)"
+            )
         tokens = stages.kv_pages * config.engine.page_size
         each = f" in each of {config.scheduler.dp} replicas" if config.scheduler.dp > 1 else ""
         lines.append(

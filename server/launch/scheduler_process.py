@@ -31,6 +31,7 @@ from headrace.core.runtime.process import (
 )
 from headrace.core.runtime.process_activity import read_activity
 from headrace.core.stats import Sample, Stats
+from headrace.core.types.addresses import everywhere, usable_url
 from headrace.core.types.allow_list import allowed_prefills, is_allowed
 from headrace.core.types.errors import ConfigError
 from headrace.scheduler.loop import SchedulerLoop
@@ -167,11 +168,12 @@ def _stage_channel(config: SchedulerProcessConfig, context: "zmq.Context[zmq.Soc
         )
         socket = order_socket(context, config.stage_endpoint, connections.watch, silence_s)
         router = ZmqRouter(socket, connections)
+        host = config.stage_endpoint.removeprefix("tcp://").rpartition(":")[0]
         registry = StageRegistry(
             external.template,
             key=external.key,
             version=headrace_version(),
-            endpoint=f"{config.stage_endpoint.rpartition(':')[0]}:{bound_port(socket)}",
+            endpoint=f"{usable_url('tcp', host, bound_port(socket))}{everywhere(host)}",
             control_host=config.transfer.host if config.role == "prefill" else None,
             new_session=partial(secrets.token_hex, 16),
         )

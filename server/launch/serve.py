@@ -41,7 +41,7 @@ from headrace.core.runtime.process import (
     limit_integers,
     raise_descriptor_limit,
 )
-from headrace.core.types.addresses import is_loopback, url
+from headrace.core.types.addresses import host_port, is_loopback, url
 from headrace.server.config.gateway import gateway_of
 from headrace.server.config.load import CPUINFO_VARIABLE
 from headrace.server.frontend import request_log
@@ -79,6 +79,8 @@ def serve(config: Config, memory: Sequence[str]) -> int:
     stop = StopSignals()
     try:
         with closing(HttpListeners(config)) as listeners:  # before a child starts: they take seconds
+            port = listeners.main[0].getsockname()[1]  # where 0 stood for a free one
+            config = msgspec.structs.replace(config, server=msgspec.structs.replace(config.server, port=port))
             return asyncio.run(_until_stopped(config, memory, listeners, stop))
     finally:
         sweep()  # pools in shared memory of stages that had to be killed
@@ -92,7 +94,8 @@ async def _until_stopped(config: Config, memory: Sequence[str], listeners: HttpL
 async def _serve(config: Config, memory: Sequence[str], listeners: HttpListeners, stop: StopSignals) -> int:
     ours, theirs = socket.socketpair()
     inner, outer = make_door()
-    gateway = _gateway(config, listeners)
+    found = gateway_of(config)
+    gateway = None if found is None else GatewayChild(found)
     external = config.group.start == "external"
     supervisor = Supervisor(
         _scheduler(config, theirs, inner),
@@ -162,14 +165,6 @@ async def _drained(front: "FrontEnd", gateway: GatewayChild | None) -> None:
     await front.drain()
 
 
-def _gateway(config: Config, listeners: HttpListeners) -> GatewayChild | None:
-    """The gateway of a prefill server, if it is to have one. Raises ConfigError."""
-    port = listeners.main[0].getsockname()[1]
-    server = msgspec.structs.replace(config.server, port=port)  # 0 was a free one
-    found = gateway_of(msgspec.structs.replace(config, server=server))
-    return None if found is None else GatewayChild(found)
-
-
 def _beginning(config: Config, memory: Sequence[str]) -> str:
     """What is started, before anything of it is."""
     server, model, threads = config.server, config.model, config.engine.threads
@@ -210,7 +205,7 @@ def _scheduler(config: Config, front: socket.socket, door: socket.socket) -> Chi
 def _stages(config: Config, door: socket.socket, epoch: int) -> list[Child]:
     """The processes of all ranks for one start of the group, with a rendezvous port of their own."""
     ranks, member = config.scheduler.layout.ranks, config.group.member
-    rendezvous = f"{LOOPBACK}:{free_port()}"
+    rendezvous = host_port(LOOPBACK, free_port())
     group = {"WORLD_SIZE": str(len(ranks))}
     if sys.platform == "linux" and (member is None or is_loopback(member.host)):
         group["GLOO_SOCKET_IFNAME"] = "lo"  # local stages connect to each other over loopback only

@@ -21,7 +21,7 @@ from headrace.core.messages.peers import (
 from headrace.core.runtime.backoff import Backoff
 from headrace.core.runtime.log_throttle import printable
 from headrace.core.stats import Counters
-from headrace.core.types.addresses import url
+from headrace.core.types.addresses import host_port, url
 from headrace.core.types.errors import ErrorInfo
 from headrace.transfer.protocol import matching, messages, metadata
 from headrace.transfer.protocol.messages import (
@@ -186,7 +186,7 @@ class ControlConnection:
             return self._down(f"{unfit.code}: {printable(unfit.message)}", now, wait_s=LAST_RETRY_S, unfit=True)
         for stage in welcome.stages:
             if stage.data_host and not self._may_connect(stage.data_host, stage.data_port):
-                where = f"{stage.data_host}:{stage.data_port}"
+                where = host_port(stage.data_host, stage.data_port)
                 reason = (
                     f"its stage {stage.rank} is at {where}, which may not be connected to: add it to --allow-prefill"
                 )

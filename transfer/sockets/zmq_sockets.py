@@ -55,7 +55,7 @@ def bind(
     except zmq.ZMQError as error:
         socket.close()
         raise ConfigError(
-            f"cannot listen on tcp://{host}:{port}: {os.strerror(error.errno or 0)}; write another address"
+            f"cannot listen on {url('tcp', host, port)}: {os.strerror(error.errno or 0)}; write another address"
         ) from error
 
 

@@ -8,6 +8,7 @@ from headrace.core.config import Config
 from headrace.core.messages.replies import PrefillState, StageDown
 from headrace.core.runtime.clock import Clock, wall_time
 from headrace.core.status import PeerLink, PeerNote, SchedulerStatus
+from headrace.core.types.addresses import host_port, usable_host
 from headrace.core.types.errors import ErrorInfo
 from headrace.server.config.settings import SETTINGS
 from headrace.server.frontend.status.readiness import Readiness
@@ -167,7 +168,7 @@ class StatusCollector:
             model=config.model_name,
             dtype=config.model.dtype,
             device=config.model.device,
-            address=f"{config.server.host}:{config.server.port}",
+            address=host_port(usable_host(config.server.host), config.server.port),
             instance=self._instance(),
             now=wall_time(),
             uptime_s=now - self._started,

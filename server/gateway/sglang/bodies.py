@@ -5,6 +5,7 @@ from typing import Annotated, Any
 import msgspec
 
 from headrace.core.runtime.codec import NO_MESSAGE
+from headrace.core.types.addresses import host_port
 from headrace.core.types.errors import ErrorInfo, HeadraceError, invalid
 from headrace.core.types.geometry import CacheShape
 from headrace.integrations.peer.commands import TicketRef
@@ -94,7 +95,7 @@ def held_at(content: bytes, host: str, port: int) -> Held:
         params = msgspec.json.decode(content, type=HoldAnswer).kv_transfer_params
         [ticket], [prompt_hash] = params.tickets, params.prompt_hashes
     except (*NO_MESSAGE, ValueError) as error:
-        message = f"prefill server {host}:{port} answered without the KV of one prompt: {error}"
+        message = f"prefill server {host_port(host, port)} answered without the KV of one prompt: {error}"
         raise HeadraceError(ErrorInfo(code="bad_prefill_answer", message=message, status=502)) from error
     place = TicketRef(name=ticket, host=host, port=port, wait=False, fingerprint=params.fingerprint)
     return Held(ticket=place, tokens=params.remote_num_tokens, prompt_hash=prompt_hash)

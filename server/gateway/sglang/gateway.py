@@ -21,6 +21,7 @@ from headrace.core.config import GatewayConfig, TransferConfig
 from headrace.core.messages.frontend import AnyFrontendRequest
 from headrace.core.runtime.clock import Clock
 from headrace.core.stats import Sample, Stats
+from headrace.core.types.addresses import host_port, usable_host
 from headrace.core.types.allow_list import allowed_prefills
 from headrace.core.types.errors import (
     CANCELLED,
@@ -95,13 +96,13 @@ class SglangGateway(BaseGateway):
         await wait_connected(self._prefills)
         self.front_metrics.set_build(headrace_version(), "gateway", model.model)
         self._watch = asyncio.create_task(self._watch_threads(handover))
+        bootstrap = host_port(usable_host(config.side_channel_host), handover.bootstrap_port)
         return "\n".join(
             [
                 f"Headrace {headrace_version()}: gateway for {model.model} and SGLang decode engines "
                 f"({shape.dtype}, pages of {geometry.page_size} tokens)",
                 f"  {NEVER_RUN}",
-                f"  bootstrap  {config.side_channel_host}:{handover.bootstrap_port}  (the second value of a router's "
-                "--prefill URL PORT)",
+                f"  bootstrap  {bootstrap}  (the second value of a router's --prefill URL PORT)",
             ]
         )
 
