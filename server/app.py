@@ -7,6 +7,7 @@ from fastapi import APIRouter, FastAPI
 
 from headrace.core.runtime.process import max_http_connections
 from headrace.core.types.tenants import tenant_keys
+from headrace.server.api.description.operation import audiences
 from headrace.server.api.native.prefill_routes import handoff_routes, prefill_routes
 from headrace.server.api.openai.openai_routes import openai_routes
 from headrace.server.api.operations.api_document import document_routes
@@ -76,7 +77,11 @@ def _app(title: str, routers: Sequence[APIRouter], service: Service) -> FastAPI:
         app.include_router(router)
     server = service.config.server
     app.add_middleware(
-        ApiKeys, keys=server.api_keys, tenants=tenant_keys(server.tenant_keys), max_open=max_http_connections() // 2
+        ApiKeys,
+        keys=server.api_keys,
+        tenants=tenant_keys(server.tenant_keys),
+        max_open=max_http_connections() // 2,
+        audiences=audiences(routers),
     )
     keys = bool(server.api_keys or server.tenant_keys)
     app.add_middleware(HttpRules, pages=page_guard(server.host, server.allowed_hosts, keys=keys))

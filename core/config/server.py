@@ -60,6 +60,14 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
         ),
     ] = ()
     """Parsed by core/types/tenants.py, as are the priority ranges."""
+    share_prefixes: Annotated[
+        bool,
+        Flag(
+            "share-prefixes",
+            SECURITY,
+            "share cached prefixes among tenants, which then learn from cached_tokens and times what others have sent",
+        ),
+    ] = False
     priority_ranges: Annotated[
         tuple[str, ...],
         Flag(

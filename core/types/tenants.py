@@ -1,5 +1,6 @@
-"""Settings of the tenants of a server: the keys that they send, and the priorities that they may use."""
+"""Settings of the tenants of a server: the keys that they send, the priorities that they may use, what is theirs."""
 
+import hashlib
 from collections.abc import Sequence
 
 from headrace.core.types.errors import ConfigError
@@ -17,6 +18,14 @@ def tenant_keys(given: Sequence[str]) -> dict[str, str]:
             raise ConfigError(f"--tenant-key {name}=…: another tenant has this name or this key")
         keys[name] = key
     return keys
+
+
+def tenant_salt(tenant: str, salt: str) -> str:
+    """The salt of the prefix cache for a tenant's requests with this salt of the client: no other tenant has it,
+    whatever salts its clients send. That of requests without a tenant is the client's."""
+    if not tenant:
+        return salt
+    return hashlib.sha256(f"tenant {tenant}\0{salt}".encode()).hexdigest()
 
 
 def priority_ranges(given: Sequence[str]) -> dict[str, tuple[int, int]]:

@@ -184,6 +184,7 @@ class Service:
             self.clock,
             max_open=self.config.scheduler.max_queued_requests,
             hidden=self.model.hidden,
+            share_prefixes=self.config.server.share_prefixes,
         )
 
     def _open_spans(self) -> SpanSink:

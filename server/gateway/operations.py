@@ -9,6 +9,7 @@ from starlette.responses import Response
 
 from headrace.core.runtime.process import max_http_connections
 from headrace.core.types.errors import HeadraceError, invalid, shown
+from headrace.server.api.description.operation import audiences, described
 from headrace.server.api.request.body_budget import BodyBudget
 from headrace.server.api.response.error_response import error_response, install_handlers
 from headrace.server.api.response.http_rules import HttpRules, allowed_methods, page_guard
@@ -30,7 +31,13 @@ def gateway_app(title: str, gateway: BaseGateway, prompt_routes: Callable[[BodyB
     install_handlers(app, partial(allowed_methods, routers))
     for router in routers:
         app.include_router(router)
-    app.add_middleware(ApiKeys, keys=config.api_keys, tenants={}, max_open=max_http_connections() // 2)
+    app.add_middleware(
+        ApiKeys,
+        keys=config.api_keys,
+        tenants={},
+        max_open=max_http_connections() // 2,
+        audiences=audiences(routers),
+    )
     app.add_middleware(HttpRules, pages=page_guard(config.host, config.allowed_hosts, keys=bool(config.api_keys)))
     app.add_middleware(RequestMetrics, metrics=gateway.front_metrics, clock=gateway.clock, recent=gateway.recent)
     return app
@@ -53,23 +60,23 @@ def unknown_model(name: str, served: Sequence[str]) -> HeadraceError:
 def _operation_routes(gateway: BaseGateway) -> APIRouter:
     router = APIRouter()
 
-    @router.get("/health")
+    @router.get("/health", openapi_extra=described("Whether this process works", audience="everyone"))
     async def health() -> Response:
         """200 while this process works, also while it waits for decode engines."""
         problem = gateway.unhealthy()
         return json_response({"status": "ok"}) if problem is None else error_response(problem)
 
-    @router.get("/ready")
+    @router.get("/ready", openapi_extra=described("Whether a prompt would be handed over", audience="everyone"))
     async def ready() -> Response:
         """200 if a prompt sent now would be handed over."""
         problem = gateway.not_ready()
         return json_response({"status": "ready"}) if problem is None else error_response(problem)
 
-    @router.get("/metrics")
+    @router.get("/metrics", openapi_extra=described("Metrics for Prometheus", audience="everyone"))
     async def metrics() -> Response:
         return Response(render(gateway.statistics(), GATEWAY_CATALOG), media_type=CONTENT_TYPE)
 
-    @router.get("/version")
+    @router.get("/version", openapi_extra=described("The release"))
     async def version() -> Response:
         return json_response({"version": headrace_version()})
 

@@ -11,11 +11,13 @@ from fastapi.routing import APIRoute
 from headrace.server.api.description.operation import EVENTS, JSON, Operation, reason
 from headrace.server.api.description.replies import ErrorReply
 from headrace.server.api.description.struct_schema import Schema, components
+from headrace.server.api.request.audience import Audience
 
 OPENAPI = "3.1.0"
 KEY = "key"
 EVERYWHERE = (500,)
 NO_KEY = 401
+NOT_ENOUGH = 403  # a key of --tenant-key
 _ID = {"description": "What the request is called in the logs.", "schema": {"type": "string"}}
 _EVENT = {
     "type": "object",
@@ -47,7 +49,7 @@ def document(title: str, version: str, about: str, routers: Sequence[APIRouter],
     paths: dict[str, Schema] = {}
     for path, method, operation in found:
         paths.setdefault(path, {})[method] = _operation(path, method, operation, by_type, keys=keys)
-    statuses = {NO_KEY, *EVERYWHERE, *(status for _, _, operation in found for status in operation.errors)}
+    statuses = {NO_KEY, NOT_ENOUGH, *EVERYWHERE, *(status for _, _, operation in found for status in operation.errors)}
     errors = {str(status): _error(status, by_type[ErrorReply]) for status in sorted(statuses)}
     security = {"securitySchemes": {KEY: {"type": "http", "scheme": "bearer"}}} if keys else {}
     return {
@@ -59,7 +61,7 @@ def document(title: str, version: str, about: str, routers: Sequence[APIRouter],
 
 
 def _operation(path: str, method: str, operation: Operation, schemas: dict[Any, Schema], *, keys: bool) -> Schema:
-    locked = keys and not operation.open
+    locked = keys and operation.audience != "everyone"
     described: Schema = {
         "summary": operation.summary,
         "operationId": f"{method}_{re.sub(r'[^a-z0-9]+', '_', path).strip('_')}".rstrip("_"),
@@ -77,10 +79,15 @@ def _operation(path: str, method: str, operation: Operation, schemas: dict[Any, 
         ]
     if operation.body is not None:
         described["requestBody"] = {"required": True, "content": {JSON: {"schema": schemas[operation.body]}}}
-    statuses = sorted({*operation.errors, *EVERYWHERE, *((NO_KEY,) if locked else ())})
+    statuses = sorted({*operation.errors, *EVERYWHERE, *_key_errors(operation.audience if keys else "everyone")})
     errors = {str(status): {"$ref": f"#/components/responses/{status}"} for status in statuses}
     described["responses"] = {"200": _success(operation, schemas), **errors}
     return {**described, **({"security": [{KEY: []}]} if locked else {})}
+
+
+def _key_errors(audience: Audience) -> tuple[int, ...]:
+    """Statuses of requests without a key, or with one that is not enough."""
+    return {"everyone": (), "clients": (NO_KEY,), "operators": (NO_KEY, NOT_ENOUGH)}[audience]
 
 
 def _success(operation: Operation, schemas: dict[Any, Schema]) -> Schema:

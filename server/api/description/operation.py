@@ -1,10 +1,15 @@
 """What a route says of itself, beside its path and method: openapi_extra of its decorator, made by described()."""
 
+from collections.abc import Sequence
 from http import HTTPStatus
 from typing import Any
 
 import msgspec
+from fastapi import APIRouter
+from fastapi.routing import APIRoute
+from starlette.routing import BaseRoute
 
+from headrace.server.api.request.audience import Audience, Audiences
 from headrace.server.api.request.client_terms import REPLICA_HEADER, SLO_HEADER
 from headrace.server.api.request.ranges import ObjectiveMs, Replica
 
@@ -48,13 +53,23 @@ class Operation(msgspec.Struct, frozen=True, kw_only=True):
     errors: tuple[int, ...] = ()
     """Statuses beside 200 and those of all routes."""
     parameters: tuple[Parameter, ...] = ()
-    open: bool = False
-    """It needs no API key, ever."""
+    audience: Audience = "clients"
 
 
 def described(summary: str, **about: Any) -> dict[str, Any]:
     """openapi_extra of a route. about: fields of Operation."""
     return {"operation": Operation(summary=summary, **about)}
+
+
+def audiences(routers: Sequence[APIRouter]) -> Audiences:
+    """Whom the routes of an application are for: clients, where they do not say it. routers: in its order."""
+    return Audiences([(route, _audience(route)) for router in routers for route in router.routes])
+
+
+def _audience(route: BaseRoute) -> Audience:
+    extra = route.openapi_extra if isinstance(route, APIRoute) else None
+    operation: Operation | None = (extra or {}).get("operation")
+    return operation.audience if operation is not None else "clients"
 
 
 def reason(status: int) -> str:

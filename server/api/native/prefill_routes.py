@@ -16,7 +16,7 @@ from headrace.server.api.description import replies
 from headrace.server.api.description.operation import GENERATION_ERRORS, GENERATION_HEADERS, Parameter, described
 from headrace.server.api.request.body import decode_body, read_body
 from headrace.server.api.request.body_budget import BodyBudget
-from headrace.server.api.request.client_terms import with_client_terms
+from headrace.server.api.request.client_terms import tenant_of, with_client_terms
 from headrace.server.api.request.constraint import body_constraint
 from headrace.server.api.request.prompts import check_model, encode_any
 from headrace.server.api.request.refusal import notify_peers_on_refusal
@@ -78,8 +78,8 @@ def prefill_routes(model: ServedModel, completions: Completions, config: ServerC
         )
 
     @router.delete("/v1/prefill/{rid}", openapi_extra=_CANCEL)
-    async def cancel(rid: str) -> Response:
-        if not completions.cancel(rid):
+    async def cancel(rid: str, http: Request) -> Response:
+        if not completions.cancel(rid, tenant_of(http)):
             raise invalid("rid", f"no request {shown(rid)!r} is open", code=UNKNOWN_RID, status=404)
         return json_response({"cancelled": True})
 

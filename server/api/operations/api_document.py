@@ -23,6 +23,8 @@ ABOUT = {
     "colocated": "A server that computes prompts and generates.",
 }
 
+_DOCS = described("A page that shows this document", media_type=HTML, audience="everyone")
+
 
 def document_routes(routers: Sequence[APIRouter], role: str, *, keys: bool) -> APIRouter:
     """Routes that describe those of routers, and themselves. keys: whether the server has API keys."""
@@ -33,7 +35,7 @@ def document_routes(routers: Sequence[APIRouter], role: str, *, keys: bool) -> A
     async def openapi() -> Response:
         return Response(body, media_type=JSON)
 
-    @router.get("/docs", openapi_extra=described("A page that shows this document", media_type=HTML, open=True))
+    @router.get("/docs", openapi_extra=_DOCS)
     async def docs() -> Response:
         return page.response()
 

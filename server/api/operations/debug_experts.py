@@ -1,4 +1,4 @@
-"""GET /debug/experts: rows that each expert of each layer has computed. Needs a key if one is set."""
+"""GET /debug/experts: rows that each expert of each layer has computed. For operators."""
 
 import msgspec
 from fastapi import APIRouter
@@ -26,11 +26,14 @@ class ExpertRowsReply(msgspec.Struct, frozen=True):
     """Layers that have experts; empty for a dense model."""
 
 
+_EXPERTS = described("Rows that experts have computed", reply=ExpertRowsReply, audience="operators")
+
+
 def expert_routes(stats: StatsCollector) -> APIRouter:
     """Route that shows whether tokens are spread evenly over experts."""
     router = APIRouter()
 
-    @router.get("/debug/experts", openapi_extra=described("Rows that experts have computed", reply=ExpertRowsReply))
+    @router.get("/debug/experts", openapi_extra=_EXPERTS)
     async def experts() -> Response:
         async def work() -> ExpertRowsReply:
             totals = total_rows(await stats.expert_loads())

@@ -1,4 +1,5 @@
-"""GET /debug/trace: a recording of the next seconds, for Perfetto. Needs a key if one is set."""
+"""GET /debug/trace: a recording of the next seconds, for Perfetto. For operators: it names requests and tickets of
+all tenants."""
 
 import asyncio
 import math
@@ -24,6 +25,7 @@ _TRACE = described(
     "A recording of the next seconds, for Perfetto",
     reply=dict[str, Any],
     errors=(400, 409),
+    audience="operators",
     parameters=(Parameter("seconds", "query", Seconds, f"Its length; {DEFAULT_S:g} if it is not given."),),
 )
 

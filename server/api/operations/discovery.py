@@ -26,7 +26,7 @@ from headrace.server.version import headrace_version
 PROBE_TIMEOUT_S = 20.0
 _HEALTH_GENERATE = described("Whether a token can be computed", reply=replies.StatusReply, errors=WORK_ERRORS)
 _QUERY = described(
-    "Where the control endpoint is, for Mooncake's peers", reply=dict[str, Any], errors=(404, 503), open=True
+    "Where the control endpoint is, for Mooncake's peers", reply=dict[str, Any], errors=(404, 503), audience="everyone"
 )
 
 

@@ -16,10 +16,14 @@ from headrace.server.frontend.status.stats_collector import StatsCollector
 from headrace.server.telemetry.exposition import CONTENT_TYPE, render
 from headrace.server.telemetry.kv_event_publisher import publisher_endpoint
 
-_HEALTH = described("Whether this process works", reply=replies.StatusReply, errors=(503,), open=True)
-_READY = described("Whether a request would be served now", reply=replies.StatusReply, errors=(503,), open=True)
-_METRICS = described("Metrics for Prometheus", media_type=CONTENT_TYPE, open=True)
-_KV_EVENTS = described("Where events of the prefix cache are published, by rank", reply=dict[str, Any])
+_HEALTH = described("Whether this process works", reply=replies.StatusReply, errors=(503,), audience="everyone")
+_READY = described(
+    "Whether a request would be served now", reply=replies.StatusReply, errors=(503,), audience="everyone"
+)
+_METRICS = described("Metrics for Prometheus", media_type=CONTENT_TYPE, audience="everyone")
+_KV_EVENTS = described(
+    "Where events of the prefix cache are published, by rank", reply=dict[str, Any], audience="operators"
+)
 
 
 def operation_routes(

@@ -23,8 +23,7 @@ def with_client_terms(request: GenerationRequest, http: Request, config: ServerC
     """The request, with its ids on other servers, the tenant of its API key, its priority cut to the range that the
     tenant may use, and the objective and the data-parallel rank of the headers if the body has none. Raises
     HeadraceError (400) for a header that is no number."""
-    state = http.scope.get("state", {})
-    tenant = state.get("tenant", "")
+    tenant = tenant_of(http)
     ranges = priority_ranges(config.priority_ranges)
     low, high = ranges.get(tenant) or ranges.get("") or (request.priority, request.priority)
     objective = request.slo_ttft_s
@@ -35,8 +34,14 @@ def with_client_terms(request: GenerationRequest, http: Request, config: ServerC
         replica = _header_replica(header)
     priority = min(max(request.priority, low), high)
     request = msgspec.structs.replace(request, tenant=tenant, priority=priority, slo_ttft_s=objective, replica=replica)
-    record: RequestRecord | None = state.get("record")
+    record: RequestRecord | None = http.scope.get("state", {}).get("record")
     return request if record is None else msgspec.structs.replace(request, context=record.context, observer=record)
+
+
+def tenant_of(http: Request) -> str:
+    """The tenant whose key the request has, "" for a key without a name and for servers without keys."""
+    tenant: str = http.scope.get("state", {}).get("tenant", "")
+    return tenant
 
 
 def _header_objective(header: str) -> float:

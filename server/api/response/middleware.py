@@ -9,6 +9,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from headrace.core.runtime.clock import Clock
 from headrace.core.types.errors import QUEUE_FULL, ErrorInfo
 from headrace.scheduler.state.shares import Shares
+from headrace.server.api.request.audience import Audience, Audiences
 from headrace.server.api.response.error_response import error_response
 from headrace.server.frontend.request.request_context import REQUEST_ID_HEADER, TraceSampler, read_context
 from headrace.server.frontend.request_log import RequestLog, RequestRecord
@@ -17,30 +18,47 @@ from headrace.server.telemetry.prometheus import FrontMetrics
 from headrace.server.telemetry.routes import PROMPT_ROUTES
 from headrace.server.telemetry.spans import RecordSpan
 
-OPEN_PATHS = ("/", "/docs", "/health", "/ready", "/metrics", "/query")  # need no key
+FOR_OPERATORS = "for_operators"  # 403
 CLIENT_DISCONNECTED = 499  # counted as the status if no response was started
 
 
 class ApiKeys:
-    """Refuses requests without one of the keys as a bearer token (401). Passes everything if there are no keys.
+    """Refuses requests without one of the keys as a bearer token (401), and those of tenants to routes that are for
+    operators (403). Passes everything if there are no keys.
 
     The name of the tenant whose key it is goes into the state of the request. Once as many requests are open as may be,
     those of a tenant with an equal share of them are refused (429), so that connections are left for the others.
     """
 
-    def __init__(self, app: ASGIApp, keys: Sequence[str], tenants: Mapping[str, str], max_open: int) -> None:
-        """tenants: more keys, by the name of the tenant. max_open: requests with a key that may be open at a time."""
+    def __init__(
+        self,
+        app: ASGIApp,
+        keys: Sequence[str],
+        tenants: Mapping[str, str],
+        max_open: int,
+        audiences: Audiences,
+    ) -> None:
+        """tenants: more keys, by the name of the tenant. max_open: requests with a key that may be open at a time.
+        audiences: of the routes of app."""
         self._app = app
+        self._audiences = audiences
         self._max_open = max_open
         self._open = Shares()  # requests, by tenant
         self._keys = [("", key.encode()) for key in keys] + [(name, key.encode()) for name, key in tenants.items()]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass the request on, or answer 401."""
-        if scope["type"] != "http" or not self._keys or scope["path"] in OPEN_PATHS:
+        """Pass the request on, or answer 401, 403 or 429."""
+        audience: Audience = "everyone"
+        if scope["type"] == "http" and self._keys:
+            audience = self._audiences.of(scope)
+        if audience == "everyone":
             await self._app(scope, receive, send)
             return
-        if (tenant := self._tenant(scope)) is not None:
+        tenant = self._tenant(scope)
+        if tenant and audience == "operators":
+            message = "this needs a key of --api-key: the answer is about requests of all tenants"
+            error = ErrorInfo(code=FOR_OPERATORS, message=message, status=403)
+        elif tenant is not None:
             scope.setdefault("state", {})["tenant"] = tenant
             if self._open.total < self._max_open or self._open.within_equal_share(tenant, 1, self._max_open):
                 await self._counted(tenant, scope, receive, send)

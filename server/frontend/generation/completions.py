@@ -3,11 +3,14 @@
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
+import msgspec
+
 from headrace.core.messages.frontend import RefuseTicket, ReleaseTicket
 from headrace.core.messages.replies import Progress, Tokens
 from headrace.core.runtime.clock import Clock
 from headrace.core.types.errors import QUEUE_FULL, ErrorInfo, HeadraceError
 from headrace.core.types.request import SamplingParams
+from headrace.core.types.tenants import tenant_salt
 from headrace.server.frontend.generation.runner import GenerationRunner
 from headrace.server.frontend.link.scheduler_client import SchedulerClient
 from headrace.server.frontend.request.generation_request import (
@@ -29,7 +32,7 @@ class Completions:
     """Runs the requests of all routes, if the server is ready for them.
 
     prefills: the prefill servers of a decode server. max_open: requests at the same time; more are refused with 429.
-    hidden: bounds the hidden states of all of them.
+    hidden: bounds the hidden states of all of them. share_prefixes: tenants find each other's cached prefixes.
     """
 
     def __init__(
@@ -43,6 +46,7 @@ class Completions:
         *,
         max_open: int,
         hidden: HiddenLimits,
+        share_prefixes: bool = False,
     ) -> None:
         self._client = client
         self._runner = runner
@@ -52,6 +56,7 @@ class Completions:
         self._clock = clock
         self._max_open = max_open
         self._hidden = hidden
+        self._share_prefixes = share_prefixes
 
     @property
     def open_requests(self) -> int:
@@ -61,7 +66,7 @@ class Completions:
     async def complete(self, request: GenerationRequest, emit: Emit) -> GenerationResult:
         """Continue a prompt to its end on this server. Raises HeadraceError: 503 or 429 if it cannot start, or what it
         failed with. Cancelling this coroutine cancels the request."""
-        generated = request.sampling.max_tokens
+        request, generated = self._own(request), request.sampling.max_tokens
         self._admit(request, generated)
         with self._hidden.taken(request, generated), _observed(request) as observer:
             times = TokenTimes(self._metrics, self._clock)
@@ -73,7 +78,7 @@ class Completions:
     async def prefill(self, request: GenerationRequest, emit: Emit) -> tuple[Tokens, GenerationResult]:
         """Compute a prompt and send or hold its KV; returns the first token and the result. Raises HeadraceError as
         complete() does. Cancelling this coroutine cancels the request."""
-        started = self._clock.now()
+        request, started = self._own(request), self._clock.now()
         self._admit(request, 0)
         with self._hidden.taken(request, 0), _observed(request) as observer:
             first, result = await self._runner.prefill(request, emit)
@@ -84,9 +89,9 @@ class Completions:
             observer.ended(result)
         return first, result
 
-    def cancel(self, rid: str) -> bool:
-        """Cancel an open or held request; False if there is none with this id."""
-        return self._client.cancel(rid)
+    def cancel(self, rid: str, tenant: str) -> bool:
+        """Cancel an open or held request of a tenant, "" for any; False if there is none with this id."""
+        return self._client.cancel(rid, tenant)
 
     def refuse_tickets(self, tickets: Iterable[str], error: ErrorInfo) -> None:
         """Prompts under these tickets will not be computed: decode peers that reserve for them get this error."""
@@ -99,6 +104,13 @@ class Completions:
             server = self._prefills.find(source.address) if self._prefills and source.address else None
             if server is not None:
                 self._client.post(ReleaseTicket(prefill=server.url, ticket=source.ticket, reason=reason))
+
+    def _own(self, request: GenerationRequest) -> GenerationRequest:
+        """The request with cached prefixes that are its tenant's own. Everything behind this has the same salt: prefill
+        servers, which get it in the body, their events, and the choice among them."""
+        if self._share_prefixes:
+            return request
+        return msgspec.structs.replace(request, cache_salt=tenant_salt(request.tenant, request.cache_salt))
 
     def _admit(self, request: GenerationRequest, generated: int) -> None:
         """Raises HeadraceError (503, 429) if the request cannot start now, after notifying the peer of its ticket.

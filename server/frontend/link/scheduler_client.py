@@ -77,7 +77,7 @@ class SchedulerClient:
         self._on_spans = on_spans
         self._calls: dict[str, Call] = {}
         self._ending: set[str] = set()  # rids of aborted requests whose end the scheduler has not reported yet
-        self._held: set[str] = set()  # rids of held requests
+        self._held: dict[str, str] = {}  # tenants of held requests, by rid
         self._queries: dict[int, asyncio.Future[Stats]] = {}
         self._token = 0
         self._inspect = inspect
@@ -130,16 +130,22 @@ class SchedulerClient:
         """Stop routing replies to this call."""
         del self._calls[call.rid]
         if not call.ended:
-            (self._held if call.kept else self._ending).add(call.rid)
+            if call.kept:
+                self._held[call.rid] = call.tenant
+            else:
+                self._ending.add(call.rid)
         self._notify()
 
     def post(self, message: AnyFrontendRequest) -> None:
         """Send a message."""
         self._link.send(message)
 
-    def cancel(self, rid: str) -> bool:
-        """Abort an open or held request; False if there is none with this id."""
-        known = rid in self._calls or rid in self._held
+    def cancel(self, rid: str, tenant: str) -> bool:
+        """Abort an open or held request; False if there is none with this id, or it is another tenant's. tenant: ""
+        for any."""
+        call = self._calls.get(rid)
+        owner = call.tenant if call is not None else self._held.get(rid)
+        known = owner is not None and tenant in ("", owner)
         if known:
             error = ErrorInfo(code=CANCELLED, message=f"request {rid} was cancelled", status=499)
             self.post(Abort(rid=rid, error=error))
@@ -291,4 +297,4 @@ class SchedulerClient:
                     call.deliver(message)
                 elif isinstance(message, RequestFinished | RequestFailed):
                     self._ending.discard(message.rid)
-                    self._held.discard(message.rid)
+                    self._held.pop(message.rid, None)

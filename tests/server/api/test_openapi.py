@@ -17,10 +17,10 @@ from headrace.server.api.description.document import document
 from headrace.server.api.description.operation import described
 from headrace.server.api.description.struct_schema import components
 from headrace.server.api.operations.api_document import DOCS
-from headrace.server.api.response.middleware import OPEN_PATHS
 from headrace.server.tokenizer.tokenizer import Tokenizer
 from tests.server.api.test_fields import MORE, PATHS, ROUTES, Kind, refused_with
 from tests.server.api.test_status_page import ELSEWHERE, HTML_SINKS, STORES
+from tests.server.api.test_tenants import EVERYONE
 from tests.server.fakes import FakeLink, client, in_loop, running, saying, tiny_tokenizer
 
 Document = dict[str, Any]
@@ -148,8 +148,8 @@ async def test_every_route_is_described_and_says_whether_it_needs_a_key(role: st
     ids = [about["operationId"] for about in operations.values()]
     assert len(ids) == len(set(ids))
     for (path, _), about in operations.items():
-        assert ("security" in about) == (path not in OPEN_PATHS), path
-        assert ("401" in about["responses"]) == (path not in OPEN_PATHS), path
+        assert ("security" in about) == (path not in EVERYONE), path
+        assert ("401" in about["responses"]) == (path not in EVERYONE), path
         assert about["summary"]
     refs = set(re.findall(r'"#/components/(\w+)/(\w+)"', msgspec.json.encode(of).decode()))
     assert all(name in of["components"][kind] for kind, name in refs)

@@ -114,6 +114,7 @@ FLAGS = """\
 --role {prefill,decode,colocated} = colocated
 --routing {score,least-load} = score
 --served-model-name TEXT =
+--share-prefixes/--no-share-prefixes SWITCH = False
 --stage-host TEXT = 127.0.0.1
 --stage-key TEXT =
 --stage-port N [0..65535] = 0
