@@ -6,6 +6,7 @@ MAX_TEXT_BYTES.
 """
 
 import json
+import re
 from collections import OrderedDict
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
@@ -15,6 +16,8 @@ from numpy.typing import NDArray
 
 from headrace.core.types.constraint import Constraint
 from headrace.core.types.errors import ConfigError
+from headrace.engine.grammar.schema.canonical import canonical
+from headrace.engine.grammar.schema.parts import SchemaError
 from headrace.engine.model.source import resolve_source
 from headrace.engine.model.stub import END, stub_tokenizer
 from headrace.engine.model.tokenizer_store import load_record
@@ -26,9 +29,7 @@ MAX_TEXT_BYTES = 1 << 16  # of a constraint
 MAX_CACHED = 64  # grammars
 MAX_CACHED_BYTES = 1 << 18  # of their texts
 MESSAGE_CHARS = 300
-WHITESPACE = (
-    r"[\x20\x0A\x0D\x09]{1,40}"  # between the tokens of JSON; bounded, since models fall into endless whitespace
-)
+_SCHEMA = re.compile(r"%json\s+(?=[{\[tf\"])")
 
 
 def parser_limits() -> "llguidance.LLParserLimits":
@@ -75,7 +76,11 @@ class Grammar:
     def allows(self, token: int) -> bool:
         """Whether this token may come next. Also one that mask() leaves out: where the next characters are certain, it
         has only the tokens in which the tokenizer writes them."""
-        return self._matcher.validate_tokens([token]) == 1 or bool(self.mask()[token])
+        return self.follows((token,)) or bool(self.mask()[token])
+
+    def follows(self, tokens: Sequence[int]) -> bool:
+        """Whether these tokens may come next, all of them."""
+        return self._matcher.validate_tokens(list(tokens)) == len(tokens)
 
     @property
     def ended(self) -> bool:
@@ -177,7 +182,7 @@ def _source(constraint: Constraint) -> str:
     try:
         match constraint.kind:
             case "json":
-                return LLMatcher.grammar_from_json_schema(text, overrides={"whitespace_pattern": WHITESPACE})
+                return LLMatcher.grammar_from_json_schema(canonical(text, parser_limits()))
             case "regex":
                 return LLMatcher.grammar_from_regex(text)
             case "choice":
@@ -185,11 +190,26 @@ def _source(constraint: Constraint) -> str:
                     f"start: TEXT\nTEXT: {' | '.join(map(json.dumps, json.loads(text)))}"
                 )
             case "grammar":
-                return LLMatcher.grammar_from_lark(any_to_lark(text))
+                return LLMatcher.grammar_from_lark(_with_canonical_schemas(any_to_lark(text)))
+    except SchemaError as error:
+        raise GrammarError(_cut(str(error))) from error
     except (ValueError, RecursionError) as error:
         raise GrammarError(_cut(str(error))) from error
     except Exception as error:  # any_to_lark raises what it likes
         raise GrammarError(f"it is no grammar: {type(error).__name__} {_cut(str(error))}") from error
+
+
+def _with_canonical_schemas(lark: str) -> str:
+    """A grammar in Lark with its JSON schemas in the form that is kept to. Raises SchemaError."""
+    parts, at = [], 0
+    while (found := _SCHEMA.search(lark, at)) is not None:
+        try:
+            _, end = json.JSONDecoder().raw_decode(lark, found.end())
+        except ValueError as error:
+            raise SchemaError(f"a schema of %json is no JSON: {error}") from None
+        parts += [lark[at : found.end()], canonical(lark[found.end() : end], parser_limits())]
+        at = end
+    return "".join((*parts, lark[at:]))
 
 
 def _cut(text: str) -> str:

@@ -10,7 +10,6 @@ import msgspec
 from headrace.core.runtime.codec import NO_MESSAGE
 from headrace.core.types.constraint import Constraint
 from headrace.core.types.errors import invalid, shown
-from headrace.engine.grammar.compiler import WHITESPACE
 from headrace.server.api.request.conversation_schema import ChatMessage, Function, Tool, ToolCall, ToolChoice
 from headrace.server.api.request.schema import ChatBody, ResponsesBody, ResponseTool, ResponseToolChoice
 from headrace.server.api.request.structure import SLICE, excess, limits
@@ -22,6 +21,7 @@ MAX_TOOLS = 128
 MAX_CALLS = 128  # in one message
 MAX_ID_CHARS = 128
 ARGUMENTS = limits(1 << 22)  # of the arguments of all calls in one body: they are JSON in its texts
+ANY_ARGUMENTS = '{"type":"object"}'
 _NAME = re.compile(rf"[a-zA-Z0-9_.-]{{1,{MAX_NAME}}}")
 NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
 
@@ -164,14 +164,13 @@ async def with_free_calls(model: ServedModel, use: ToolUse, answer: Constraint |
     most = MAX_FORCED_CALLS if use.parallel else 1
     added_id = model.tokenizer.added_id
     if answer is not None:
-        schema = msgspec.json.decode(answer.text) if answer.kind == "json" else None
-        if not isinstance(schema, dict):
+        if answer.kind != "json" or not isinstance(msgspec.json.decode(answer.text), dict):
             text = "tools that the model may call go with a JSON schema of its text alone; send one of them"
             raise invalid("tools", text)
         schemas = await _kept_to(model, use, tuple(use.functions))
-        grammar = calls_grammar(use.form, schemas, added_id, most=most, answer=_bounded(schema))
+        grammar = calls_grammar(use.form, schemas, added_id, most=most, answer=answer.text)
     elif strict and added_id(opening_mark(use.form)) is not None:
-        schemas = dict.fromkeys(use.functions, _bounded({"type": "object"})) | await _kept_to(model, use, strict)
+        schemas = dict.fromkeys(use.functions, ANY_ARGUMENTS) | await _kept_to(model, use, strict)
         grammar = calls_grammar(use.form, schemas, added_id, most=most, within_text=True)
     else:
         return None
@@ -188,18 +187,14 @@ async def _kept_to(model: ServedModel, use: ToolUse, names: Sequence[str]) -> di
     for name in names:
         parameters = use.functions[name].parameters
         try:
-            schemas[name] = _bounded({"type": "object"} | (NO_PARAMETERS if parameters is None else parameters))
+            schema = {"type": "object"} | (NO_PARAMETERS if parameters is None else parameters)
+            schemas[name] = msgspec.json.encode(schema).decode()
         except RecursionError as error:
             raise invalid(places[name], f"{places[name]} is nested too deeply") from error
         if problem := await model.grammars.problem(Constraint("json", schemas[name])):
             text = f"{places[name]} cannot be kept to, which these tools ask for: {problem}"
             raise invalid(places[name], text, code="invalid_constraint")
     return schemas
-
-
-def _bounded(schema: Mapping[str, Any]) -> str:
-    """A schema as text, with white space that has an end."""
-    return msgspec.json.encode({**schema, "x-guidance": {"whitespace_pattern": WHITESPACE}}).decode()
 
 
 def shown_tokens(model: ServedModel, use: ToolUse | None) -> frozenset[int]:

@@ -13,7 +13,7 @@ from tokenizers import AddedToken, Tokenizer
 
 from headrace.core.config.server import ToolFormat, ToolParser
 from headrace.core.types.constraint import Constraint
-from headrace.engine.grammar.compiler import WHITESPACE, GrammarError, Vocabulary, compile_constraint
+from headrace.engine.grammar.compiler import GrammarError, Vocabulary, compile_constraint
 from headrace.engine.model.stub import CHAT_TEMPLATE, END, stub_tokenizer
 from headrace.server.tools.call_form import MARKS, CallForm, call_form, calls_grammar, new_call_id, opening_mark
 from headrace.server.tools.call_parser import DEEPSEEK_BEGIN, DEEPSEEK_SEPARATOR, ToolCallParser
@@ -90,7 +90,7 @@ def test_what_the_grammar_allows_are_calls(parser: ToolParser, template: str, sp
     backend = stub_tokenizer("stub:vocab=258") if special is None else tokenizer(special)
     words = backend.get_vocab_size()
     vocabulary = Vocabulary(llguidance.LLTokenizer(backend.to_str(), n_vocab=words, eos_token=[END]), words)
-    functions = {name: json.dumps(given | WHITE) for name, given in SCHEMAS.items()}
+    functions = {name: json.dumps(given) for name, given in SCHEMAS.items()}
     counts = set()
     for seed in range(4):
         most = 1 + 2 * (seed % 2)
@@ -114,7 +114,7 @@ def test_calls_beside_other_text(parser: ToolParser, template: str, special: boo
     backend = stub_tokenizer("stub:vocab=258") if special is None else tokenizer(special)
     words = backend.get_vocab_size()
     vocabulary = Vocabulary(llguidance.LLTokenizer(backend.to_str(), n_vocab=words, eos_token=[END]), words)
-    functions = {name: json.dumps(given | WHITE) for name, given in SCHEMAS.items()}
+    functions = {name: json.dumps(given) for name, given in SCHEMAS.items()}
     added_id = no_token if special is None else backend.token_to_id
 
     def taken(grammar: str, text: str) -> bool:
@@ -136,9 +136,6 @@ def test_calls_beside_other_text(parser: ToolParser, template: str, special: boo
     within = calls_grammar(form, functions, added_id, most=2, within_text=True)
     free = ("", "Hello < [ <tool", "x" + good, good)
     assert [taken(within, text) for text in (*free, bad, "x" + bad, good + "x")] == [True] * 4 + [False] * 3
-
-
-WHITE = {"x-guidance": {"whitespace_pattern": WHITESPACE}}
 
 
 def no_token(_text: str) -> int | None:
