@@ -55,7 +55,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         int, Flag("disk-gib", KV_CACHE, "GiB that KV pages on disk may take, all stages together", low=0)
     ] = 16
     threads: Annotated[
-        int, Flag("threads", MODEL, "CPU threads of one rank; 0: all cores divided by the ranks", low=0)
+        int,
+        Flag("threads", MODEL, "CPU threads of one rank; 0: all cores, or a CPU quota, divided by the ranks", low=0),
     ] = 0
     pp_layers: Annotated[
         tuple[int, ...],

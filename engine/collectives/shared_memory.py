@@ -6,7 +6,6 @@ numbers. What shared memory does not do goes over the group that it was formed b
 
 import ctypes
 import logging
-import os
 import sys
 from collections.abc import Sequence
 from functools import cache
@@ -15,6 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from headrace.core.runtime.cpu import usable_cores
 from headrace.core.runtime.native_library import load_library
 from headrace.engine.collectives.alone import Done
 from headrace.engine.collectives.base import Collectives, Pending
@@ -53,7 +53,7 @@ class SharedMemoryCollectives:
         self._segment = segment
         self._others = others
         # Where ranks share cores, spinning would only keep the rank that is waited for from its core.
-        spin_ns = SPIN_NS if len(os.sched_getaffinity(0)) >= self.size else 0
+        spin_ns = SPIN_NS if usable_cores() >= self.size else 0
         self._record = GroupRecord(
             memory=segment.address,
             sockets=ctypes.addressof(segment.sockets),

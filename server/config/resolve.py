@@ -1,11 +1,11 @@
 """Resolves what a configuration leaves to the model and the machine: dtype, device, lengths, threads, KV pages."""
 
-import os
 from functools import partial
 
 import msgspec
 
 from headrace.core.config import Config, EngineConfig, ModelConfig
+from headrace.core.runtime.cpu import usable_cores
 from headrace.core.types.coordinate import Rules
 from headrace.core.types.errors import ConfigError
 from headrace.engine.device import resolve_computation
@@ -68,7 +68,7 @@ def resolve(config: Config) -> Resolved:
         plan, layout, layers, shards, experts,
         device=device, kv_pages=config.engine.kv_pages, host_pages=config.engine.host_pages,
     )  # fmt: skip
-    threads = config.engine.threads or max(1, len(os.sched_getaffinity(0)) // len(layout.ranks))
+    threads = config.engine.threads or max(1, usable_cores() // len(layout.ranks))
     engine = msgspec.structs.replace(config.engine, kv_pages=memory[0].kv_pages, threads=threads, pp_layers=layers)
     model = msgspec.structs.replace(config.model, device=device, dtype=dtype, max_model_len=length)
     completed = _completed(_coordinated(config, experts), spec, model, engine)

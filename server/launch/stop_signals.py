@@ -4,7 +4,6 @@ nothing."""
 import asyncio
 import logging
 import signal
-from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
@@ -15,7 +14,6 @@ from headrace.core.runtime.signals import ending, meaningless, signal_name
 log = logging.getLogger(__name__)
 
 INTERRUPTED_BY = 128  # plus the number of a signal: exit status of a program that a signal has ended
-MAX_UNSAID = 16  # signals that came between two turns of the event loop, of those that are only logged
 
 
 class StopSignals:
@@ -32,7 +30,7 @@ class StopSignals:
         self.first = asyncio.Event()
         self.second = asyncio.Event()
         self._taken: list[int] = []
-        self._passed_over: deque[int] = deque(maxlen=MAX_UNSAID)
+        self._passed_over: set[int] = set()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._ending = ending()
         for number in self._ending:
@@ -69,7 +67,7 @@ class StopSignals:
         self._wake()
 
     def _pass_over(self, number: int, _frame: FrameType | None) -> None:
-        self._passed_over.append(number)
+        self._passed_over.add(number)
         self._wake()
 
     def _wake(self) -> None:
@@ -81,4 +79,4 @@ class StopSignals:
         for event, _ in zip((self.first, self.second), self._taken, strict=False):
             event.set()
         while self._passed_over:
-            log.info("%s changes nothing here", signal_name(self._passed_over.popleft()))
+            log.info("%s changes nothing here", signal_name(self._passed_over.pop()))

@@ -22,6 +22,7 @@ import msgspec
 from headrace.core.config import STAGE_KEY_VARIABLE, StageConfig
 from headrace.core.messages.membership import JoinRequest
 from headrace.core.runtime.clock import SystemClock
+from headrace.core.runtime.cpu import usable_cores
 from headrace.core.runtime.logs import configure_logging
 from headrace.core.runtime.output import exit_now
 from headrace.core.runtime.process import die_with_parent, raise_descriptor_limit
@@ -110,7 +111,7 @@ def _join_request(given: argparse.Namespace, environ: Mapping[str, str], info: R
 def _complete(config: StageConfig, cpuinfo: str, endpoint: str, info: RankInfo) -> StageConfig:
     """The scheduler's configuration, with what only this machine knows."""
     engine, model = config.engine, config.model
-    threads = engine.threads or max(1, len(os.sched_getaffinity(0)) // info.local_world_size)
+    threads = engine.threads or max(1, usable_cores() // info.local_world_size)
     return msgspec.structs.replace(
         config,
         endpoint=endpoint,
