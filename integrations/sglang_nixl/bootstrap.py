@@ -191,24 +191,37 @@ class _Handler(BaseHTTPRequestHandler):
     server: _Server
 
     def do_GET(self) -> None:
-        self._send(self.server.bootstrap.get(self.path, self.client_address[0]))
+        self._send(self.server.bootstrap.get(self.path, self.client_address[0]), last=self._has_body())
+
+    do_HEAD = do_GET
 
     def do_POST(self) -> None:
-        length = self.headers.get("Content-Length", "")
-        if not length.isdigit() or int(length) > MAX_BODY:
-            self.close_connection = True
-            self._send(Answer(411 if not length else 413, f"Content-Length {length!r}; at most {MAX_BODY}"))
-            return
-        self._send(self.server.bootstrap.post(self.path, self.rfile.read(int(length))))
+        length, *others = self.headers.get_all("Content-Length", [""])
+        if others or "Transfer-Encoding" in self.headers:
+            self._send(
+                Answer(400, "one Content-Length, and no Transfer-Encoding, has to say where the body ends"), last=True
+            )
+        elif not length.isdigit() or int(length) > MAX_BODY:
+            self._send(Answer(411 if not length else 413, f"Content-Length {length!r}; at most {MAX_BODY}"), last=True)
+        else:
+            self._send(self.server.bootstrap.post(self.path, self.rfile.read(int(length))))
 
     def log_message(self, format: str, *args: Any) -> None:
         """Health checks are not logged."""
 
-    def _send(self, answer: Answer) -> None:
+    def _has_body(self) -> bool:
+        """A body that is not read is not to be taken for the next request."""
+        return "Content-Length" in self.headers or "Transfer-Encoding" in self.headers
+
+    def _send(self, answer: Answer, *, last: bool = False) -> None:
+        """last: of the connection."""
         is_json = isinstance(answer.body, bytes)
         body = answer.body if isinstance(answer.body, bytes) else answer.body.encode()
         self.send_response(answer.status)
         self.send_header("Content-Type", "application/json" if is_json else "text/plain; charset=utf-8")
         self.send_header("Content-Length", str(len(body)))
+        if last:
+            self.send_header("Connection", "close")
         self.end_headers()
-        self.wfile.write(body)
+        if self.command != "HEAD":
+            self.wfile.write(body)

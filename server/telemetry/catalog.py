@@ -130,7 +130,7 @@ CONNECTIONS: tuple[MetricSpec, ...] = (
         "connections_closed_total",
         "counter",
         "Connections that this server has closed, by reason: shed (there were too many, and it was the oldest that was "
-        "idle or without a session), refused, ended, no_session, unread.",
+        "idle or without a session), refused, ended, no_session, unread, slow.",
         ("socket", "reason"),
         label_values.CLOSED,
     ),

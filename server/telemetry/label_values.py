@@ -60,7 +60,7 @@ HANDSHAKES = tuple(
     (socket, reason) for socket in ("control", "data") for reason in ("no_curve", "not_allowed", "wrong_server_key")
 )
 CLOSED = (
-    *(("http", reason) for reason in ("shed", "refused", "unread")),
+    *(("http", reason) for reason in ("shed", "refused", "unread", "slow")),
     *((socket, reason) for socket in ("control", "data") for reason in ("shed", "refused", "ended", "no_session")),
     *((socket, "unread") for socket in ("control", "data", "receiver")),
     *((socket, "shed") for socket in ("kv_events", "kv_events_replay", "stages")),

@@ -2,6 +2,7 @@
 
 import http.client
 import json
+import socket
 from collections.abc import Iterator
 
 import pytest
@@ -111,6 +112,56 @@ def test_a_connection_is_kept(server: tuple[Bootstrap, int]) -> None:
         connection.request("GET", route())
         assert connection.getresponse().read()
     connection.close()
+
+
+def raw(port: int, request: bytes) -> bytes:
+    """What comes until the server closes the connection."""
+    with socket.create_connection((HERE, port), timeout=5) as connection:
+        connection.sendall(request)
+        connection.shutdown(socket.SHUT_WR)
+        came = b""
+        while part := connection.recv(1 << 16):
+            came += part
+        return came
+
+
+INNER = b"GET /nothing HTTP/1.1\r\nHost: x\r\n\r\n"
+
+
+@pytest.mark.parametrize(
+    ("head", "status"),
+    [
+        (b"GET %s HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % (route().encode(), len(INNER)), b"200"),
+        (b"GET %s HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n" % route().encode(), b"200"),
+        (
+            b"POST /query_dp_ranks HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\nContent-Length: 0\r\n\r\n",
+            b"400",
+        ),
+        (b"POST /query_dp_ranks HTTP/1.1\r\nHost: x\r\nContent-Length: 0\r\nContent-Length: 9\r\n\r\n", b"400"),
+        (b"POST /query_dp_ranks HTTP/1.1\r\nHost: x\r\nContent-Length: +1\r\n\r\n", b"413"),
+    ],
+)
+def test_a_body_that_is_not_read_is_no_request(server: tuple[Bootstrap, int], head: bytes, status: bytes) -> None:
+    came = raw(server[1], head + INNER)
+    assert came.startswith(b"HTTP/1.1 " + status)
+    assert came.count(b"HTTP/1.1 ") == 1
+
+
+def test_head_is_get_without_a_body(server: tuple[Bootstrap, int]) -> None:
+    connection = http.client.HTTPConnection(HERE, server[1], timeout=5)
+    for method in ("HEAD", "GET"):
+        connection.request(method, route())
+        response = connection.getresponse()
+        body = response.read()
+        assert response.status == 200
+        assert response.headers["Content-Length"] == str(len(body) or int(response.headers["Content-Length"]))
+        assert bool(body) == (method == "GET")
+    connection.close()
+
+
+@pytest.mark.parametrize("path", ["/query_dp_ranks", "/register_dp_rank"])
+def test_a_body_that_nests_without_end_is_refused(server: tuple[Bootstrap, int], path: str) -> None:
+    assert ask(server[1], "POST", path, '{"x":' * 10_000)[0] == 400
 
 
 def test_an_address_that_is_taken_is_named(server: tuple[Bootstrap, int]) -> None:
