@@ -17,7 +17,7 @@ JSON = "application/json"
 EVENTS = "text/event-stream"
 HTML = "text/html; charset=utf-8"
 # Statuses of errors, by what a route does. All may answer 401 where there are keys, and 500.
-BODY_ERRORS = (400, 404, 408, 413, 503)  # of reading a body; 404 for another model
+BODY_ERRORS = (400, 404, 408, 413, 415, 503)  # of reading a body; 404 for another model
 WORK_ERRORS = (409, 429, 502, 503, 504)  # of computing a prompt
 GENERATION_ERRORS = (*BODY_ERRORS, *WORK_ERRORS)
 REASONS = {499: "Cancelled", 500: "The model's results are no numbers, or a mistake in the server; see its log"}
