@@ -1,16 +1,17 @@
 """An httpx transport whose requests may be cancelled at any moment without leaving a connection behind.
 
-    assigned to a connection ──► connected ──► head sent ──────► response
-    └─ cancelled here: goes on, and ends ─────►┘└─ cancelled here: closed at once
+    assigned to a connection ──► connected ──► head sent ──────► response ──► being closed ──► connection idle
+    └─ cancelled here: goes on, and ends ─────►┘└─ cancelled here: closed ────►┘└─ here: goes on ─►┘
 
-httpcore keeps a connection for ever when its request is cancelled between these first moments: it is then neither idle
-nor closed, and counts as one that is about to be used (https://github.com/encode/httpcore/issues/1093, seen in 1.0.9).
-Clients that leave are everyday life for a server that asks others, so what is cancelled there is let go on until its
-head would be sent.
+httpcore keeps a connection for ever when its request is cancelled in the first or in the last of these: it is then
+neither idle nor closed, and counts as one that is in use (https://github.com/encode/httpcore/issues/1093, seen in
+1.0.9). Clients that leave are everyday life for a server that asks others, so what is cancelled there is let go on, in
+a task of its own.
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from typing import Any
 
 import httpx
 
@@ -28,7 +29,7 @@ class CancellableTransport(httpx.AsyncBaseTransport):
 
     def __init__(self, inner: httpx.AsyncBaseTransport) -> None:
         self._inner = inner
-        self._ending: set[asyncio.Task[None]] = set()  # of requests that were cancelled
+        self._ending: set[asyncio.Task[None]] = set()  # closing responses, and requests that were cancelled
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
         """See httpx.AsyncBaseTransport."""
@@ -36,12 +37,13 @@ class CancellableTransport(httpx.AsyncBaseTransport):
         request.extensions = {**request.extensions, "trace": moment.saw}
         sending = asyncio.create_task(self._inner.handle_async_request(request))
         try:
-            return await asyncio.shield(sending)
+            response = await asyncio.shield(sending)
         except asyncio.CancelledError:
-            ending = asyncio.create_task(_end(sending, moment))
-            self._ending.add(ending)
-            ending.add_done_callback(self._ending.discard)
+            self._go_on(_end(sending, moment))
             raise
+        assert isinstance(response.stream, httpx.AsyncByteStream)
+        response.stream = _Body(response.stream, self._go_on)
+        return response
 
     async def aclose(self) -> None:
         """Close all connections, those that are being made included."""
@@ -49,6 +51,31 @@ class CancellableTransport(httpx.AsyncBaseTransport):
             ending.cancel()
         await asyncio.gather(*self._ending, return_exceptions=True)
         await self._inner.aclose()
+
+    def _go_on(self, ending: Coroutine[Any, Any, None]) -> "asyncio.Task[None]":
+        task = asyncio.create_task(ending)
+        self._ending.add(task)
+        task.add_done_callback(self._ending.discard)
+        return task
+
+
+class _Body(httpx.AsyncByteStream):
+    """The body of a response, which is closed to the end."""
+
+    def __init__(
+        self, inner: httpx.AsyncByteStream, go_on: Callable[[Coroutine[Any, Any, None]], "asyncio.Task[None]"]
+    ) -> None:
+        """go_on: runs a coroutine to its end."""
+        self._inner = inner
+        self._go_on = go_on
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        async for part in self._inner:
+            yield part
+
+    async def aclose(self) -> None:
+        """See httpx.AsyncByteStream."""
+        await asyncio.shield(self._go_on(self._inner.aclose()))
 
 
 class _Moment:

@@ -125,3 +125,21 @@ def test_the_callers_own_trace_is_told_everything() -> None:
 
     asyncio.run(run())
     assert {"connection.connect_tcp.started", HEAD, "http11.receive_response_headers.complete"} <= set(events)
+
+
+def test_a_response_that_is_cancelled_while_it_is_closed_gives_its_connection_back() -> None:
+    async def run() -> None:
+        async with site() as there, direct_async_client(timeout=10.0) as http:
+
+            async def saw(event: str, _info: object) -> None:
+                if event == "http11.response_closed.started":
+                    call.cancel()
+
+            call = asyncio.create_task(http.get(there.url, extensions={"trace": saw}))
+            with pytest.raises(asyncio.CancelledError):
+                await call
+            await asyncio.sleep(0.01)
+            assert (await http.get(there.url)).text == "ok"
+            assert there.accepted == 1, "it is used again"
+
+    asyncio.run(run())
