@@ -35,7 +35,7 @@ def operations(routers: Sequence[APIRouter]) -> Iterator[tuple[str, str, Operati
         for route in router.routes:
             assert isinstance(route, APIRoute)
             for method in sorted(route.methods or ()):
-                yield route.path, method.lower(), (route.openapi_extra or {})["operation"]
+                yield route.path_format, method.lower(), (route.openapi_extra or {})["operation"]
 
 
 def document(title: str, version: str, about: str, routers: Sequence[APIRouter], *, keys: bool) -> Schema:

@@ -3,7 +3,7 @@
 import hmac
 from collections.abc import Mapping, Sequence
 
-from starlette.routing import BaseRoute
+from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from headrace.core.runtime.clock import Clock
@@ -145,5 +145,5 @@ class RequestMetrics:
 
 
 def _template(route: BaseRoute | None) -> str:
-    """The path as the route declares it; "other" for unknown paths."""
-    return str(route.path) if route is not None and hasattr(route, "path") else "other"
+    """The path as the route declares it, with the names of its parameters; "other" for unknown paths."""
+    return route.path_format if isinstance(route, Route) else "other"

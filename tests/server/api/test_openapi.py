@@ -190,3 +190,12 @@ async def test_the_page_is_small_self_contained_and_open(tokenizer: Tokenizer) -
     assert not re.search(ELSEWHERE, page.text)
     assert not [sink for sink in (*HTML_SINKS, *STORES) if sink in page.text]
     assert "default-src 'none'" in page.headers["content-security-policy"]
+
+
+def test_paths_have_the_form_of_openapi() -> None:
+    """{name}, whatever the router calls a parameter that may have slashes; each is described."""
+    for path, methods in loaded()["paths"].items():
+        names = re.findall(r"{([^}]*)}", path)
+        assert all(name.isidentifier() for name in names), path
+        for operation in methods.values():
+            assert [each["name"] for each in operation.get("parameters", []) if each["in"] == "path"] == names
