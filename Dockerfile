@@ -64,6 +64,7 @@ STOPSIGNAL SIGTERM
 # of its client into the environment of every container.
 HEALTHCHECK --interval=10s --timeout=5s --start-period=120s --retries=3 \
     CMD ["python", "-c", "import urllib.request as u; u.build_opener(u.ProxyHandler({})).open('http://127.0.0.1:8000/health', timeout=4)"]
+# As PID 1 headrace is its own init: it passes signals on and reaps orphans.
 ENTRYPOINT ["headrace"]
 # Beyond loopback the server wants keys: set HEADRACE_API_KEY.
 CMD ["serve", "--host", "0.0.0.0", "--port", "8000"]
