@@ -11,8 +11,11 @@ started, or whose messages show that they have not registered here (forget()). B
 Source: CommonKVBootstrapServer and PrefillServerInfo of SGLang 0.5.23, sglang/srt/disaggregation/common/conn.py.
 """
 
+import socket
 import socketserver
 import threading
+from collections import Counter
+from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
@@ -27,7 +30,7 @@ RANK_NAMES = ("prefill_dp_rank", "prefill_cp_rank", "target_tp_rank", "target_pp
 SETUP = (-1, -1, -1, -1)
 OWN_RANK = (0, 0, 0, 0)
 MAX_BODY = 1 << 20
-MAX_CONNECTIONS = 256
+MAX_CONNECTIONS = 256  # beyond that the longest idle of the host with the most gives way to a new one
 IDLE_S = 60.0  # a connection without a request is closed after this; engines ask every 5 s
 MAX_ADDRESSES = 4096  # engines' addresses that are remembered
 
@@ -158,11 +161,20 @@ class BootstrapServer(threading.Thread):
 
 class _Server(ThreadingHTTPServer):
     daemon_threads = True
+    request_queue_size = 128
     bootstrap: Bootstrap
 
     def __init__(self, address: tuple[str, int], handler: type[BaseHTTPRequestHandler]) -> None:
-        self._free = threading.Semaphore(MAX_CONNECTIONS)
+        self._lock = threading.Lock()
+        self._open: dict[socket.socket, str] = {}  # hosts of the connections, the longest idle first
         super().__init__(address, handler)
+
+    def used(self, connection: socket.socket) -> None:
+        """A request has come on this connection."""
+        with self._lock:
+            host = self._open.pop(connection, None)
+            if host is not None:  # else it is being closed
+                self._open[connection] = host
 
     def server_bind(self) -> None:
         """Bind without looking up the host's name, which may take seconds."""
@@ -170,16 +182,24 @@ class _Server(ThreadingHTTPServer):
         self.server_name, self.server_port = self.server_address[:2]  # type: ignore[assignment]
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        if self._free.acquire(blocking=False):
-            super().process_request(request, client_address)
-        else:
-            self.shutdown_request(request)
+        with self._lock:
+            if len(self._open) >= MAX_CONNECTIONS:
+                self._end_one()
+            self._open[request] = client_address[0]
+        super().process_request(request, client_address)
 
-    def process_request_thread(self, request: Any, client_address: Any) -> None:
-        try:
-            super().process_request_thread(request, client_address)
-        finally:
-            self._free.release()
+    def shutdown_request(self, request: Any) -> None:
+        with self._lock:
+            self._open.pop(request, None)
+        super().shutdown_request(request)
+
+    def _end_one(self) -> None:
+        """End the longest idle connection of the host with the most: its thread finds it closed."""
+        (most, _), *_ = Counter(self._open.values()).most_common(1)
+        connection = next(one for one, host in self._open.items() if host == most)
+        del self._open[connection]
+        with suppress(OSError):  # the other end was faster
+            connection.shutdown(socket.SHUT_RDWR)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """A connection that broke is no error of this server."""
@@ -214,6 +234,7 @@ class _Handler(BaseHTTPRequestHandler):
         return "Content-Length" in self.headers or "Transfer-Encoding" in self.headers
 
     def _send(self, answer: Answer, *, last: bool = False) -> None:
+        self.server.used(self.connection)
         """last: of the connection."""
         is_json = isinstance(answer.body, bytes)
         body = answer.body if isinstance(answer.body, bytes) else answer.body.encode()

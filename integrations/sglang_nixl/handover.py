@@ -131,6 +131,10 @@ class KvHandover:
         """Rooms that are open, and counters."""
         return self.rooms.statistics()
 
+    def connections(self) -> Stats:
+        """Connections of decode ranks, by their state."""
+        return self.rooms.connections()
+
     def stop(self) -> None:
         """End all writing, and the threads. Every request that has no answer gets one."""
         self._bootstrap.stop()

@@ -22,6 +22,7 @@ class RoomLimits(msgspec.Struct, frozen=True, kw_only=True):
     forget_s: float = 60.0
     """How long a failed room is remembered for the side that has not come yet."""
     rooms: int = 4096
+    """That have not ended; as many that have are remembered."""
     ranks: int = 1024
     """Decode ranks that may be registered."""
 
@@ -101,6 +102,7 @@ class RoomRecord:
     loaded: Loaded | None = None
     acks: dict[Address, int] = field(default_factory=dict)  # ranks that aborted, and the generations that they named
     error: ErrorInfo | None = None  # why it will end, or has ended
+    host: str = ""  # of the decode engine that opened it, before its request had come; "" if that came first
 
     @property
     def complete(self) -> bool:

@@ -17,6 +17,7 @@ from typing import Any
 import zmq
 
 from headrace.core.runtime.clock import Clock, LoopClock, SystemClock
+from headrace.core.runtime.log_throttle import LogThrottle, printable
 from headrace.core.runtime.wakeup import Wakeup
 from headrace.core.stats import Sample, Stats
 from headrace.core.types.addresses import bracketed, url
@@ -38,6 +39,8 @@ from headrace.integrations.sglang_nixl.records import (
 from headrace.integrations.sglang_nixl.room_writes import RoomWrites
 from headrace.integrations.sglang_nixl.rooms import RoomTable
 from headrace.integrations.sglang_nixl.wire import MAX_FRAME, Abort, Address, Registration, RoomTarget, parse
+from headrace.transfer.sockets.connections import Connections
+from headrace.transfer.sockets.listener import NO_SESSION_S
 
 log = logging.getLogger(__name__)
 
@@ -81,7 +84,18 @@ class RoomThread(threading.Thread):
         self._submit, self._ended = submit, ended
         self._unregistered, self._is_allowed = unregistered, is_allowed
         self._context: Any = zmq.Context()
-        self._pull, self.port = _bind(self._context, host, port)
+        self._connections = Connections(
+            self._context, "sglang", has_session=lambda route: route in self._kept, max_age_s=NO_SESSION_S
+        )
+        self._ranks = limits.ranks
+        self._speakers: dict[Address, bytes] = {}  # the last connection of each registered rank, by its number
+        self._kept: frozenset[bytes] = frozenset()
+        try:
+            self._pull, self.port = _bind(self._context, host, port, self._connections)
+        except ConfigError:
+            self._connections.close()
+            raise
+        self._said = LogThrottle()
         self._pushes: OrderedDict[Address, Any] = OrderedDict()
         self._calls: queue.SimpleQueue[Callable[[float], None] | None] = queue.SimpleQueue()  # a few for each request
         self._wakeup = Wakeup()
@@ -108,6 +122,10 @@ class RoomThread(threading.Thread):
         """Rooms that are open, and counters."""
         return Stats((Sample("paused_seconds_total", self._clock.paused_s), *self._rooms.statistics().samples))
 
+    def connections(self) -> Stats:
+        """Open connections of decode ranks, and those that were closed here."""
+        return Stats(self._connections.statistics())
+
     def stop(self, timeout_s: float = 2.0) -> None:
         """End all writing and the thread; waits up to timeout_s for it."""
         self._call(None)
@@ -118,6 +136,8 @@ class RoomThread(threading.Thread):
         poller = zmq.Poller()
         poller.register(self._pull, zmq.POLLIN)
         poller.register(self._wakeup.fileno(), zmq.POLLIN)
+        for socket in self._connections.sockets():
+            poller.register(socket, zmq.POLLIN)
         try:
             while self._running:
                 self._wait(poller)
@@ -135,6 +155,7 @@ class RoomThread(threading.Thread):
                 self._ended(request, ErrorInfo(code="unavailable", message="the gateway has stopped", status=503))
             for push in self._pushes.values():
                 push.close()
+            self._connections.close()
             self._pull.close()
             self._wakeup.close()
             self._context.term()
@@ -145,7 +166,8 @@ class RoomThread(threading.Thread):
 
     def _wait(self, poller: Any) -> None:
         timeout = float(POLL_MS if self._writes else IDLE_MS)
-        deadline = self._rooms.next_deadline()
+        deadlines = [self._rooms.next_deadline(), self._connections.next_deadline()]
+        deadline = min((at for at in deadlines if at is not None), default=None)
         if deadline is not None:
             timeout = min(timeout, max(0.0, (deadline - self._clock.now()) * 1000 + 1))
         self._clock.wait(timeout / 1000)
@@ -163,21 +185,22 @@ class RoomThread(threading.Thread):
                     self._apply_effects()
 
     def _take_messages(self) -> None:
+        self._connections.receive(self._clock.now())
         for _ in range(TURN_MESSAGES):
             try:
-                frames = self._pull.recv_multipart(zmq.NOBLOCK)
+                frames = self._pull.recv_multipart(zmq.NOBLOCK, copy=False)
             except zmq.Again:
                 return
             try:
-                self._take(parse(frames))
+                self._take(parse([frame.bytes for frame in frames]), frames[-1])
             except ValueError as error:
-                log.warning("a message of a decode engine was dropped: %s", error)
+                self._warn("a message of a decode engine was dropped: %s", error)
             self._apply_effects()
 
-    def _take(self, message: Registration | RoomTarget | Abort) -> None:
+    def _take(self, message: Registration | RoomTarget | Abort, frame: zmq.Frame) -> None:
         now = self._clock.now()
         if message.address is not None and not self._is_allowed(message.address.host):
-            log.warning("a message that names %s, which is no decode engine's, was dropped", message.address.host)
+            self._warn("a message that names %s, which is no decode engine's, was dropped", message.address.host)
             return
         match message:
             case Registration():
@@ -188,6 +211,24 @@ class RoomThread(threading.Thread):
                 if not self._rooms.is_registered(message.agent):
                     self._unregistered(message.address.host)
                 self._rooms.target(message, now)
+        if message.address is not None and self._rooms.is_rank(message.address):
+            self._note_speaker(message.address, frame)
+
+    def _note_speaker(self, address: Address, frame: zmq.Frame) -> None:
+        """Keep the connection of a registered rank, one for each, among those that are closed when there are many."""
+        connection = self._connections.of(frame)
+        if connection is None or self._speakers.get(address) == b"%d" % connection.number:
+            return
+        self._speakers.pop(address, None)
+        self._speakers[address] = route = b"%d" % connection.number
+        if len(self._speakers) > self._ranks:
+            del self._speakers[next(iter(self._speakers))]
+        self._connections.note(route, frame)
+        self._kept = frozenset(self._speakers.values())
+
+    def _warn(self, message: str, what: object) -> None:
+        if self._said.due(message, self._clock.now()):
+            log.warning(message, printable(str(what)))
 
     def _register(self, message: Registration, now: float) -> None:
         wrong = self._rooms.register(message, now)
@@ -217,23 +258,41 @@ class RoomThread(threading.Thread):
                 self._submit(effect)
 
     def _tell(self, address: Address, frames: tuple[bytes, ...]) -> None:
-        """Queue a message to a decode rank. One that is gone gets none."""
+        """Queue a message to a decode rank. One that is gone, or cannot be reached, gets none."""
         push = self._pushes.pop(address, None)
-        if push is None:
-            push = self._context.socket(zmq.PUSH)
-            push.setsockopt(zmq.IPV6, 1)
-            push.setsockopt(zmq.LINGER, 0)
-            push.setsockopt(zmq.SNDHWM, QUEUED)
-            push.connect(url("tcp", address.host, address.port))
+        try:
+            if push is None:
+                push = _connect(self._context, address)
+            push.send_multipart(frames, zmq.NOBLOCK)
+        except zmq.Again:
+            pass
+        except zmq.ZMQError as error:  # no descriptor is left, or the address is none of a network here
+            self._warn("a decode engine is not told: %s", f"{address.host}:{address.port}: {error.strerror}")
+            if push is not None:
+                push.close()
+            return
         self._pushes[address] = push
         if len(self._pushes) > MAX_SOCKETS:
             self._pushes.popitem(last=False)[1].close()
-        with contextlib.suppress(zmq.Again):
-            push.send_multipart(frames, zmq.NOBLOCK)
 
 
-def _bind(context: Any, host: str, port: int) -> tuple[Any, int]:
+def _connect(context: Any, address: Address) -> Any:
+    """Raises ZMQError."""
+    push = context.socket(zmq.PUSH)
+    push.setsockopt(zmq.IPV6, 1)
+    push.setsockopt(zmq.LINGER, 0)
+    push.setsockopt(zmq.SNDHWM, QUEUED)
+    try:
+        push.connect(url("tcp", address.host, address.port))
+    except zmq.ZMQError:
+        push.close()
+        raise
+    return push
+
+
+def _bind(context: Any, host: str, port: int, connections: Connections) -> tuple[Any, int]:
     pull = context.socket(zmq.PULL)
+    connections.watch(pull)
     pull.setsockopt(zmq.IPV6, 1)
     pull.setsockopt(zmq.LINGER, 0)
     pull.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME)

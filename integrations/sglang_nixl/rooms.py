@@ -11,7 +11,7 @@ again.
 """
 
 import math
-from collections import deque
+from collections import Counter, deque
 
 from headrace.core.stats import Counters, Sample, Stats
 from headrace.core.types.errors import CANCELLED, NO_PEER, PEER_GONE, QUEUE_FULL, ErrorInfo
@@ -54,7 +54,9 @@ class RoomTable:
         self._geometry = geometry
         self._limits = limits
         self._rooms: dict[int, RoomRecord] = {}
-        self._by_load: dict[str, RoomRecord] = {}
+        self._by_load: dict[str, RoomRecord] = {}  # those that have not ended
+        self._ended: dict[int, None] = {}  # numbers of those that have, and of which one side knows nothing yet
+        self._early: dict[str, dict[int, RoomRecord]] = {}  # waiting for their request, by the host that opened them
         self._ranks: dict[str, DecodeRank | str] = {}  # by agent; a text: why it is not served
         self._addresses: dict[Address, str] = {}  # agents by their ranks' addresses
         self._serials = 0
@@ -70,6 +72,10 @@ class RoomTable:
     def is_registered(self, agent: str) -> bool:
         """Whether a decode rank with this agent has registered, fit or not."""
         return agent in self._ranks
+
+    def is_rank(self, address: Address) -> bool:
+        """Whether a decode rank with this address has registered."""
+        return address in self._addresses
 
     def rank(self, agent: str) -> DecodeRank | None:
         """The decode rank with this agent, if it has registered and fits."""
@@ -92,7 +98,7 @@ class RoomTable:
             return known if isinstance(known, str) else ""
         replaced = self._addresses.get(registration.address)  # by a process that was started after it
         if replaced is None and len(self._ranks) >= self._limits.ranks:
-            replaced = next(iter(self._ranks))
+            replaced = self._oldest_rank()
         if replaced is not None:
             self._forget_rank(replaced, now)
         try:
@@ -118,6 +124,7 @@ class RoomTable:
             self._forget_if_known(room)
         else:
             room.request = request
+            self._not_early(room)
 
     def hold(self, request: str, number: int, held: Held, now: float) -> None:
         """A prefill server holds the KV for a request. That of a room that has ended is released."""
@@ -139,7 +146,7 @@ class RoomTable:
 
     def target(self, target: RoomTarget, now: float) -> None:
         """A decode rank tells where it wants a room's KV."""
-        room = self._room(target.room, now)
+        room = self._room(target.room, now, target.address.host)
         if room is None:
             self._refuse(target, f"{self._limits.rooms} rooms are open")
         elif room.phase is RoomPhase.ENDED:
@@ -165,8 +172,9 @@ class RoomTable:
         room = self._rooms.get(abort.room)
         if room is None or room.phase is RoomPhase.ENDED:
             self._acknowledge(abort.room, abort.address, abort.generation)
-            if room is None and (room := self._room(abort.room, now)) is not None:  # its request is still to come
-                self._end(room, _aborted(), now)
+            if room is None:  # its request is still to come
+                self._counters.add("rooms_ended_total", labels=("aborted",))
+                self._remember(RoomRecord(abort.room, "", now + self._limits.forget_s, RoomPhase.ENDED), _aborted())
             return
         addresses = [target.address for target in room.targets.values()]
         if room.complete and abort.address is not None and abort.address not in addresses:
@@ -215,7 +223,7 @@ class RoomTable:
         """End what has passed its deadline."""
         for room in [room for room in self._rooms.values() if room.deadline <= now]:
             if room.phase is RoomPhase.ENDED:
-                del self._rooms[room.number]
+                self._forget(room)
             elif room.writing:
                 self.effects.append(StopWrites(tuple(room.targets)))
                 message = f"writing to the decode engine has not ended within {self._limits.write_s:g} s"
@@ -230,13 +238,44 @@ class RoomTable:
         soonest = min((room.deadline for room in self._rooms.values()), default=math.inf)
         return None if soonest == math.inf else soonest
 
-    def _room(self, number: int, now: float) -> RoomRecord | None:
-        """The room of this number, made if necessary; None when there are too many."""
+    def _room(self, number: int, now: float, host: str = "") -> RoomRecord | None:
+        """The room of this number, made if necessary. host: of the decode engine that asks for it, "" for a request.
+        None when there are too many. Those that wait for their request give way: the oldest of the host with the most,
+        so that one that opens rooms without end has them from itself."""
         room = self._rooms.get(number)
-        if room is None and len(self._rooms) < self._limits.rooms:
-            room = RoomRecord(number, self._load_id(number), now + self._limits.bootstrap_s)
-            self._rooms[number] = self._by_load[room.load] = room
+        if room is not None:
+            return room
+        if len(self._by_load) >= self._limits.rooms:
+            if not self._early:
+                return None
+            most = max(self._early, key=lambda one: len(self._early[one]) + (one == host))
+            oldest = next(iter(self._early[most].values()))
+            message = f"{self._limits.rooms} rooms are open, and this one has had no request for the longest time"
+            self._end(oldest, ErrorInfo(code=QUEUE_FULL, message=message, status=429), now)
+        room = RoomRecord(number, self._load_id(number), now + self._limits.bootstrap_s, host=host)
+        self._rooms[number] = self._by_load[room.load] = room
+        if host:
+            self._early.setdefault(host, {})[number] = room
         return room
+
+    def _not_early(self, room: RoomRecord) -> None:
+        """Its request has come, or it has ended."""
+        rooms = self._early.get(room.host, {})
+        if rooms.pop(room.number, None) is not None and not rooms:
+            del self._early[room.host]
+
+    def _remember(self, room: RoomRecord, error: ErrorInfo) -> None:
+        """Keep how a room has ended for the side that has not come yet. It takes no open room's place; of too many the
+        oldest is forgotten."""
+        room.error = error
+        self._rooms[room.number] = room
+        self._ended[room.number] = None
+        if len(self._ended) > self._limits.rooms:
+            self._forget(self._rooms[next(iter(self._ended))])
+
+    def _forget(self, room: RoomRecord) -> None:
+        del self._rooms[room.number]
+        self._ended.pop(room.number, None)
 
     def _load_id(self, number: int) -> str:
         self._serials += 1
@@ -302,17 +341,19 @@ class RoomTable:
         if error is None and room.loaded is not None:
             self._counters.add("tokens_written_total", room.loaded.count)
         del self._by_load[room.load]
-        room.phase, room.error, room.deadline = RoomPhase.ENDED, error, now + self._limits.forget_s
+        self._not_early(room)
+        room.phase, room.deadline = RoomPhase.ENDED, now + self._limits.forget_s
         room.held = room.loaded = None
         if error is None:
-            del self._rooms[room.number]
+            self._forget(room)
         else:
+            self._remember(room, error)
             self._forget_if_known(room)
 
     def _forget_if_known(self, room: RoomRecord) -> None:
         """Remove a room that has ended once both sides have come."""
         if room.request and room.complete:
-            del self._rooms[room.number]
+            self._forget(room)
 
     def _refuse(self, target: RoomTarget, reason: str) -> None:
         self.effects.append(Tell(target.address, tuple(kv_status(target.room, reason))))
@@ -320,6 +361,11 @@ class RoomTable:
     def _acknowledge(self, number: int, address: Address | None, generation: int | None) -> None:
         if address is not None and generation is not None:
             self.effects.append(Tell(address, tuple(abort_ack(number, generation))))
+
+    def _oldest_rank(self) -> str:
+        """The one that gives way to another: the oldest of the host with the most."""
+        (host, _), *_ = Counter(address.host for address in self._addresses).most_common(1)
+        return next(agent for address, agent in self._addresses.items() if address.host == host)
 
     def _forget_rank(self, agent: str, now: float) -> None:
         """Forget a decode rank that was replaced: its process is gone."""

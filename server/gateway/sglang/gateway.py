@@ -152,7 +152,7 @@ class SglangGateway(BaseGateway):
         up = Sample("prefill_servers_up", len(self._prefills.up()))
         found = [self.front_metrics.statistics(), self._metrics.statistics(), Stats((up,))]
         if self._handover is not None:
-            found.append(with_prefix(self._handover.statistics()))
+            found += [with_prefix(self._handover.statistics()), self._handover.connections()]
         return in_catalog(found)
 
     async def stop(self) -> None:

@@ -4,6 +4,7 @@ import http.client
 import json
 import socket
 from collections.abc import Iterator
+from contextlib import ExitStack
 
 import pytest
 
@@ -162,6 +163,38 @@ def test_head_is_get_without_a_body(server: tuple[Bootstrap, int]) -> None:
 @pytest.mark.parametrize("path", ["/query_dp_ranks", "/register_dp_rank"])
 def test_a_body_that_nests_without_end_is_refused(server: tuple[Bootstrap, int], path: str) -> None:
     assert ask(server[1], "POST", path, '{"x":' * 10_000)[0] == 400
+
+
+def test_idle_connections_give_way_to_new_ones(server: tuple[Bootstrap, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The longest idle goes first, so that a connection that is used stays."""
+    monkeypatch.setattr("headrace.integrations.sglang_nixl.bootstrap.MAX_CONNECTIONS", 8)
+    used = http.client.HTTPConnection(HERE, server[1], timeout=5)
+    with ExitStack() as idle:
+        for _ in range(20):
+            used.request("GET", route())
+            assert used.getresponse().read(), "it was not closed"
+            connection = idle.enter_context(socket.create_connection((HERE, server[1]), timeout=5))
+            connection.sendall(b"GET /health HTTP/1.1\r\n")  # and no more
+        assert ask(server[1], "GET", route())[0] == 200
+    used.close()
+
+
+def test_a_host_with_many_connections_takes_none_of_another(
+    server: tuple[Bootstrap, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("headrace.integrations.sglang_nixl.bootstrap.MAX_CONNECTIONS", 8)
+    other = http.client.HTTPConnection(HERE, server[1], timeout=5, source_address=("127.0.0.2", 0))
+    other.request("GET", route())
+    assert other.getresponse().read()
+    socket_of_other = other.sock
+    with ExitStack() as idle:
+        for _ in range(20):
+            idle.enter_context(socket.create_connection((HERE, server[1]), timeout=5))
+        assert ask(server[1], "GET", route())[0] == 200
+        other.request("GET", route())
+        assert other.getresponse().read()
+        assert other.sock is socket_of_other, "on the same connection"
+    other.close()
 
 
 def test_an_address_that_is_taken_is_named(server: tuple[Bootstrap, int]) -> None:

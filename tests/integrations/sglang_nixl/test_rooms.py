@@ -1,5 +1,6 @@
 """Rooms one at a time: both orders of the two sides, aborts at every moment, what never ends, what does not fit."""
 
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -277,13 +278,63 @@ def test_a_room_that_two_requests_of_an_engine_have_ends_for_both() -> None:
 def test_rooms_and_ranks_are_bounded() -> None:
     bench = Bench(msgspec.structs.replace(LIMITS, rooms=2, ranks=2))
     bench.register()
-    bench.target(1)
-    bench.target(2)
+    for number in (1, 2):
+        bench.target(number)
+        bench.expect(number, f"r{number}")
     assert told(bench.target(3))[0][1] == [b"KV_STATUS", b"3", b"0", b"0", b"2 rooms are open"]
     assert ended(bench.expect(4)) == [("r", "queue_full", 429)]
     for number in range(5):
         bench.register(agent=f"a{number}", port=7010 + number)
     assert [bench.table.is_registered(f"a{number}") for number in range(5)] == [False, False, False, True, True]
+
+
+FLOODS: dict[str, Callable[[Bench, int], Any]] = {
+    "aborts": lambda bench, number: bench.abort(number),
+    "rooms of engines that have not registered": lambda bench, number: bench.target(number, agent="nobody"),
+    "rooms": lambda bench, number: bench.target(number),
+}
+
+
+@pytest.mark.parametrize("flood", FLOODS)
+def test_rooms_without_a_request_keep_no_request_out(flood: str) -> None:
+    """Whoever reaches the port can send these, and name an engine's address in them."""
+    bench = Bench(msgspec.structs.replace(LIMITS, rooms=3))
+    bench.register()
+    for number in range(100, 200):
+        FLOODS[flood](bench, number)
+    assert len(bench.table._rooms) <= 2 * 3, "what is remembered is bounded, too"
+    for number in range(3):
+        assert ended(bench.expect(number, f"r{number}")) == []
+    assert ended(bench.expect(3, "one more")) == [("one more", "queue_full", 429)]
+    bench.wait(1000)  # they end
+    bench.wait(1000)  # and are forgotten
+    assert (len(bench.table), bench.table._rooms, bench.table._early, bench.table._ended) == (0, {}, {}, {})
+
+
+def test_a_host_that_opens_rooms_without_end_has_them_from_itself() -> None:
+    bench = Bench(msgspec.structs.replace(LIMITS, rooms=4))
+    bench.register()
+    bench.register(agent="greedy", host="127.0.0.2", port=7002)
+    bench.target(1)
+    bench.target(2)
+    for number in range(100, 200):
+        bench.target(number, agent="greedy", host="127.0.0.2", port=7002)
+    assert ended(bench.expect(1, "a")) == ended(bench.expect(2, "b")) == []
+    assert isinstance(bench.hold(1, "a")[-1], LoadKv), "its engine's room has stayed"
+    assert [len(rooms) for rooms in bench.table._early.values()] == [2]
+
+
+def test_a_host_that_registers_ranks_without_end_replaces_its_own() -> None:
+    bench = Bench(msgspec.structs.replace(LIMITS, ranks=3))
+    bench.register(agent="honest", port=7001)
+    for number in range(20):
+        bench.register(agent=f"greedy-{number}", host="127.0.0.2", port=8000 + number)
+    assert [bench.table.is_registered(name) for name in ("honest", "greedy-17", "greedy-18", "greedy-19")] == [
+        True,
+        False,
+        True,
+        True,
+    ]
 
 
 def test_counters() -> None:
