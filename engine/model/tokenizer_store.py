@@ -16,6 +16,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 
 import msgspec
@@ -29,7 +30,7 @@ from headrace.engine.model.source import ModelSource, eos_token_ids, read_json, 
 
 log = logging.getLogger(__name__)
 
-FORMAT = 3  # version of the files; those of other versions are not read
+FORMAT = 4  # version of the files; those of other versions are not read
 UNUSABLE_MODEL = 2  # exit status of a conversion that failed because of the model
 NOT_WRITTEN = 3  # exit status of a conversion whose result cannot be written
 CHECKSUM_BYTES = 8  # xxh3 of a record, before it
@@ -37,7 +38,10 @@ TOKENIZER_CONFIG = "tokenizer_config.json"
 TEMPLATE: Kind[str | list[dict[str, str]]] = Kind(
     str | list[dict[str, str]], "a text or a list of objects with name and template"
 )
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
+TEXT: Kind[str] = Kind(str, "a text")
+PROCESSOR_TEMPLATE = "chat_template.json"
+SENTENCEPIECE = "tokenizer.model"
+TOKENIZER_FILES = ("tokenizer.json", SENTENCEPIECE, "vocab.json")
 
 
 class TokenizerRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -129,7 +133,14 @@ def _convert_in_child(source: ModelSource, path: Path) -> None:
     command = module_command("headrace.engine.model.tokenizer_store", str(os.getpid()), str(source.path), str(path))
     # A session of its own: Ctrl-C in a terminal is for the server.
     child = subprocess.run(
-        command, capture_output=True, text=True, errors="replace", check=False, start_new_session=True
+        command,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        errors="replace",
+        check=False,
+        start_new_session=True,
+        env={**os.environ, "HF_HUB_OFFLINE": "1"},  # all files are here; none that they name elsewhere is fetched
     )
     if child.returncode == NOT_WRITTEN:
         raise _NotWritten(child.stderr.strip().splitlines()[-1])
@@ -153,15 +164,17 @@ def convert(source: ModelSource) -> TokenizerRecord:
             # AutoTokenizer would first parse the whole file in Python to learn which class to take.
             fast = PreTrainedTokenizerFast.from_pretrained(source.path.parent, gguf_file=source.path.name)
         else:
-            fast = AutoTokenizer.from_pretrained(source.path)
+            fast = AutoTokenizer.from_pretrained(source.path, trust_remote_code=False)
     except Exception as error:  # malformed files raise all kinds of exceptions in transformers and tokenizers
+        if "trust_remote_code" in str(error):
+            raise ConfigError("it needs code of the model folder (auto_map), which is never run") from error
         raise ConfigError(f"{type(error).__name__}: {error}") from error
     if not fast.is_fast:
         raise ConfigError("only fast tokenizers (tokenizer.json, or a GGUF file's) are supported")
     backend = fast.backend_tokenizer
     backend.no_truncation()  # a prompt that is too long is refused, not cut
     backend.no_padding()
-    template = fast.chat_template
+    template = fast.chat_template or _processor_template(source)
     own = () if fast.eos_token_id is None else (int(fast.eos_token_id),)
     return TokenizerRecord(
         backend=backend.to_str(),
@@ -172,8 +185,24 @@ def convert(source: ModelSource) -> TokenizerRecord:
     )
 
 
+def _processor_template(source: ModelSource) -> str | None:
+    """The chat template that older folders of models with images keep with their processor."""
+    path = source.path / PROCESSOR_TEMPLATE
+    if source.kind != "hf" or not path.is_file():
+        return None
+    return Fields(PROCESSOR_TEMPLATE, read_json(path)).optional("chat_template", TEXT)
+
+
 def _check_files(source: ModelSource) -> None:
     """Raises ConfigError for files whose mistakes transformers would pass on, or name badly."""
+    there = [name for name in TOKENIZER_FILES if source.kind == "hf" and (source.path / name).is_file()]
+    if there == [SENTENCEPIECE]:
+        with (source.path / SENTENCEPIECE).open("rb") as file:
+            needs = file.read(1) == b"\n" and find_spec("sentencepiece") is None  # a file of tiktoken is text
+        if needs:
+            raise ConfigError(
+                f"its only tokenizer is {SENTENCEPIECE}, which takes a package to read: pip install sentencepiece"
+            )
     for name in ("tokenizer.json", TOKENIZER_CONFIG):
         if source.kind == "hf" and (source.path / name).is_file():
             fields = Fields(name, read_json(source.path / name))

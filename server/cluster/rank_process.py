@@ -23,7 +23,7 @@ class RankProcess:
         """Run `headrace stage` until it exits. environment: variables besides those of the worker. Returns its exit
         status."""
         command = module_command("headrace.server.cli", "stage", *arguments)
-        self._process = subprocess.Popen(command, env={**os.environ, **environment})
+        self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, env={**os.environ, **environment})
         return self._process.wait()
 
     def stop(self) -> None:

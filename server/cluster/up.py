@@ -69,7 +69,7 @@ class _Up:
         self._server = await asyncio.create_subprocess_exec(
             *module_command("headrace.server.cli", "serve", *self._serve_flags),
             "--stages", "external", "--stage-host", self._host, "--stage-port", str(self._port),
-            env=self._environment, start_new_session=True,
+            stdin=asyncio.subprocess.DEVNULL, env=self._environment, start_new_session=True,
         )  # fmt: skip
         for number in ending():
             loop.add_signal_handler(number, self._signalled, number)

@@ -34,6 +34,7 @@ class LocalServer:
         self._output = tempfile.TemporaryFile()  # noqa: SIM115 - closed in close()
         self.process = subprocess.Popen(
             module_command("headrace.server.cli", command, "--port", str(self.port), *flags),
+            stdin=subprocess.DEVNULL,
             stdout=self._output,
             stderr=subprocess.STDOUT,
             env={name: value for name, value in os.environ.items() if name not in KEY_VARIABLES},

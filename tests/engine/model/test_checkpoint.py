@@ -123,6 +123,13 @@ def test_eos_ids_come_from_the_generation_config_first(tmp_path: Path) -> None:
     assert eos_token_ids(source) == (2, 9)
 
 
+def test_eos_ids_of_models_of_several_kinds_of_input_are_those_of_their_text(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"text_config": {"eos_token_id": [1, 106]}}')
+    assert eos_token_ids(ModelSource("hf", tmp_path)) == (1, 106)
+    (tmp_path / "config.json").write_text('{"eos_token_id": 5, "text_config": {"eos_token_id": [1, 106]}}')
+    assert eos_token_ids(ModelSource("hf", tmp_path)) == (5,)
+
+
 @pytest.mark.cpu_kind
 @pytest.mark.parametrize("name", ["llama", "qwen2-yarn"])
 def test_fingerprint_is_of_the_model_not_of_its_files(saved: Models, tmp_path: Path, name: str) -> None:

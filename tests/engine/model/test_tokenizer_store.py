@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -211,6 +212,64 @@ def test_models_without_a_usable_tokenizer_are_refused(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(ConfigError, match="no tokenizer could be loaded"):
         load_record(source, "")
+
+
+def with_code(folder: Path) -> Path:
+    """A model folder whose tokenizer is a class of its own; the file that is written when that runs."""
+    mark = folder / "executed"
+    classes = {"AutoTokenizer": ["code.Own", "code.Own"], "AutoConfig": "code.Config"}
+    (folder / "config.json").write_text(json.dumps({"model_type": "llama", "auto_map": classes}))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "Own", "auto_map": classes}))
+    (folder / "code.py").write_text(f"open({str(mark)!r}, 'w')\nOwn = Config = object\n")
+    return mark
+
+
+def test_code_of_a_model_folder_is_not_run_and_nobody_is_asked(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    mark = with_code(folder)
+    monkeypatch.setenv("HF_HOME", str(folder / "home"))
+    program = f"""
+from headrace.core.types.errors import ConfigError
+from headrace.engine.model.source import resolve_source
+from headrace.engine.model.tokenizer_store import load_record
+try:
+    load_record(resolve_source({str(folder)!r}), "")
+except ConfigError as error:
+    print(error)
+"""
+    child = subprocess.run([sys.executable, "-c", program], input="y\n" * 9, capture_output=True, text=True, check=True)
+    assert "it needs code of the model folder (auto_map), which is never run" in child.stdout
+    assert "y/N" not in child.stdout + child.stderr
+    assert not mark.exists()
+    with pytest.raises(ConfigError, match="which is never run"):
+        convert(resolve_source(str(folder)))
+
+
+def test_code_that_is_not_needed_is_no_hindrance(folder: Path) -> None:
+    """Models of known families often carry a copy of their class."""
+    mark = with_code(folder)
+    (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"}))
+    assert load_record(resolve_source(str(folder)), "").backend
+    assert not mark.exists()
+
+
+def test_a_folder_with_a_sentencepiece_model_alone_says_what_to_install(tmp_path: Path) -> None:
+    if find_spec("sentencepiece") is not None:
+        pytest.skip("sentencepiece is installed")
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    (tmp_path / "tokenizer.model").write_bytes(b"\n\x0e\n\x05<unk>\x15\0\0\0\0\x18\x02")
+    with pytest.raises(ConfigError, match=r"its only tokenizer is tokenizer\.model, .*: pip install sentencepiece"):
+        load_record(resolve_source(str(tmp_path)), "")
+
+
+def test_the_template_of_a_processor_is_read_where_there_is_no_other(folder: Path) -> None:
+    (folder / "chat_template.json").write_text(json.dumps({"chat_template": TEMPLATES["loop"]}))
+    assert convert(resolve_source(str(folder))).chat_template == TEMPLATES["loop"]
+    (folder / "chat_template.jinja").write_text(TEMPLATES["json"])
+    assert convert(resolve_source(str(folder))).chat_template == TEMPLATES["json"]
+    (folder / "chat_template.jinja").unlink()
+    (folder / "chat_template.json").write_text('{"chat_template": 5}')
+    with pytest.raises(ConfigError, match=r"chat_template\.json: 'chat_template' has to be a text, got 5"):
+        convert(resolve_source(str(folder)))
 
 
 def test_neither_front_end_nor_scheduler_loads_torch_or_transformers() -> None:
