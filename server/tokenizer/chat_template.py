@@ -1,6 +1,6 @@
 """Chat templates of models, rendered as transformers renders them, which is the environment that they are written for.
 
-Templates come with models, so they run in Jinja's sandbox. The tests compare with transformers.
+Templates come with models, so they run in Jinja's sandbox, within limits. The tests compare with transformers.
 """
 
 import json
@@ -14,7 +14,21 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.nodes import CallBlock, Name, Node
 from jinja2.parser import Parser
 from jinja2.runtime import Macro
-from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from headrace.server.tokenizer.template_limits import LimitedEnvironment
+
+REFUSALS = (
+    jinja2.TemplateError,
+    TypeError,
+    LookupError,
+    ValueError,
+    AttributeError,
+    ArithmeticError,
+    NameError,  # Jinja compiles 1e400 to inf
+    RecursionError,
+    MemoryError,
+)
+"""What rendering raises for messages that a template does not take."""
 
 
 class ChatTemplate:
@@ -29,16 +43,17 @@ class ChatTemplate:
         """The text of a conversation up to where the assistant's answer begins. tools: functions that it may call, as
         OpenAI's API has them.
 
-        Raises jinja2.TemplateError, and TypeError, KeyError, ValueError or AttributeError for values that the template
-        does not expect.
+        Raises jinja2.TemplateError, and what the template's own expressions raise for values that it does not expect:
+        see REFUSALS.
         """
-        return self._compiled.render(
-            messages=list(messages),
-            tools=list(tools) or None,
-            documents=None,
-            add_generation_prompt=True,
+        variables = {
+            "messages": list(messages),
+            "tools": list(tools) or None,
+            "documents": None,
+            "add_generation_prompt": True,
             **self._tokens,
-        )
+        }
+        return self._environment.render_limited(self._compiled, variables)
 
     def check(self) -> None:
         """Raises jinja2.TemplateError for a source that cannot be compiled."""
@@ -51,14 +66,12 @@ class ChatTemplate:
 
     @cached_property
     def _compiled(self) -> jinja2.Template:
-        return self._environment.from_string(self.source)
+        return self._environment.limited_template(self.source)
 
     @cached_property
-    def _environment(self) -> jinja2.Environment:
-        environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
-        )
-        environment.filters["tojson"] = _to_json
+    def _environment(self) -> LimitedEnvironment:
+        environment = LimitedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols])
+        environment.limit_filters({"tojson": _to_json})
         environment.globals |= {"raise_exception": _raise, "strftime_now": _strftime_now}
         return environment
 

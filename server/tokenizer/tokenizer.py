@@ -22,7 +22,7 @@ from headrace.server.tokenizer.byte_fallback import (
     decodes_byte_tokens,
     with_whole_characters,
 )
-from headrace.server.tokenizer.chat_template import ChatTemplate
+from headrace.server.tokenizer.chat_template import REFUSALS, ChatTemplate
 from headrace.server.tokenizer.detokenizer import TokenDecoder
 from headrace.server.tokenizer.token_length import TokenBound, length_bound
 
@@ -81,7 +81,7 @@ class Tokenizer:
             raise invalid(field, "this model has no chat template: send a prompt instead", code="no_chat_template")
         try:
             text = template.render(messages, tools)
-        except (jinja2.TemplateError, TypeError, KeyError, ValueError, AttributeError, RecursionError) as error:
+        except REFUSALS as error:
             message = f"the model's chat template refuses these messages: {shown(str(error), 300)}"
             raise invalid(field, message) from error
         return self._ids(text, limit, field, special=False)
@@ -240,12 +240,26 @@ def load_tokenizer(model: str, cache_dir: str, template_file: str = "") -> Token
         record = load_record(source, cache_dir)
         sources = (record.chat_template, record.tool_template)
     names = record.special_tokens if record else {}
-    template, tool_template = (ChatTemplate(text, names) if text else None for text in sources)
     if template_file:
-        template, tool_template = _template_in(template_file, names), None
+        given: list[ChatTemplate | None] = [_template_in(template_file, names), None]
+    else:
+        given = [_template_of(source.path, text, names) if text else None for text in sources]
+    template, tool_template = given
     if record is None:
         return Tokenizer(stub_tokenizer(model), (END,), template, tool_template)
     return Tokenizer(tokenizers.Tokenizer.from_str(record.backend), record.eos_ids, template, tool_template)
+
+
+def _template_of(model: Path, text: str, tokens: Mapping[str, str]) -> ChatTemplate:
+    template = ChatTemplate(text, tokens)
+    try:
+        template.check()
+    except jinja2.TemplateError as error:
+        raise ConfigError(
+            f"the chat template of {model} cannot be used: {shown(str(error), 300)}; another one is given by "
+            "--chat-template FILE"
+        ) from error
+    return template
 
 
 def _template_in(path: str, tokens: Mapping[str, str]) -> ChatTemplate:
