@@ -186,18 +186,21 @@ def test_nothing_ok_has_a_status(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert "the first request failed: 503 not_ready: loading" in err
 
 
-def test_ctrl_c_prints_what_was_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("signalled", [signal.SIGINT, signal.SIGHUP, signal.SIGTERM])
+def test_a_signal_prints_what_was_measured(
+    signalled: signal.Signals, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     async def reply(number: int, _body: dict[str, Any], writer: asyncio.StreamWriter) -> None:
         if number == 3:
-            os.kill(os.getpid(), signal.SIGINT)
+            os.kill(os.getpid(), signalled)
             await asyncio.Event().wait()
         writer.write(WHOLE)
 
-    before = signal.getsignal(signal.SIGINT)
+    before = signal.getsignal(signalled)
     with serving(EventServer(reply)) as server:
         flags = ("--num-prompts", "10", "--max-concurrency", "1", "--timeout", "60")
-        found = bench(server, tmp_path, *flags, status=cli.INTERRUPTED)
-    assert signal.getsignal(signal.SIGINT) == before
+        found = bench(server, tmp_path, *flags, status=128 + signalled)
+    assert signal.getsignal(signalled) == before
     assert found["interrupted"]
     assert (found["summary"]["sent"], found["summary"]["ok"], found["summary"]["interrupted"]) == (4, 3, 1)
     out, err = capsys.readouterr()
