@@ -1,15 +1,19 @@
 """The process that compiles clients' constraints before they are admitted: `python -m headrace.engine.grammar.checker
 PARENT_PID`, CheckerConfig as a line of JSON on standard input, then a line for each CheckRequest, answered by a line
-with a CheckReply. The first reply says that the vocabulary is loaded.
+with a CheckReply, in any order. The first reply says that the vocabulary is loaded.
 
-A process of its own, which its parent may end: loading the vocabulary holds the GIL, and a hostile constraint costs no
-more than the time and memory that this process is given.
+A process of its own, since loading the vocabulary holds the GIL. It compiles nothing itself: each constraint has a copy
+of the process (fork) that the kernel ends after a set CPU time or with too much memory, so that a hostile constraint
+costs this and no more, and the vocabulary is loaded once.
 """
 
+import os
 import resource
+import select
+import signal
 import sys
+import time
 from contextlib import suppress
-from typing import BinaryIO
 
 import msgspec
 
@@ -19,6 +23,10 @@ from headrace.engine.grammar.compiler import GrammarCompiler, GrammarError
 from headrace.engine.grammar.trial import try_out, try_patterns
 
 MEMORY_BYTES = 4 << 30  # of address space
+COMPILE_S = 0.5  # of CPU time: a stage compiles it again, and others wait meanwhile
+CHECK_S = 1.5  # of CPU time, with the trial
+NICE = 5  # below the processes that serve
+READ_BYTES = 1 << 16
 
 
 class CheckerConfig(msgspec.Struct, frozen=True):
@@ -27,6 +35,7 @@ class CheckerConfig(msgspec.Struct, frozen=True):
     model: str
     cache_dir: str
     words: int
+    check_s: float = CHECK_S
 
 
 class CheckRequest(msgspec.Struct, frozen=True):
@@ -35,6 +44,8 @@ class CheckRequest(msgspec.Struct, frozen=True):
     constraint: Constraint
     first: int | None = None
     """A first token that it has to allow; None: whether it can be compiled."""
+    number: int = 0
+    """Of the reply."""
 
 
 class CheckReply(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -42,25 +53,102 @@ class CheckReply(msgspec.Struct, frozen=True, omit_defaults=True):
 
     error: str = ""
     """Why it cannot be compiled or does not allow the token; "": it does."""
+    number: int = 0
 
 
 def check(compiler: GrammarCompiler, request: CheckRequest) -> CheckReply:
     """Compile a constraint and try it out."""
+    return CheckReply(_problem(compiler, request), request.number)
+
+
+def _problem(compiler: GrammarCompiler, request: CheckRequest) -> str:
+    before = time.process_time()
     try:
         grammar = compiler.compile(request.constraint)
+        if (took := time.process_time() - before) > COMPILE_S:
+            return f"it takes {took:.2f} s to compile, and {COMPILE_S:g} s are the limit"
         if request.first is None:
             try_out(grammar)
             try_patterns(compiler, request.constraint)
         elif not grammar.allows(request.first):
-            return CheckReply(f"the first token, {request.first}, is not allowed")
-        return CheckReply()
+            return f"the first token, {request.first}, is not allowed"
+        return ""
     except GrammarError as error:
-        return CheckReply(str(error))
+        return str(error)
 
 
-def serve(given: BinaryIO, replies: BinaryIO) -> None:
-    """Answer requests until there are no more."""
-    config = msgspec.json.decode(given.readline(), type=CheckerConfig)
+class _Forks:
+    """The copies of this process that compile."""
+
+    def __init__(self, compiler: GrammarCompiler, check_s: float, replies: int) -> None:
+        self._compiler, self._check_s, self._replies = compiler, check_s, replies
+        self._numbers: dict[int, int] = {}  # by process id
+
+    def begin(self, request: CheckRequest) -> None:
+        """Answer a request from a copy of this process."""
+        parent = os.getpid()
+        if (process := os.fork()) != 0:
+            self._numbers[process] = request.number
+            return
+        status = 1
+        try:
+            die_with_parent(parent)
+            signal.set_wakeup_fd(-1)
+            os.nice(NICE)
+            signal.signal(signal.SIGPROF, signal.SIG_DFL)  # which ends the process
+            signal.setitimer(signal.ITIMER_PROF, self._check_s)
+            _write(self._replies, check(self._compiler, request))
+            status = 0
+        finally:
+            os._exit(status)
+
+    def reap(self) -> None:
+        """Answer for those that have ended without an answer."""
+        while self._numbers:
+            process, status = os.waitpid(-1, os.WNOHANG)
+            if not process:
+                return
+            number = self._numbers.pop(process)
+            if os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGPROF:
+                why = f"it takes longer than {self._check_s:g} s to compile and try out, which is the limit"
+                _write(self._replies, CheckReply(why, number))
+            elif status:
+                _write(self._replies, CheckReply("it takes more memory to compile than a constraint may", number))
+
+
+def serve(given: int, replies: int) -> None:
+    """Answer the requests of one descriptor at another one until there are no more.
+
+    poll ─┬─ a request has come ─► fork ─► reply, or end
+          └─ a copy has ended ───► reply for it if it had none
+    """
+    ended, wake = os.pipe()
+    os.set_blocking(wake, False)
+    os.set_blocking(ended, False)
+    signal.set_wakeup_fd(wake)
+    signal.signal(signal.SIGCHLD, lambda _number, _frame: None)
+    lines, rest = [], b""
+    forks: _Forks | None = None
+    while True:
+        ready, _, _ = select.select((given, ended), (), ())
+        if ended in ready:
+            with suppress(BlockingIOError):
+                os.read(ended, READ_BYTES)
+            if forks is not None:
+                forks.reap()
+        if given not in ready:
+            continue
+        if not (part := os.read(given, READ_BYTES)):
+            return
+        *lines, rest = (rest + part).split(b"\n")
+        for line in lines:
+            if forks is None:
+                forks = _load(msgspec.json.decode(line, type=CheckerConfig), replies)
+            else:
+                forks.begin(msgspec.json.decode(line, type=CheckRequest))
+
+
+def _load(config: CheckerConfig, replies: int) -> _Forks:
     compiler = GrammarCompiler(config.model, config.cache_dir, config.words)
     ready = CheckReply()
     try:
@@ -68,13 +156,12 @@ def serve(given: BinaryIO, replies: BinaryIO) -> None:
     except GrammarError as error:
         ready = CheckReply(str(error))
     _write(replies, ready)
-    for line in given:
-        _write(replies, check(compiler, msgspec.json.decode(line, type=CheckRequest)))
+    return _Forks(compiler, config.check_s, replies)
 
 
-def _write(replies: BinaryIO, reply: CheckReply) -> None:
-    replies.write(msgspec.json.encode(reply) + b"\n")
-    replies.flush()
+def _write(replies: int, reply: CheckReply) -> None:
+    """In one piece: replies are shorter than what pipes take so."""
+    os.write(replies, msgspec.json.encode(reply) + b"\n")
 
 
 def main() -> int:
@@ -83,7 +170,7 @@ def main() -> int:
     leave_signals_to_parent()
     with suppress(OSError, ValueError):  # a lower limit is set already, or the system has none
         resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
-    serve(sys.stdin.buffer, sys.stdout.buffer)
+    serve(sys.stdin.fileno(), sys.stdout.fileno())
     return 0
 
 

@@ -1,11 +1,10 @@
 """Checks clients' constraints in a child process (engine/grammar/checker.py) before their requests are admitted.
 
-The child is started with the first constraint. One that takes longer than COMPILE_S is ended, with the constraint that
-it was at; the next one gets a new child.
+The child is started with the first constraint. What is known is answered at once; the others wait for a turn, of which
+no client has all, and first tokens have turns of their own: their constraints have been checked before.
 """
 
 import asyncio
-import logging
 import os
 from asyncio.subprocess import DEVNULL, PIPE, Process
 from collections import OrderedDict
@@ -17,96 +16,150 @@ from headrace.core.runtime.process import module_command
 from headrace.core.types.constraint import Constraint
 from headrace.core.types.errors import unavailable
 from headrace.engine.grammar.checker import CheckerConfig, CheckReply, CheckRequest
+from headrace.server.frontend.fair_turns import FairTurns
 
-log = logging.getLogger(__name__)
-
-COMPILE_S = 5.0  # of one constraint
+ANSWER_S = 30.0  # the child bounds CPU time; this is for machines that are busy
 LOAD_S = 120.0  # of a large vocabulary, on a machine that is busy
+AT_A_TIME = 3
+MAX_WAITING = 64
 MAX_KNOWN = 1024  # replies that are kept
 MAX_REPLY_BYTES = 1 << 16
+
+_Key = tuple[str, int | None]
 
 
 class GrammarChecker:
     """Says of constraints whether they can be compiled. Used in one event loop."""
 
-    def __init__(self, config: CheckerConfig, *, compile_s: float = COMPILE_S) -> None:
+    def __init__(self, config: CheckerConfig) -> None:
         self._config = config
-        self._compile_s = compile_s
-        self._turn = asyncio.Lock()
-        self._child: Process | None = None
-        self._known: OrderedDict[tuple[str, int | None], str] = OrderedDict()  # least recently used first
+        self._child = _Child(config)
+        self._constraints = FairTurns("constraints", at_a_time=AT_A_TIME, most_waiting=MAX_WAITING)
+        self._tokens = FairTurns("first tokens", at_a_time=AT_A_TIME, most_waiting=MAX_WAITING)
+        self._known: OrderedDict[_Key, str] = OrderedDict()  # least recently used first
+        self._asked: dict[_Key, asyncio.Task[str]] = {}
 
-    async def problem(self, constraint: Constraint, first: int | None = None) -> str:
-        """Why a constraint cannot be compiled, or does not allow this first token; "" if it can. Raises HeadraceError
-        (503) if that cannot be found out now."""
+    async def problem(self, constraint: Constraint, first: int | None = None, *, client: str = "") -> str:
+        """Why a constraint cannot be compiled, or does not allow this first token; "" if it can. client: who asks, by
+        tenant or address. Raises HeadraceError: 429 if too many of this client wait, 503 if it cannot be found out
+        now."""
         key = (constraint.key, first)
         if key not in self._known:
-            async with self._turn:
-                if key not in self._known:
-                    self._known[key] = await self._ask(CheckRequest(constraint, first))
+            request = CheckRequest(constraint, first)
+            if key not in self._asked:
+                self._asked[key] = asyncio.create_task(self._find_out(key, request, client))
+                self._asked[key].add_done_callback(lambda done: self._answered(key, done))
+            # A client that gives up takes the answer from nobody who waits for it, too.
+            return await asyncio.shield(self._asked[key])
         self._known.move_to_end(key)
-        while len(self._known) > MAX_KNOWN:
-            self._known.popitem(last=False)
         return self._known[key]
+
+    def _answered(self, key: _Key, done: asyncio.Task[str]) -> None:
+        del self._asked[key]
+        if not done.cancelled():
+            done.exception()  # which nobody may be there for
 
     async def close(self) -> None:
         """End the child."""
-        child, self._child = self._child, None
-        if child is None:
-            return
-        if child.stdin is not None:
-            child.stdin.close()
-        with suppress(ProcessLookupError):
-            child.kill()
-        await child.wait()
+        for task in self._asked.values():
+            task.cancel()
+        await self._child.close()
 
-    async def _ask(self, request: CheckRequest) -> str:
-        done = False
+    async def _find_out(self, key: _Key, request: CheckRequest, client: str) -> str:
+        turns = self._constraints if request.first is None else self._tokens
+        async with turns.turn(client):
+            problem = await self._child.ask(request)
+        self._known[key] = problem
+        while len(self._known) > MAX_KNOWN:
+            self._known.popitem(last=False)
+        return problem
+
+
+class _Child:
+    """The child process, and what it has been asked."""
+
+    def __init__(self, config: CheckerConfig) -> None:
+        self._config = config
+        self._starting = asyncio.Lock()
+        self._process: Process | None = None
+        self._reading: asyncio.Task[None] | None = None
+        self._replies: dict[int, asyncio.Future[str]] = {}
+        self._asked = 0
+
+    async def ask(self, request: CheckRequest) -> str:
+        """What the child says of a request. Raises HeadraceError (503) if it says nothing."""
+        async with self._starting:
+            process = await self._running()
+        assert process.stdin is not None, "it was opened"
+        self._asked += 1
+        number, reply = self._asked, asyncio.get_running_loop().create_future()
+        self._replies[number] = reply
         try:
-            child = await self._running()
-            reply = await self._exchange(child, msgspec.json.encode(request), self._compile_s)
-            done = True
-            return reply.error
-        except TimeoutError:
-            return f"it takes longer than {self._compile_s:g} s to compile, which is the limit"
-        except _ChildEnded:
-            return "it takes more memory to compile than a constraint may"
+            async with asyncio.timeout(ANSWER_S):
+                process.stdin.write(msgspec.json.encode(msgspec.structs.replace(request, number=number)) + b"\n")
+                await process.stdin.drain()
+                return str(await reply)
+        except TimeoutError as error:
+            await self._end(process)
+            raise unavailable("the constraint could not be checked in time; retry") from error
+        except ConnectionError as error:
+            await self._end(process)
+            raise unavailable("the process that checks constraints has ended; retry") from error
         finally:
-            if not done:  # also if the client is gone: a late reply is not taken for the next one
-                await self.close()
+            self._replies.pop(number, None)
+
+    async def close(self) -> None:
+        """End it. What it has been asked has no answer."""
+        if self._process is not None:
+            await self._end(self._process)
+
+    async def _end(self, process: Process) -> None:
+        if self._process is process:
+            self._process = None
+        if process.stdin is not None:
+            process.stdin.close()
+        with suppress(ProcessLookupError):
+            process.kill()
+        await process.wait()
 
     async def _running(self) -> Process:
         """The child, started if it does not run. Raises HeadraceError (503) if it cannot be."""
-        child = self._child
-        if child is None or child.returncode is not None:
-            command = module_command("headrace.engine.grammar.checker", str(os.getpid()))
-            # A session of its own: Ctrl-C in a terminal is for the server.
-            child = await asyncio.create_subprocess_exec(
-                *command, stdin=PIPE, stdout=PIPE, stderr=DEVNULL, limit=MAX_REPLY_BYTES, start_new_session=True
-            )
-            self._child = child
-            try:
-                ready = await self._exchange(child, msgspec.json.encode(self._config), LOAD_S)
-            except (TimeoutError, _ChildEnded) as error:
-                raise unavailable("the process that checks constraints does not start") from error
-            if ready.error:
-                raise unavailable(f"this server cannot check constraints: {ready.error}")
-        return child
-
-    async def _exchange(self, child: Process, line: bytes, within_s: float) -> CheckReply:
-        assert child.stdin is not None, "it was opened"
-        assert child.stdout is not None, "it was opened"
+        if self._process is not None and self._process.returncode is None:
+            return self._process
+        await self.close()
+        command = module_command("headrace.engine.grammar.checker", str(os.getpid()))
+        # A session of its own: Ctrl-C in a terminal is for the server.
+        process = await asyncio.create_subprocess_exec(
+            *command, stdin=PIPE, stdout=PIPE, stderr=DEVNULL, limit=MAX_REPLY_BYTES, start_new_session=True
+        )
+        self._process = process
+        assert process.stdin is not None, "it was opened"
+        assert process.stdout is not None, "it was opened"
+        ready = b""
         try:
-            async with asyncio.timeout(within_s):
-                child.stdin.write(line + b"\n")
-                await child.stdin.drain()
-                reply = await child.stdout.readline()
-        except ConnectionError as error:
-            raise _ChildEnded from error
-        if not reply:
-            raise _ChildEnded
-        return msgspec.json.decode(reply, type=CheckReply)
+            async with asyncio.timeout(LOAD_S):
+                process.stdin.write(msgspec.json.encode(self._config) + b"\n")
+                await process.stdin.drain()
+                ready = await process.stdout.readline()
+        except (TimeoutError, ConnectionError):
+            pass
+        finally:
+            if not ready:  # also if the caller is gone
+                await self.close()
+        if not ready:
+            raise unavailable("the process that checks constraints does not start")
+        if why := msgspec.json.decode(ready, type=CheckReply).error:
+            await self.close()
+            raise unavailable(f"this server cannot check constraints: {why}")
+        self._reading = asyncio.create_task(self._read(process.stdout))  # which ends with the process
+        return process
 
-
-class _ChildEnded(Exception):
-    """The child has ended without a reply."""
+    async def _read(self, replies: asyncio.StreamReader) -> None:
+        """Hand out replies until the child ends."""
+        while line := await replies.readline():
+            reply = msgspec.json.decode(line, type=CheckReply)
+            if (waiting := self._replies.get(reply.number)) is not None and not waiting.done():
+                waiting.set_result(reply.error)
+        for waiting in self._replies.values():
+            if not waiting.done():
+                waiting.set_exception(ConnectionError("the child has ended"))

@@ -16,7 +16,7 @@ from headrace.server.api.description import replies
 from headrace.server.api.description.operation import GENERATION_ERRORS, GENERATION_HEADERS, Parameter, described
 from headrace.server.api.request.body import decode_body, read_body
 from headrace.server.api.request.body_budget import BodyBudget
-from headrace.server.api.request.client_terms import tenant_of, with_client_terms
+from headrace.server.api.request.client_terms import client_of, tenant_of, with_client_terms
 from headrace.server.api.request.constraint import body_constraint
 from headrace.server.api.request.prompts import check_model, encode_any
 from headrace.server.api.request.refusal import notify_peers_on_refusal
@@ -70,7 +70,7 @@ def prefill_routes(model: ServedModel, completions: Completions, config: ServerC
             body = await decode_body(raw, PrefillBody)
             check_model(model, body.model)
             prompt_only = body.max_tokens == 0
-            request = with_client_terms(await _request(model, config, body), http, config)
+            request = with_client_terms(await _request(model, config, client_of(http), body), http, config)
         if not body.stream:
             return JsonAnswer(lambda: _prefill(model, completions, request, discard_events, prompt_only=prompt_only))
         return EventStream(
@@ -137,12 +137,12 @@ def _load(stats: Stats) -> dict[str, float] | None:
     return {field: value for field, value in found.items() if value is not None} if None not in found.values() else None
 
 
-async def _request(model: ServedModel, config: ServerConfig, body: PrefillBody) -> GenerationRequest:
+async def _request(model: ServedModel, config: ServerConfig, client: str, body: PrefillBody) -> GenerationRequest:
     """The prompt, tokenized and checked. Raises HeadraceError (400) for a body that cannot be served in this role."""
     ticket = _ticket(config, body)
     if body.rid is not None and not _RID.fullmatch(body.rid):
         raise invalid("rid", "rid has to have 1 to 128 printable ASCII characters without spaces")
-    constraint = await body_constraint(model, body)
+    constraint = await body_constraint(model, client, body)
     if body.max_tokens == 0:
         constraint = None
         _keep_open(body)

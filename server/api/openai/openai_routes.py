@@ -20,6 +20,7 @@ from headrace.server.api.openai.choices_format import ChoicesFormat
 from headrace.server.api.openai.echo import Echo, prepare_echo
 from headrace.server.api.openai.responses_format import ResponsesFormat, refuse_unsupported_responses
 from headrace.server.api.openai.tool_chat_form import ToolChatForm
+from headrace.server.api.request.client_terms import client_of
 from headrace.server.api.request.completion_request import CompletionRequest
 from headrace.server.api.request.constraint import body_constraint
 from headrace.server.api.request.prompts import check_model, completion_prompts, encode, encode_all, encode_chat
@@ -119,27 +120,28 @@ def openai_routes(model: ServedModel, endpoint: CompletionEndpoint) -> APIRouter
 
     @router.post("/v1/completions", openapi_extra=_COMPLETIONS)
     async def completions(http: Request) -> Response:
-        check = partial(_check_completion, model)
+        check = partial(_check_completion, model, client_of(http))
         return await endpoint.respond(http, CompletionBody, check, completions_format)
 
     @router.post("/v1/chat/completions", openapi_extra=_CHAT)
     async def chat(http: Request) -> Response:
-        return await endpoint.respond(http, ChatBody, partial(_check_chat, model), chat_format)
+        return await endpoint.respond(http, ChatBody, partial(_check_chat, model, client_of(http)), chat_format)
 
     @router.post("/v1/responses", openapi_extra=_RESPONSES)
     async def responses(http: Request) -> Response:
-        return await endpoint.respond(http, ResponsesBody, partial(_check_response, model), responses_format)
+        check = partial(_check_response, model, client_of(http))
+        return await endpoint.respond(http, ResponsesBody, check, responses_format)
 
     return router
 
 
-async def _check_completion(model: ServedModel, body: CompletionBody) -> CompletionRequest:
+async def _check_completion(model: ServedModel, client: str, body: CompletionBody) -> CompletionRequest:
     """The prompts, tokenized and checked. Raises HeadraceError (400, 404)."""
     generated, wanted = generated_choices(body), body.n or 1
     prompt_only = body.max_tokens == 0
     prepare_echo(body)
     logprobs = 0 if body.logprobs is None and generated > wanted else body.logprobs  # what they are ranked by
-    constraint = await _check(model, body)
+    constraint = await _check(model, client, body)
     prompts = completion_prompts(body.prompt, model.max_model_len)
     sampling = sampling_params(body, logprobs=logprobs, max_tokens=COMPLETION_TOKENS, vocab_size=model.vocab_size)
     given = prompt_ids(body, len(prompts)) or prompts
@@ -149,12 +151,12 @@ async def _check_completion(model: ServedModel, body: CompletionBody) -> Complet
     return CompletionRequest(base, tokens, generated, best=wanted, prompt_only=prompt_only)
 
 
-async def _check_chat(model: ServedModel, body: ChatBody) -> CompletionRequest:
+async def _check_chat(model: ServedModel, client: str, body: ChatBody) -> CompletionRequest:
     """The conversation, tokenized and checked. Raises HeadraceError (400, 404)."""
     if body.max_completion_tokens is not None:
         body.max_tokens = body.max_completion_tokens
     tools = tool_use(model, body)
-    constraint = await _check(model, body, tools)
+    constraint = await _check(model, client, body, tools)
     sampling = sampling_params(
         body,
         logprobs=chat_logprobs_wanted(body),
@@ -172,13 +174,13 @@ async def _check_chat(model: ServedModel, body: ChatBody) -> CompletionRequest:
     return CompletionRequest(base, [tokens], body.n or 1, tools=tools)
 
 
-async def _check_response(model: ServedModel, body: ResponsesBody) -> CompletionRequest:
+async def _check_response(model: ServedModel, client: str, body: ResponsesBody) -> CompletionRequest:
     """The input, tokenized and checked. Raises HeadraceError (400, 404)."""
     refuse_unsupported_responses(body)
     if body.max_output_tokens is not None:
         body.max_tokens = body.max_output_tokens
     tools = response_tool_use(model, body)
-    constraint = await _check(model, body, tools)
+    constraint = await _check(model, client, body, tools)
     limit = model.max_model_len or COMPLETION_TOKENS
     sampling = sampling_params(body, logprobs=None, max_tokens=limit, vocab_size=model.vocab_size)
     if given := prompt_ids(body, 1):
@@ -195,12 +197,12 @@ async def _check_response(model: ServedModel, body: ResponsesBody) -> Completion
     return CompletionRequest(base, [tokens], tools=tools)
 
 
-async def _check(model: ServedModel, body: OpenAIBody, tools: ToolUse | None = None) -> Constraint | None:
+async def _check(model: ServedModel, client: str, body: OpenAIBody, tools: ToolUse | None = None) -> Constraint | None:
     """What all bodies have in common; returns their constraint, or that of calls that have to be made."""
     check_model(model, body.model)
-    constraint = await body_constraint(model, body, await forced_calls(model, tools))
+    constraint = await body_constraint(model, client, body, await forced_calls(model, client, tools))
     if tools is not None and not tools.forced:
-        constraint = await with_free_calls(model, tools, constraint)
+        constraint = await with_free_calls(model, client, tools, constraint)
         if constraint is not None and body.ignore_eos:
             raise invalid("ignore_eos", "ignore_eos and strict tools contradict each other; send one of them")
     lift_limits(body, body)

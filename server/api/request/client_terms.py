@@ -44,6 +44,13 @@ def tenant_of(http: Request) -> str:
     return tenant
 
 
+def client_of(http: Request) -> str:
+    """Whom to charge for work before a request is admitted: its tenant, or the host that it comes from if its key has
+    no name. Behind a proxy without tenants all clients are one."""
+    tenant = tenant_of(http)
+    return f"tenant {tenant}" if tenant else f"host {http.client.host if http.client is not None else ''}"
+
+
 def _header_objective(header: str) -> float:
     """The objective in seconds."""
     try:

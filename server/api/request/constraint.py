@@ -18,9 +18,12 @@ INVALID_CONSTRAINT = "invalid_constraint"
 Found = tuple[str, Constraint]  # the field that gives it
 
 
-async def body_constraint(model: ServedModel, body: SamplingBody, calls: Constraint | None = None) -> Constraint | None:
-    """What the text of a request has to match; None if the body does not say. calls: what its tool_choice asks for.
-    Raises HeadraceError: 400 for more than one, for one that cannot be compiled, and for values that contradict it."""
+async def body_constraint(
+    model: ServedModel, client: str, body: SamplingBody, calls: Constraint | None = None
+) -> Constraint | None:
+    """What the text of a request has to match; None if the body does not say. client: see client_of(). calls: what its
+    tool_choice asks for. Raises HeadraceError: 400 for more than one, for one that cannot be compiled, and for values
+    that contradict it; 429 if too many of this client wait to be compiled."""
     found = _shared(body)
     if calls is not None:
         found.append(("tool_choice", calls))
@@ -34,10 +37,10 @@ async def body_constraint(model: ServedModel, body: SamplingBody, calls: Constra
             found.append(("ebnf", Constraint("grammar", body.ebnf)))
     if isinstance(body, ResponsesBody) and body.text is not None:
         found += _text_format("text.format", body.text.format)
-    return await _checked(model, found, ignore_eos=bool(body.ignore_eos))
+    return await _checked(model, client, found, ignore_eos=bool(body.ignore_eos))
 
 
-async def generate_constraint(model: ServedModel, given: GenerateSampling) -> Constraint | None:
+async def generate_constraint(model: ServedModel, client: str, given: GenerateSampling) -> Constraint | None:
     """The same of SGLang's sampling_params."""
     found: list[Found] = []
     if given.json_schema is not None:
@@ -46,11 +49,13 @@ async def generate_constraint(model: ServedModel, given: GenerateSampling) -> Co
         found.append(("sampling_params.regex", Constraint("regex", given.regex)))
     if given.ebnf is not None:
         found.append(("sampling_params.ebnf", Constraint("grammar", given.ebnf)))
-    return await _checked(model, found, ignore_eos=bool(given.ignore_eos), ignore_field="sampling_params.ignore_eos")
+    return await _checked(
+        model, client, found, ignore_eos=bool(given.ignore_eos), ignore_field="sampling_params.ignore_eos"
+    )
 
 
 async def _checked(
-    model: ServedModel, found: list[Found], *, ignore_eos: bool, ignore_field: str = "ignore_eos"
+    model: ServedModel, client: str, found: list[Found], *, ignore_eos: bool, ignore_field: str = "ignore_eos"
 ) -> Constraint | None:
     if not found:
         return None
@@ -67,7 +72,7 @@ async def _checked(
         constraint.text.encode()
     except UnicodeEncodeError as error:
         raise _refused(field, f"it is no valid text: {error.reason}") from error
-    if problem := await model.grammars.problem(constraint):
+    if problem := await model.grammars.problem(constraint, client=client):
         raise _refused(field, problem)
     return constraint
 

@@ -146,17 +146,19 @@ def template_tools(functions: Mapping[str, Function]) -> list[dict[str, Any]]:
     ]
 
 
-async def forced_calls(model: ServedModel, use: ToolUse | None) -> Constraint | None:
+async def forced_calls(model: ServedModel, client: str, use: ToolUse | None) -> Constraint | None:
     """What a text has to match that is calls of forced functions. Raises HeadraceError (400) for parameters that cannot
     be kept to, naming them."""
     if use is None or not use.forced:
         return None
-    schemas = await _kept_to(model, use, use.forced)
+    schemas = await _kept_to(model, client, use, use.forced)
     most = MAX_FORCED_CALLS if use.parallel and not use.named else 1
     return Constraint("grammar", calls_grammar(use.form, schemas, model.tokenizer.added_id, most=most))
 
 
-async def with_free_calls(model: ServedModel, use: ToolUse, answer: Constraint | None) -> Constraint | None:
+async def with_free_calls(
+    model: ServedModel, client: str, use: ToolUse, answer: Constraint | None
+) -> Constraint | None:
     """What a text has to match in which the model may call functions, where other text has to match `answer`, or where
     some functions are strict and a token tells calls from text; the others may get any object then. Raises
     HeadraceError (400) for an answer that is no JSON schema, and for parameters that cannot be kept to."""
@@ -167,20 +169,20 @@ async def with_free_calls(model: ServedModel, use: ToolUse, answer: Constraint |
         if answer.kind != "json" or not isinstance(msgspec.json.decode(answer.text), dict):
             text = "tools that the model may call go with a JSON schema of its text alone; send one of them"
             raise invalid("tools", text)
-        schemas = await _kept_to(model, use, tuple(use.functions))
+        schemas = await _kept_to(model, client, use, tuple(use.functions))
         grammar = calls_grammar(use.form, schemas, added_id, most=most, answer=answer.text)
     elif strict and added_id(opening_mark(use.form)) is not None:
-        schemas = dict.fromkeys(use.functions, ANY_ARGUMENTS) | await _kept_to(model, use, strict)
+        schemas = dict.fromkeys(use.functions, ANY_ARGUMENTS) | await _kept_to(model, client, use, strict)
         grammar = calls_grammar(use.form, schemas, added_id, most=most, within_text=True)
     else:
         return None
     constraint = Constraint("grammar", grammar)
-    if problem := await model.grammars.problem(constraint):
+    if problem := await model.grammars.problem(constraint, client=client):
         raise invalid("tools", f"tools cannot be used: {problem}", code="invalid_constraint")
     return constraint
 
 
-async def _kept_to(model: ServedModel, use: ToolUse, names: Sequence[str]) -> dict[str, str]:
+async def _kept_to(model: ServedModel, client: str, use: ToolUse, names: Sequence[str]) -> dict[str, str]:
     """JSON schemas of the arguments of these functions. Raises HeadraceError (400) for one that cannot be compiled."""
     places = {name: f"tools[{index}]{use.inner}.parameters" for index, name in enumerate(use.functions)}
     schemas: dict[str, str] = {}
@@ -191,7 +193,7 @@ async def _kept_to(model: ServedModel, use: ToolUse, names: Sequence[str]) -> di
             schemas[name] = msgspec.json.encode(schema).decode()
         except RecursionError as error:
             raise invalid(places[name], f"{places[name]} is nested too deeply") from error
-        if problem := await model.grammars.problem(Constraint("json", schemas[name])):
+        if problem := await model.grammars.problem(Constraint("json", schemas[name]), client=client):
             text = f"{places[name]} cannot be kept to, which these tools ask for: {problem}"
             raise invalid(places[name], text, code="invalid_constraint")
     return schemas

@@ -13,6 +13,7 @@ from starlette.responses import Response
 from headrace.core.types.errors import HeadraceError, invalid
 from headrace.server.api.description import replies
 from headrace.server.api.description.operation import GENERATION_ERRORS, GENERATION_HEADERS, described
+from headrace.server.api.request.client_terms import client_of
 from headrace.server.api.request.completion_request import CompletionRequest
 from headrace.server.api.request.constraint import generate_constraint
 from headrace.server.api.request.prompts import MAX_PROMPTS, Prompt, check_model, encode_all
@@ -48,7 +49,7 @@ def generate_routes(model: ServedModel, endpoint: CompletionEndpoint) -> APIRout
 
     @router.post("/generate", openapi_extra=_GENERATE)
     async def generate(http: Request) -> Response:
-        return await endpoint.respond(http, GenerateBody, partial(_check_generate, model), make_format)
+        return await endpoint.respond(http, GenerateBody, partial(_check_generate, model, client_of(http)), make_format)
 
     def make_format(
         _body: GenerateBody, completion: CompletionRequest, requests: Sequence[GenerationRequest]
@@ -58,12 +59,12 @@ def generate_routes(model: ServedModel, endpoint: CompletionEndpoint) -> APIRout
     return router
 
 
-async def _check_generate(model: ServedModel, body: GenerateBody) -> CompletionRequest:
+async def _check_generate(model: ServedModel, client: str, body: GenerateBody) -> CompletionRequest:
     """The prompts, tokenized and checked. Raises HeadraceError (400, 404)."""
     with _sglang_names():
         check_model(model, body.model)
         fields = _openai_fields(body)
-        constraint = await generate_constraint(model, body.sampling_params or GenerateSampling())
+        constraint = await generate_constraint(model, client, body.sampling_params or GenerateSampling())
         lift_limits(fields, body)
         prompts, is_batch = _prompts(body)
         sampling = sampling_params(

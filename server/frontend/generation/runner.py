@@ -224,7 +224,7 @@ class GenerationRunner:
         ended here then, and may move to another prefill server."""
         if request.constraint is None or not tokens:
             return
-        if problem := await self._model.grammars.problem(request.constraint, tokens[0]):
+        if problem := await self._model.grammars.problem(request.constraint, tokens[0], client=request.tenant):
             message = f"the prefill server has not kept to the constraint of this request: {problem}"
             error = ErrorInfo(code=GRAMMAR_REJECTED, message=message, status=502)
             await call.end(error)

@@ -248,7 +248,7 @@ class AnyConstraint(GrammarChecker):
     def __init__(self) -> None:
         super().__init__(CheckerConfig("stub", "", 1000))
 
-    async def problem(self, constraint: Constraint, first: int | None = None) -> str:
+    async def problem(self, constraint: Constraint, first: int | None = None, *, client: str = "") -> str:
         return ""
 
 

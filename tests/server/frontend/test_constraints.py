@@ -2,15 +2,18 @@
 
 import asyncio
 import json
+import signal
 import subprocess
 import sys
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
 
 from headrace.core.messages.frontend import Submit
 from headrace.core.types.constraint import Constraint
+from headrace.core.types.errors import HeadraceError
 from headrace.engine.grammar.checker import CheckerConfig
 from headrace.server.frontend.grammar_checker import GrammarChecker
 from headrace.server.tokenizer.tokenizer import Tokenizer
@@ -27,9 +30,9 @@ LARGE = Constraint("json", json.dumps({"enum": [f"value {number}" for number in 
 async def test_a_constraint_that_takes_too_long_ends_its_process_and_no_other_request() -> None:
     checker = GrammarChecker(STUB)
     assert await checker.problem(Constraint("regex", "a")) == ""
-    hasty = GrammarChecker(STUB, compile_s=0.0)
-    assert "takes longer than 0 s" in await hasty.problem(LARGE)
-    assert "takes longer than 0 s" in await hasty.problem(LARGE), "it is not tried again"
+    hasty = GrammarChecker(msgspec.structs.replace(STUB, check_s=0.001))
+    assert "takes longer than 0.001 s" in await hasty.problem(LARGE)
+    assert "takes longer than 0.001 s" in await hasty.problem(LARGE), "it is not tried again"
     assert await checker.problem(LARGE) == ""
     assert "not allowed" in await checker.problem(Constraint("regex", "a"), ord("b"))
     assert await checker.problem(Constraint("regex", "a"), ord("a")) == ""
@@ -41,11 +44,50 @@ async def test_a_constraint_that_takes_too_long_ends_its_process_and_no_other_re
 async def test_a_request_that_is_given_up_does_not_confuse_the_next_one() -> None:
     checker = GrammarChecker(STUB)
     given_up = asyncio.create_task(checker.problem(Constraint("regex", "(")))
-    while checker._child is None:
+    while checker._child._process is None:
         await asyncio.sleep(0)
     given_up.cancel()
     await asyncio.gather(given_up, return_exceptions=True)
     assert await checker.problem(Constraint("regex", "a")) == ""
+    await checker.close()
+
+
+@in_loop
+async def test_slow_constraints_of_one_client_keep_nobody_waiting() -> None:
+    """Each takes all of its time. The process that has the vocabulary stays."""
+    checker = GrammarChecker(msgspec.structs.replace(STUB, check_s=0.05))
+    known = Constraint("regex", "ab")
+    assert await checker.problem(known, client="good") == ""
+    process = checker._child._process
+    slow = [Constraint("regex", f"((a{{{1000 + n}}}){{1000}}){{1000}}") for n in range(16)]
+    attack = [asyncio.create_task(checker.problem(each, client="bad")) for each in slow]
+    await asyncio.sleep(0)
+    assert await checker.problem(Constraint("regex", "new"), client="good") == ""
+    assert await checker.problem(known, ord("a"), client="good") == ""
+    assert await checker.problem(known, client="good") == ""
+    assert sum(task.done() for task in attack) < 8, "the others waited for their turns"
+    found = await asyncio.gather(*attack)
+    assert all("longer than 0.05 s" in each for each in found), found
+    assert checker._child._process is process
+    assert process is not None
+    assert process.returncode is None
+    await checker.close()
+
+
+@in_loop
+async def test_a_child_that_ends_is_an_error_and_the_next_one_is_started() -> None:
+    checker = GrammarChecker(STUB)
+    assert await checker.problem(Constraint("regex", "a")) == ""
+    process = checker._child._process
+    assert process is not None
+    process.send_signal(signal.SIGSTOP)
+    asked = asyncio.create_task(checker.problem(Constraint("regex", "b")))
+    await asyncio.sleep(0.05)
+    process.kill()
+    with pytest.raises(HeadraceError, match="has ended; retry") as error:
+        await asked
+    assert error.value.info.status == 503
+    assert await checker.problem(Constraint("regex", "b")) == ""
     await checker.close()
 
 
@@ -121,7 +163,7 @@ class FirstRefused(GrammarChecker):
         super().__init__(STUB)
         self.refused = 0
 
-    async def problem(self, constraint: Constraint, first: int | None = None) -> str:
+    async def problem(self, constraint: Constraint, first: int | None = None, *, client: str = "") -> str:
         if first is None or self.refused:
             return ""
         self.refused += 1
