@@ -10,7 +10,7 @@ from importlib.util import find_spec
 from typing import NoReturn
 
 from headrace.core.config import Config, EngineConfig
-from headrace.core.runtime.output import prepare_output
+from headrace.core.runtime.output import complain, prepare_output
 from headrace.core.runtime.process import CONFIGURATION_MISTAKE
 from headrace.core.types.errors import ConfigError
 from headrace.server.cluster import options as cluster_options
@@ -57,7 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
         return status
     except ConfigError as error:
-        print(f"headrace: {error}", file=sys.stderr)
+        complain(error)
         return mistake
     except ModuleNotFoundError as error:
         missing = (error.name or "").partition(".")[0]

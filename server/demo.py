@@ -23,6 +23,8 @@ from rich.live import Live
 from rich.table import Table
 
 from headrace.core.config import Config, ModelConfig
+from headrace.core.runtime.log_throttle import printable
+from headrace.core.runtime.output import printable_lines
 from headrace.core.runtime.signals import ending
 from headrace.integrations.http_client import direct_async_client
 from headrace.server.config.load import load
@@ -92,7 +94,7 @@ def main(arguments: argparse.Namespace, environ: Mapping[str, str]) -> int:
     finally:
         for server in servers:
             server.close()
-    console.print(f"failed: {failure}", style="red", markup=False, highlight=False, soft_wrap=True)
+    console.print(f"failed: {printable_lines(failure)}", style="red", markup=False, highlight=False, soft_wrap=True)
     return FAILED
 
 
@@ -257,7 +259,7 @@ def _board(talks: Sequence[Conversation]) -> Table:
     table.add_column(min_width=20, style="cyan", no_wrap=True)
     table.add_column(ratio=1, no_wrap=True, overflow="ellipsis")
     for talk in talks:
-        table.add_row(talk.name, talk.phase, " ".join(talk.text.split())[-120:])
+        table.add_row(talk.name, printable(talk.phase), printable(" ".join(talk.text.split())[-120:]))
     return table
 
 

@@ -23,6 +23,8 @@ from dataclasses import dataclass
 from select import POLLOUT, poll
 from typing import TYPE_CHECKING, NoReturn, TextIO
 
+from headrace.core.runtime.log_throttle import printable
+
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
 
@@ -168,8 +170,19 @@ def lost_lines() -> int:
 
 
 def say(text: str) -> None:
-    """Print text to standard output, in one piece."""
-    print(f"{text}\n", end="", flush=True)
+    """Print lines to standard output, in one piece."""
+    print(f"{printable_lines(text)}\n", end="", flush=True)
+
+
+def complain(problem: object) -> None:
+    """Print why the program ends to standard error, after its name."""
+    print(f"headrace: {printable_lines(str(problem))}\n", end="", file=sys.stderr, flush=True)
+
+
+def printable_lines(text: str) -> str:
+    """Text with names and messages of others, for a terminal: what would move its cursor or set its title is shown as
+    \\xNN."""
+    return "\n".join(map(printable, text.split("\n")))
 
 
 def prepare_output() -> None:

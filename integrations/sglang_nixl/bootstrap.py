@@ -234,8 +234,8 @@ class _Handler(BaseHTTPRequestHandler):
         return "Content-Length" in self.headers or "Transfer-Encoding" in self.headers
 
     def _send(self, answer: Answer, *, last: bool = False) -> None:
-        self.server.used(self.connection)
         """last: of the connection."""
+        self.server.used(self.connection)
         is_json = isinstance(answer.body, bytes)
         body = answer.body if isinstance(answer.body, bytes) else answer.body.encode()
         self.send_response(answer.status)

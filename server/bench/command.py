@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from headrace.core.runtime.clock import SystemClock
+from headrace.core.runtime.output import complain, say
 from headrace.core.runtime.signals import ending
 from headrace.core.types.errors import ConfigError
 from headrace.integrations.http_client import bearer
@@ -55,13 +56,13 @@ def main(given: argparse.Namespace, environ: Mapping[str, str]) -> int:
         summary=summarise(measured, chosen.limits, chosen.percentiles),
         requests=measured.outcomes,
     )
-    print(as_text(report))
+    say(as_text(report))
     if chosen.json is not None:
         _write(chosen.json, as_json(report))
     if chosen.plot is not None:
         plot.draw(report, chosen.plot)
     if measured.interrupted:
-        print("headrace: interrupted; the figures are of what was sent until then", file=sys.stderr)
+        complain("interrupted; the figures are of what was sent until then")
         return INTERRUPTED_BY + taken[0]
     return 0 if report.summary.ok else NONE_OK
 

@@ -4,6 +4,7 @@ from typing import Any
 
 import msgspec
 
+from headrace.core.runtime.codec import NO_MESSAGE
 from headrace.server.bench.outcome import OK
 
 DONE = b"[DONE]"
@@ -60,7 +61,7 @@ class StreamReader:
             return
         try:
             event = msgspec.json.decode(data)
-        except msgspec.DecodeError:
+        except NO_MESSAGE:
             self.error = self.error or ("bad event", "an event of the stream is not JSON")
             return
         if "error" in event:
@@ -75,7 +76,7 @@ class StreamReader:
     def _take_whole(self, at_s: float) -> None:
         try:
             answer = msgspec.json.decode(self._rest)
-        except msgspec.DecodeError:
+        except NO_MESSAGE:
             self.error = ("bad answer", "the answer is not JSON")
             return
         self.token_s.append(at_s)
@@ -97,5 +98,5 @@ def _error(body: bytes) -> tuple[str, str]:
     try:
         error = msgspec.json.decode(body)["error"]
         return str(error.get("code") or error.get("type") or ""), str(error.get("message") or "")
-    except (msgspec.DecodeError, KeyError, TypeError, AttributeError):
+    except (*NO_MESSAGE, KeyError, TypeError, AttributeError):
         return "", " ".join(body[:200].decode(errors="replace").split())

@@ -9,6 +9,7 @@ import sys
 import msgspec
 
 from headrace.core.config import GatewayConfig
+from headrace.core.runtime.output import complain
 from headrace.core.runtime.process import CONFIGURATION_MISTAKE, die_with_parent
 from headrace.core.types.errors import ConfigError
 from headrace.server.gateway.process import run
@@ -23,7 +24,7 @@ def main() -> int:
     try:
         return run(config, stop)
     except ConfigError as error:
-        print(f"headrace: {error}", file=sys.stderr)
+        complain(error)
         return CONFIGURATION_MISTAKE
 
 

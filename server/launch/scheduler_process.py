@@ -22,6 +22,7 @@ from headrace.core.process_usage import process_usage
 from headrace.core.runtime.clock import LoopClock, SystemClock
 from headrace.core.runtime.frames import FrameSocket, opened
 from headrace.core.runtime.logs import configure_logging
+from headrace.core.runtime.output import complain
 from headrace.core.runtime.process import (
     CONFIGURATION_MISTAKE,
     die_with_parent,
@@ -254,7 +255,7 @@ def main() -> int:
     try:
         run(config)
     except ConfigError as error:
-        print(f"headrace: {error}", file=sys.stderr)
+        complain(error)
         return CONFIGURATION_MISTAKE
     except FrontEndGone:
         return 1

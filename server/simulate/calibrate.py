@@ -78,7 +78,7 @@ def calibrate(url: str, environ: Mapping[str, str], record_s: float = RECORD_S) 
             client_s, trace = _record(client, int(about["max_model_len"]), int(about["max_total_num_tokens"]), record_s)
     except (httpx.HTTPError, httpx.InvalidURL) as error:
         raise ConfigError(f"--calibrate: no answer from {address} ({type(error).__name__})") from None
-    except (KeyError, TypeError, ValueError):
+    except (KeyError, TypeError, ValueError, RecursionError):
         raise ConfigError(f"--calibrate: {address} is no headrace server of this version") from None
     return evaluate(address, stage_passes(trace), client_s, int(about["max_total_num_tokens"]))
 

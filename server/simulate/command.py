@@ -8,6 +8,7 @@ from pathlib import Path
 
 import msgspec
 
+from headrace.core.runtime.output import say
 from headrace.core.types.errors import ConfigError
 from headrace.scheduler.costs.chunking import Cost
 from headrace.scheduler.simulation.replay.costs import split_evenly
@@ -96,7 +97,7 @@ def main(given: argparse.Namespace, environ: Mapping[str, str]) -> int:
         retries=retries,
         rows=rows,
     )
-    print(as_text(report))
+    say(as_text(report))
     if json_file is not None:
         _write(json_file, as_json(report))
     if plot_file is not None:

@@ -12,7 +12,6 @@ import os
 import secrets
 import signal
 import socket
-import sys
 import threading
 from collections.abc import Mapping
 from urllib.parse import urlsplit
@@ -24,7 +23,7 @@ from headrace.core.messages.membership import JoinRequest
 from headrace.core.runtime.clock import SystemClock
 from headrace.core.runtime.cpu import usable_cores
 from headrace.core.runtime.logs import configure_logging
-from headrace.core.runtime.output import exit_now
+from headrace.core.runtime.output import complain, exit_now
 from headrace.core.runtime.process import die_with_parent, raise_descriptor_limit
 from headrace.core.runtime.signals import ending, meaningless, signal_name
 from headrace.core.types.errors import ConfigError
@@ -59,7 +58,7 @@ def main(given: argparse.Namespace, environ: Mapping[str, str]) -> int:
         client.start_heartbeat()
         return run(_complete(config, cpuinfo, endpoint, info))
     except MembershipOver as error:
-        print(f"headrace: {error}", file=sys.stderr)
+        complain(error)
         return error.end.status
     except LinkBroken as error:
         log.error("%s", error)

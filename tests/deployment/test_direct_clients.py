@@ -34,6 +34,7 @@ MAKERS = {
 ALLOWED = {  # what makes a client, and why it may where it does
     ("integrations/http_client.py", "httpx.Client"): "the place where they are made",
     ("integrations/http_client.py", "httpx.AsyncClient"): "the place where they are made",
+    ("integrations/http_client.py", "httpx.AsyncHTTPTransport"): "the place where they are made",
     ("integrations/peer/lookup.py", "http.client.HTTPConnection"): "reads no environment; the base has no httpx",
     ("integrations/vllm_nixl/engine_probe.py", "http.client.HTTPConnection"): "reads no environment; no httpx either",
     ("integrations/vllm_nixl/engine_probe.py", "http.client.HTTPSConnection"): "reads no environment but certificates",

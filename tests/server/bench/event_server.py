@@ -42,6 +42,8 @@ class EventServer:
         self._role = role
         self.posts: list[dict[str, Any]] = []
         self.url = ""
+        self.answers: dict[str, tuple[int, object]] = {}
+        """Status and body by path, in the place of an honest server's."""
 
     async def handle(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
@@ -57,6 +59,8 @@ class EventServer:
                     body = json.loads(await reader.readexactly(int(headers["content-length"])))
                     self.posts.append({"path": path, **body})
                     await self._reply(len(self.posts) - 1, body, writer)
+                elif path in self.answers:
+                    writer.write(answer(*self.answers[path]))
                 elif path == "/v1/models":
                     data = [{"id": name, "max_model_len": 4096} for name in self._models]
                     writer.write(answer(200, {"data": data}))

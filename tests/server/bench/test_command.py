@@ -264,6 +264,52 @@ def test_models(capsys: pytest.CaptureFixture[str]) -> None:
         assert "no model 'lama'; did you mean llama?" in refused(capsys, server.url, "--model", "lama")
 
 
+MODEL = {"id": "m", "max_model_len": 4096}
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        *(("/v1/models", {"data": [{**MODEL, "max_model_len": wrong}]}) for wrong in ("x", -1, 1.5, 1 << 70, [], {})),
+        *(("/v1/models", {"data": [{**MODEL, "id": wrong}]}) for wrong in (1, None, [], {}, "x" * 10_000)),
+        *(("/v1/models", wrong) for wrong in ([], {}, 1, {"data": 1}, {"data": [1]}, {"data": {}}, "\x1b]0;title\x07")),
+    ],
+)
+def test_what_a_server_says_of_itself_is_checked(path: str, body: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    server = EventServer(reply_at_once)
+    server.answers[path] = 200, body
+    with serving(server):
+        assert "is no server with OpenAI's API" in refused(capsys, server.url)
+
+
+@pytest.mark.parametrize("info", [{"instance_id": 1, "version": "1"}, {"instance_id": "i", "version": []}, [], 7])
+def test_a_server_of_another_make_may_say_anything_of_itself(info: Any, tmp_path: Path) -> None:
+    server = EventServer(reply_at_once)
+    server.answers["/server_info"] = 200, info
+    with serving(server):
+        assert bench(server, tmp_path, "--num-prompts", "1")["server"] == ""
+
+
+def test_names_and_errors_of_a_server_cannot_write_to_the_terminal(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    title = "\x1b]0;owned\x07\x9b31m"
+
+    async def fail(_number: int, _body: dict[str, Any], writer: asyncio.StreamWriter) -> None:
+        writer.write(answer(500, {"error": {"message": title, "code": title}}))
+
+    server = EventServer(fail, models=(title, "m"), role=title)
+    with serving(server):
+        refused(capsys, server.url)
+        refused(capsys, server.url, "--model", "n")
+        bench(server, tmp_path, "--model", title, "--num-prompts", "2", status=1)
+        out = "".join(capsys.readouterr())
+        server.answers["/v1/models"] = 500, title
+        out += refused(capsys, server.url)
+    assert "\\x1b]0;owned" in out
+    assert all(char.isprintable() or char == "\n" for char in out)
+
+
 def test_prompts_that_the_model_cannot_take(capsys: pytest.CaptureFixture[str]) -> None:
     with serving(EventServer(reply_at_once)) as server:
         err = refused(capsys, server.url, "--input-len", "4090", "--output-len", "7")
