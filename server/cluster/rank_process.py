@@ -1,9 +1,11 @@
 """A rank on a node of a cluster: the process `headrace stage`, started and stopped from elsewhere."""
 
+import hashlib
 import os
 import subprocess
 from collections.abc import Mapping, Sequence
 
+from headrace.core.config import STAGE_KEY_VARIABLE
 from headrace.core.runtime.process import module_command
 from headrace.server.launch.free_port import free_port
 
@@ -18,6 +20,12 @@ class RankProcess:
     def port(self) -> int:
         """A port that is free on this node."""
         return free_port()
+
+    def knows_key(self, digest: str) -> bool:
+        """Whether the stage key with this SHA-256, in hexadecimal, is in the worker's environment: it need not be sent
+        then, where others who may use the cluster can read it."""
+        key = os.environ.get(STAGE_KEY_VARIABLE, "")
+        return hashlib.sha256(key.encode()).hexdigest() == digest
 
     def run(self, arguments: Sequence[str], environment: Mapping[str, str]) -> int:
         """Run `headrace stage` until it exits. environment: variables besides those of the worker. Returns its exit

@@ -83,6 +83,13 @@ class RayRanks:
         """A free port on the node of a rank. Raises RayError when its worker is gone."""
         return int(await asyncio.wait_for(_result(self._workers[rank].port.remote()), ASK_S))
 
+    async def knows_key(self, rank: int, digest: str) -> bool:
+        """Whether a rank's worker has the stage key in its environment; False where it does not answer."""
+        try:
+            return bool(await asyncio.wait_for(_result(self._workers[rank].knows_key.remote(digest)), ASK_S))
+        except (RayError, TimeoutError):
+            return False
+
     async def run(self, rank: int, arguments: Sequence[str], environment: Mapping[str, str]) -> int:
         """Run a rank's process until it exits. Returns its exit status, LOST when its worker is gone: place() then
         starts another one, on another node if need be."""

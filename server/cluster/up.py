@@ -12,6 +12,7 @@ one. Ray places and watches; the ranks talk to the server and to each other as w
 """
 
 import asyncio
+import hashlib
 import logging
 import secrets
 import signal
@@ -59,7 +60,7 @@ class _Up:
         self._port = config.group.port or free_port()
         key = config.group.key or secrets.token_urlsafe(32)
         self._environment = {**environ, STAGE_KEY_VARIABLE: key}
-        self._rank_environment = {STAGE_KEY_VARIABLE: key, LAUNCHER_VARIABLE: RAY}
+        self._key = key
         self._server: asyncio.subprocess.Process | None = None
 
     async def run(self) -> int:
@@ -110,13 +111,19 @@ class _Up:
         log.info("ranks on %s", ", ".join(nodes))
         master = host_port(nodes[0], await self._ranks.free_port(0))
         running = [
-            asyncio.create_task(self._ranks.run(rank, self._arguments(node, master), self._variables(rank, nodes)))
+            asyncio.create_task(self._run_rank(rank, self._arguments(node, master), self._variables(rank, nodes)))
             for rank, node in enumerate(nodes)
         ]
         await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
         await asyncio.wait(running, timeout=GROUP_END_S)
         await self._ranks.stop()
         return list(await asyncio.gather(*running))
+
+    async def _run_rank(self, rank: int, arguments: Sequence[str], variables: Mapping[str, str]) -> int:
+        """The key goes to a worker only if it is not there: everybody who may use the cluster can read what is sent."""
+        known = await self._ranks.knows_key(rank, hashlib.sha256(self._key.encode()).hexdigest())
+        key = {} if known else {STAGE_KEY_VARIABLE: self._key}
+        return await self._ranks.run(rank, arguments, {**variables, **key})
 
     def _arguments(self, node: str, master: str) -> list[str]:
         scheduler = f"tcp://{host_port(self._host, self._port)}"
@@ -126,7 +133,7 @@ class _Up:
         """Rank and size of the group, as torchrun sets them. Ray shows each worker its own GPUs only, as device 0."""
         same = [each for each, node in enumerate(nodes) if node == nodes[rank]]
         return {
-            **self._rank_environment,
+            LAUNCHER_VARIABLE: RAY,
             "RANK": str(rank),
             "WORLD_SIZE": str(self._count),
             "LOCAL_WORLD_SIZE": str(len(same)),

@@ -25,6 +25,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
+from headrace.core.runtime.codec import NO_MESSAGE
 from headrace.core.types.errors import ConfigError
 from headrace.core.types.geometry import ceil_div
 from headrace.scheduler.simulation.replay.workload import Segment, TraceRequest
@@ -76,7 +77,7 @@ def _read_mooncake(name: str, lines: Iterable[str]) -> list[TraceRequest]:
             continue
         try:
             line = decoder.decode(text)
-        except (msgspec.DecodeError, msgspec.ValidationError) as error:
+        except NO_MESSAGE as error:
             raise ConfigError(f"{name}, line {number}: {error}") from None
         expected = ceil_div(line.input_length, BLOCK_TOKENS)
         if len(line.hash_ids) != expected:

@@ -123,6 +123,16 @@ def test_a_drain_fits_into_the_grace_period(compose: dict[str, Any], role: str) 
     assert grace >= configuration(service).server.drain_timeout_s + 10
 
 
+def test_what_goes_wrong_in_a_container_ends_there(compose: dict[str, Any]) -> None:
+    for name, service in compose["services"].items():
+        assert service["pids_limit"], name
+        assert service["mem_limit"], name
+
+
+def test_no_password_is_a_known_one(compose: dict[str, Any]) -> None:
+    assert "admin" not in compose["services"]["grafana"]["environment"]["GF_SECURITY_ADMIN_PASSWORD"]
+
+
 @pytest.mark.parametrize("role", SERVERS)
 def test_the_health_check_asks_for_readiness_at_the_right_port(compose: dict[str, Any], role: str) -> None:
     service = compose["services"][role]

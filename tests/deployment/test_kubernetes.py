@@ -120,8 +120,16 @@ def test_pods_are_confined(objects: list[Object]) -> None:
             assert context["allowPrivilegeEscalation"] is False
             assert context["capabilities"] == {"drop": ["ALL"]}
             assert {mount["mountPath"] for mount in container["volumeMounts"]} == {"/models", "/tmp"}
+        for volume in spec["volumes"]:
+            assert volume.get("emptyDir") is None or volume["emptyDir"]["sizeLimit"], volume["name"]
     user = spec["securityContext"]["runAsUser"]
     assert f"useradd --uid {user} " in (ROOT / "Dockerfile").read_text()
+
+
+def test_not_every_pod_may_ask_a_decode_server(objects: list[Object]) -> None:
+    for rule in named(objects, "NetworkPolicy", "-decode")["spec"]["ingress"]:
+        for peer in rule["from"]:
+            assert any(peer.get(kind) for kind in ("podSelector", "namespaceSelector", "ipBlock")), "everybody"
 
 
 def test_ranks_join_their_server() -> None:

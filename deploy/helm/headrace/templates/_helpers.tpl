@@ -70,10 +70,12 @@ securityContext:
     sizeLimit: {{ .root.Values.models.sizeLimit }}
 {{- end }}
 - name: tmp
-  emptyDir: {}
+  emptyDir:
+    sizeLimit: {{ .root.Values.tmp.sizeLimit }}
 {{- if .root.Values.models.readOnly }}
 - name: cache
-  emptyDir: {}
+  emptyDir:
+    sizeLimit: {{ .root.Values.models.sizeLimit }}
 {{- end }}
 {{- with .values.extraVolumes }}
 {{ toYaml . }}
