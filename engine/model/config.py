@@ -115,6 +115,8 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Multi-head latent attention; heads and kv_heads are then the same, head_dim is the width of a query head."""
     moe: MoeSpec | None = None
     """Layers of experts; None for a dense model."""
+    further_layers: int = 0
+    """Layers behind the last one that predict further tokens (num_nextn_predict_layers); they are not read."""
 
     def __post_init__(self) -> None:
         """Raises ConfigError for sizes that contradict each other."""
@@ -196,6 +198,7 @@ def spec_from_config(config: Mapping[str, Any]) -> ModelSpec:
         qk_norm=family in ("qwen3", "qwen3_moe"),
         mla=mla,
         moe=read_moe(fields, family),
+        further_layers=fields.get("num_nextn_predict_layers", COUNT, 0) if mla else 0,
     )
 
 

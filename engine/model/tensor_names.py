@@ -39,7 +39,7 @@ def refuse_unread(spec: ModelSpec, names: Iterable[str], where: str) -> None:
 
     Three kinds may be there unread: rotary buffers, which follow from the configuration; an output head where the
     configuration says that it is the embedding; layers behind the last one that predict further tokens (DeepSeek-V3's
-    multi-token prediction, told by their eh_proj).
+    multi-token prediction, told by the configuration or by their eh_proj).
     """
     known, stored = model_tensors(spec), set(names)
     unread = [
@@ -58,7 +58,9 @@ def refuse_unread(spec: ModelSpec, names: Iterable[str], where: str) -> None:
 
 def _predicts_further(spec: ModelSpec, name: str, stored: set[str]) -> bool:
     found = _LAYER.match(name)
-    return found is not None and int(found[1]) >= spec.layers and f"{found[0]}eh_proj.weight" in stored
+    if found is None or (behind := int(found[1]) - spec.layers) < 0:
+        return False
+    return behind < spec.further_layers or f"{found[0]}eh_proj.weight" in stored
 
 
 def _grouped(spec: ModelSpec) -> Shapes:

@@ -112,6 +112,12 @@ def test_what_may_be_there_unread(saved: Models, tmp_path: Path) -> None:
     buffers = {f"model.layers.{layer}.self_attn.rotary_emb.inv_freq": torch.ones(4) for layer in range(3)}
     further = {f"model.layers.3.{name}": torch.ones(2) for name in ("eh_proj.weight", "enorm.weight", "mlp.x.weight")}
     check(changed(saved("llama").folder, tmp_path / "a", {**buffers, **further}))
+    folder = changed(saved("deepseek-v3").folder, tmp_path / "c", {"model.layers.3.mlp.x.weight": torch.ones(2)})
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "num_nextn_predict_layers": 0}))
+    refused(folder, "has tensors that a deepseek_v3 model")
+    (folder / "config.json").write_text(json.dumps({**config, "num_nextn_predict_layers": 1}))
+    check(folder)
     tied = next(name for name, config in CONFIGS.items() if config.tie_word_embeddings)
     check(changed(saved(tied).folder, tmp_path / "b", {"lm_head.weight": torch.ones(2)}))
 
