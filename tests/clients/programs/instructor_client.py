@@ -5,13 +5,15 @@ from typing import Literal
 
 import instructor
 import openai
-from pydantic import BaseModel
+from pydantic import BaseModel, ConfigDict
 
 BASE, MODEL = sys.argv[1:]
 
 
 class City(BaseModel):
     """A city."""
+
+    model_config = ConfigDict(extra="forbid")  # the stub model goes on with further keys until it is cut
 
     city: Literal["Paris", "Rome"]
 

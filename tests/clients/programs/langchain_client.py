@@ -39,7 +39,7 @@ def chats(responses: bool) -> None:
 
 def tools(responses: bool) -> None:
     chat = made(responses, max_tokens=2000)
-    message = chat.bind_tools([weather], tool_choice="any", parallel_tool_calls=False).invoke([ASKED])
+    message = chat.bind_tools([weather], tool_choice="any", parallel_tool_calls=False, strict=True).invoke([ASKED])
     [call] = message.tool_calls
     result = weather.invoke(call)
     assert isinstance(result, ToolMessage)
