@@ -35,6 +35,7 @@ REFUSED = (
     "no_tools",
     PREFILL_NOT_ALLOWED,
     errors.TOO_LONG,
+    "repeated_field",
     "rid_in_use",
     errors.TICKET_IN_USE,
     "too_many_hidden_states",

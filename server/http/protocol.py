@@ -1,9 +1,9 @@
-"""One HTTP/1.1 connection of a client: llhttp parses, and what it leaves to its user is done here.
+"""One HTTP/1.1 connection of a client: llhttp parses, and what it leaves to its user is done here. uvicorn runs it.
 
 llhttp is the parser of Node.js: strict about framing, and written in C. This class uses the interface that httptools
-documents. uvicorn's protocol on the same parser loses the body of a request that offers an upgrade, merges trailers
+documents. uvicorn's own protocol on the same parser loses the body of a request that offers an upgrade, merges trailers
 into the headers and sends chunks to HTTP/1.0. h11 does not, but takes bare line feeds and folded headers, and runs
-Python for each chunk of a body. docs/api.md has a table of what is done with which head.
+Python for each chunk of a body. docs/operations.md has a table of what is done with which head.
 """
 
 import asyncio

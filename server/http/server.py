@@ -1,11 +1,14 @@
-"""An ASGI application on bound sockets, and errors of the event loop that clients cause."""
+"""uvicorn with the HTTP/1.1 protocol of this package, and errors of the event loop that clients cause."""
 
 import asyncio
+import contextlib
 import logging
+import os
 import socket
-from collections.abc import Sequence
+from collections.abc import Iterator
 from typing import Any
 
+import uvicorn
 from starlette.types import ASGIApp
 
 from headrace.core.runtime.log_throttle import LogThrottle
@@ -22,43 +25,64 @@ ACCEPTED_AT_ONCE = 32  # of them, in one turn of the event loop: what one turn a
 LAST_ANSWERS_S = 2.0  # open requests have been drained, or cut, before
 
 
-class HttpServer:
-    """Serves an application until close(). It leaves signals alone: the caller drains first."""
+class HttpServer(uvicorn.Server):
+    """uvicorn until close(), with the signals left to the caller, who drains before the port is closed.
+
+    The protocol is given to uvicorn as Config.http. What uvicorn would do for its own ones (proxy headers, access log,
+    keep-alive, the count of connections) is off, or done by the protocol.
+    """
 
     def __init__(self, app: ASGIApp, connections: HttpConnections, keep_alive_s: float) -> None:
         """keep_alive_s: for which a connection stays open without a request."""
         self._app = app
         self._connections = connections
         self._keep_alive_s = keep_alive_s
-        self._closed = asyncio.Event()
         self.listens = asyncio.Event()
         """Connections are accepted."""
+        super().__init__(
+            uvicorn.Config(
+                app,
+                http=self._protocol,  # type: ignore[arg-type]  # any maker of a protocol, as uvicorn calls it
+                ws="none",
+                lifespan="off",
+                log_config=None,
+                access_log=False,
+                proxy_headers=False,
+                backlog=ACCEPTED_AT_ONCE,
+            )
+        )
 
-    async def serve(self, sockets: Sequence[socket.socket]) -> None:
-        """Listen, and serve until close(). Raises ConfigError for a socket that is bound to a port where another
-        process has begun to listen."""
-        loop = asyncio.get_running_loop()
-        servers: list[asyncio.Server] = []
-        try:
-            for bound in sockets:
-                try:
-                    server = await loop.create_server(self._protocol, sock=bound, backlog=ACCEPTED_AT_ONCE)
-                except OSError as error:
-                    raise taken_since(bound, error) from error
-                servers.append(server)
-                bound.listen(BACKLOG)  # asyncio has one number for the kernel's queue and for what it accepts at once
-            self.listens.set()
-            await self._closed.wait()
-        finally:
-            for server in servers:
-                server.close()
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Listen. asyncio has one number for the kernel's queue and for what it accepts at once; here they differ.
+        Raises ConfigError for a socket that is bound to a port where another process has begun to listen."""
+        for bound in sockets or ():
+            try:
+                bound.listen(ACCEPTED_AT_ONCE)
+            except OSError as error:
+                raise taken_since(bound, error) from error
+        await super().startup(sockets)
+        for listener in (listener for server in self.servers for listener in server.sockets):
+            with socket.socket(fileno=os.dup(listener.fileno())) as same:
+                same.listen(BACKLOG)
+        self.listens.set()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Close the port, and the connections after their last answers."""
+        for server in self.servers:
+            server.close()
         await self._connections.end(LAST_ANSWERS_S)
 
     def close(self) -> None:
         """Make serve() return, after the last answers."""
-        self._closed.set()
+        self.should_exit = True
 
-    def _protocol(self) -> HttpProtocol:
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Leave signals to the caller."""
+        yield
+
+    def _protocol(self, **_given: Any) -> HttpProtocol:
+        """Make a connection's protocol. What uvicorn gives it (configuration, its own state) has no use there."""
         return HttpProtocol(self._app, self._connections, self._keep_alive_s)
 
 
