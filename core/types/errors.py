@@ -63,7 +63,9 @@ STAGE_FAILED = "stage_failed"  # 503
 CHECKSUM = "checksum_mismatch"  # 502
 LEASE_EXPIRED = "lease_expired"  # 504: no peer fetched a held ticket in time
 UNKNOWN_RID = "unknown_rid"  # 404
-GRAMMAR_REJECTED = "grammar_rejected"  # 500, 502: a token that the constraint of a request does not allow
+GRAMMAR_REJECTED = (
+    "grammar_rejected"  # 502: a first token that the constraint does not allow; 503: none can be found here
+)
 DEADLINE = "deadline_exceeded"  # 504: the request's own deadline_s has passed
 PREFILL_FAILED = "prefill_failed"  # 502: a prefill server answered what it should not
 PREFILL_LOST = "prefill_lost"  # 502: the connection to a prefill server ended before it had answered

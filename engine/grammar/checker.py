@@ -20,7 +20,7 @@ import msgspec
 from headrace.core.runtime.process import die_with_parent, leave_signals_to_parent
 from headrace.core.types.constraint import Constraint
 from headrace.engine.grammar.compiler import GrammarCompiler, GrammarError
-from headrace.engine.grammar.trial import try_out, try_patterns
+from headrace.engine.grammar.trial import TEXTS, try_out, try_patterns
 
 MEMORY_BYTES = 4 << 30  # of address space
 COMPILE_S = 0.5  # of CPU time: a stage compiles it again, and others wait meanwhile
@@ -68,7 +68,7 @@ def _problem(compiler: GrammarCompiler, request: CheckRequest) -> str:
         if (took := time.process_time() - before) > COMPILE_S:
             return f"it takes {took:.2f} s to compile, and {COMPILE_S:g} s are the limit"
         if request.first is None:
-            try_out(grammar)
+            try_out(grammar, TEXTS if request.constraint.kind == "grammar" else 1)
             try_patterns(compiler, request.constraint)
         elif not grammar.allows(request.first):
             return f"the first token, {request.first}, is not allowed"

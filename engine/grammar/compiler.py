@@ -29,6 +29,7 @@ MAX_TEXT_BYTES = 1 << 16  # of a constraint
 MAX_CACHED = 64  # grammars
 MAX_CACHED_BYTES = 1 << 18  # of their texts
 MESSAGE_CHARS = 300
+NOTHING_NEXT = "a part of it matches no text, so that nothing may come next"
 _SCHEMA = re.compile(r"%json\s+(?=[{\[tf\"])")
 
 
@@ -93,7 +94,8 @@ class Grammar:
 
     def _check(self) -> None:
         if self._matcher.is_error():
-            raise GrammarError(_cut(self._matcher.get_error()))
+            why = self._matcher.get_error()
+            raise GrammarError(NOTHING_NEXT if "NoExtensionBias" in why else _cut(why))
 
 
 class Vocabulary(NamedTuple):

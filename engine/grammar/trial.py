@@ -1,4 +1,4 @@
-"""Tries a compiled constraint out on a random text.
+"""Tries a compiled constraint out on random texts.
 
 Constraints that are too large compile in no time. They show when their masks are computed, which would hold up all
 requests of a stage.
@@ -15,14 +15,23 @@ import numpy as np
 from headrace.core.types.constraint import Constraint
 from headrace.engine.grammar.compiler import Grammar, GrammarCompiler, GrammarError
 
-STEPS = 24  # tokens of a trial
+STEPS = 24  # tokens of a text
+TEXTS = 16  # of a grammar, which may have dead ends; other constraints are compiled to what has none
+TRIAL_S = 0.3  # of CPU time, after which no further text is begun
 STEP_S = 0.25  # of CPU time for the mask of one token; usual are less than 0.02 s for the first one, 0.001 s afterwards
 MAX_PATTERNS = 256  # of a schema
 
 
-def try_out(grammar: Grammar) -> None:
-    """Generate a random text of a few tokens. Raises GrammarError if there is none, or if it takes too long."""
-    random = Random(0)
+def try_out(grammar: Grammar, texts: int = 1) -> None:
+    """Generate random texts of a few tokens. Raises GrammarError where one cannot go on, or takes too long."""
+    begun = time.thread_time()
+    for seed in range(texts):
+        _try_text(grammar.copy(), Random(seed))
+        if time.thread_time() - begun > TRIAL_S:
+            return
+
+
+def _try_text(grammar: Grammar, random: Random) -> None:
     for _ in range(STEPS):
         before = time.thread_time()
         allowed = np.flatnonzero(grammar.mask())

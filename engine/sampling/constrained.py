@@ -1,5 +1,6 @@
 """Constrained sampling: logits without the tokens that the grammars of their rows do not allow."""
 
+import logging
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -14,6 +15,8 @@ from headrace.core.types.constraint import GrammarRejection
 from headrace.engine.grammar.compiler import GrammarError
 from headrace.engine.grammar.states import GrammarStates
 from headrace.engine.sampling.sampler import SampleRow
+
+log = logging.getLogger(__name__)
 
 
 class MaskedRows(NamedTuple):
@@ -65,6 +68,8 @@ def accept_tokens(
     grammars.look_ahead()
     if not rejected:
         return list(samples), []
+    for request, why in rejected.items():
+        log.warning("request %d: its constraint cannot go on: %s", request, why)
     failed = [GrammarRejection(request, f"the constraint of this request: {why}") for request, why in rejected.items()]
     return [sampled for sampled in samples if sampled.request not in rejected], failed
 

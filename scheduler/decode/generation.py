@@ -39,7 +39,7 @@ class TokenGeneration:
             elif row.serial in event.nonfinite:
                 self._fail_nonfinite(row, now)
             elif row.serial in rejected:
-                self._fail_rejected(row.request, rejected[row.serial], now)
+                self._end_rejected(row.request, rejected[row.serial], now)
             else:
                 self._row_done(plan, row, samples.get(row.serial), now)
         for request, chunk in plan.sends:
@@ -94,12 +94,18 @@ class TokenGeneration:
         text = f"the model's results for the first {row.end} tokens of this request are NaN or infinite"
         self._completion.fail(request, ErrorInfo(code=NONFINITE, message=text, status=500, field="prompt"), now)
 
-    def _fail_rejected(self, request: Request, message: str, now: float) -> None:
-        """The grammar of a request does not allow its tokens: the first one, of a prefill server that has not masked
-        it, or one that was sampled here, which is an error of this server."""
+    def _end_rejected(self, request: Request, message: str, now: float) -> None:
+        """The grammar of a request does not allow its first token, of a prefill server that has not masked it; or it
+        cannot go on, since one of its steps takes more than it may, say. What there is of the text is cut short then,
+        as by max_tokens."""
         foreign = isinstance(request.route, FetchFrom) and request.generated <= 1
-        status = 502 if foreign else 500
-        error = ErrorInfo(code=GRAMMAR_REJECTED, message=message, status=status, at_prefill=foreign)
+        if request.generated and not foreign:
+            self._completion.complete(request, "length", now)
+            return
+        status, retry_s = (502, None) if foreign else (503, 1.0)
+        error = ErrorInfo(
+            code=GRAMMAR_REJECTED, message=message, status=status, retry_after_s=retry_s, at_prefill=foreign
+        )
         self._completion.fail(request, error, now)
 
     def _row_done(self, plan: Plan, row: PlannedRow, sampled: SampledToken | None, now: float) -> None:

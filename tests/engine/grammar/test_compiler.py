@@ -136,3 +136,16 @@ def test_thousands_of_choices() -> None:
     grammar = COMPILER.compile(constraint)
     grammar.accept(tuple(b"choice number 299"))
     assert allowed(grammar) == {*b"0123456789", END}
+
+
+@pytest.mark.parametrize(
+    "grammar",
+    [
+        'start: "a" | "b" C\nC: /x/ & /y/',
+        'start: "a" | "c" | "d" | "e" | "b" "c" "d" C\nC: /x/ & /y/',
+        'start: "a" | "b" c\nc: "d" c',
+    ],
+)
+def test_dead_ends_of_grammars_are_found(grammar: str) -> None:
+    found = check(COMPILER, CheckRequest(Constraint("grammar", grammar))).error
+    assert re.search("matches no text|Too many items", found), found

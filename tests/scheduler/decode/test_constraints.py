@@ -3,7 +3,7 @@
 import pytest
 
 from headrace.core.messages.orders import Forward, PrepareReceive
-from headrace.core.messages.replies import RequestFailed
+from headrace.core.messages.replies import RequestFailed, RequestFinished
 from headrace.core.messages.stage_events import KvReceived, PlanDone, SampledToken
 from headrace.core.types.constraint import Constraint, GrammarRejection, GrammarStart
 from headrace.core.types.packed import pack
@@ -59,17 +59,34 @@ def test_a_fetched_request_brings_its_first_token() -> None:
     assert fetched(Bench(pipeline_depth=0)).rows[0].grammar == GrammarStart(WORD, pack((42,)))
 
 
-@pytest.mark.parametrize(("steps", "status"), [(0, 502), (1, 500)])
-def test_a_rejected_token_fails_its_request_and_frees_its_pages(steps: int, status: int) -> None:
+def rejecting(bench: Bench, forward: Forward) -> list[object]:
+    """The grammar of the one request in a plan cannot go on."""
+    rejected = (GrammarRejection(forward.rows[0].request, "why"),)
+    return list(bench.do(PlanDone(stage=0, seq=forward.seq, duration_s=0.01, rejected=rejected)))
+
+
+def test_a_first_token_of_a_prefill_server_that_is_rejected_fails_its_request() -> None:
     bench = Bench(pipeline_depth=0)
+    error = only(rejecting(bench, fetched(bench)), RequestFailed).error
+    assert (error.code, error.status, error.message, error.at_prefill) == ("grammar_rejected", 502, "why", True)
+    bench.assert_empty()
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_a_text_that_cannot_go_on_is_cut_short_and_is_no_error_of_the_server(depth: int) -> None:
+    bench = Bench(pipeline_depth=depth)
     forward = fetched(bench)
-    for token in range(steps):
-        bench.done(forward, token)
-        forward = forward_of(bench)
-    serial = forward.rows[0].request
-    done = PlanDone(stage=0, seq=forward.seq, duration_s=0.01, rejected=(GrammarRejection(serial, "why"),))
-    error = only(bench.do(done), RequestFailed).error
-    assert (error.code, error.status, error.message) == ("grammar_rejected", status, "why")
+    bench.done(forward, 7)
+    assert only(rejecting(bench, forward_of(bench)), RequestFinished).reason == "length"
+    assert bench.tokens("a") == [42, 7]
+    bench.assert_empty()
+
+
+def test_a_request_without_any_token_can_be_tried_again() -> None:
+    bench = Bench(pipeline_depth=0)
+    bench.submit("a", 5, max_tokens=2, constraint=WORD)
+    error = only(rejecting(bench, forward_of(bench)), RequestFailed).error
+    assert (error.code, error.status, error.retry_after_s) == ("grammar_rejected", 503, 1.0)
     bench.assert_empty()
 
 
