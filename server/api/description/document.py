@@ -102,7 +102,7 @@ def _success(operation: Operation, schemas: dict[Any, Schema]) -> Schema:
 
 def _error(status: int, schema: Schema) -> Schema:
     headers: Schema = {"X-Request-Id": _ID}
-    if status in (429, 503):
+    if status in (429, 503, 504):
         headers["Retry-After"] = _RETRY
     if status == NO_KEY:
         headers["WWW-Authenticate"] = _SCHEME
