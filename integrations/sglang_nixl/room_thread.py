@@ -20,7 +20,7 @@ from headrace.core.runtime.clock import Clock, LoopClock, SystemClock
 from headrace.core.runtime.log_throttle import LogThrottle, printable
 from headrace.core.runtime.wakeup import Wakeup
 from headrace.core.stats import Sample, Stats
-from headrace.core.types.addresses import bracketed, url
+from headrace.core.types.addresses import bracketed, host_port, url
 from headrace.core.types.errors import ConfigError, ErrorInfo
 from headrace.core.types.geometry import Geometry
 from headrace.integrations.peer.commands import AnyCommand, LoadResult
@@ -267,7 +267,7 @@ class RoomThread(threading.Thread):
         except zmq.Again:
             pass
         except zmq.ZMQError as error:  # no descriptor is left, or the address is none of a network here
-            self._warn("a decode engine is not told: %s", f"{address.host}:{address.port}: {error.strerror}")
+            self._warn("a decode engine is not told: %s", f"{host_port(address.host, address.port)}: {error.strerror}")
             if push is not None:
                 push.close()
             return
