@@ -16,7 +16,7 @@ WARM_UP_S = 50.0  # until caches and pools of threads are as large as they get
 TRAFFIC_S = 150.0
 QUIET_S = 30.0
 KEPT_S = 5.0  # httpx's default
-GROWN = Usage(anonymous_mib=24.0, descriptors=8, threads=8)
+GROWN = Usage(anonymous_mib=24.0, descriptors=4, threads=4)
 PROMPT = 3000  # tokens, of 128 numbers of 4 bytes each between the stages: 1.5 MiB
 
 Usages = dict[int, Usage]
