@@ -88,9 +88,12 @@ class Tokenizer:
 
     def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str:
         """Text of token ids; bytes that are no whole UTF-8 character become U+FFFD."""
-        if not self._byte_ids.isdisjoint(ids):
+        if self._has_byte_tokens(ids):
             return self._decode_names(ids, skip_special=skip_special)
         return str(self._backend.decode(list(ids), skip_special_tokens=skip_special))
+
+    def _has_byte_tokens(self, ids: Sequence[int]) -> bool:
+        return bool(self._byte_ids) and not self._byte_ids.isdisjoint(ids)
 
     def _decode_names(self, ids: Sequence[int], *, skip_special: bool) -> str:
         """The same for ids with byte tokens among them."""
@@ -109,7 +112,7 @@ class Tokenizer:
 
     def decode_long(self, ids: Sequence[int]) -> str:
         """The same without the GIL where there are no byte tokens, for ids that take long."""
-        if not self._byte_ids.isdisjoint(ids):
+        if self._has_byte_tokens(ids):
             return self._decode_names(ids, skip_special=True)
         return str(self._backend.decode_batch([list(ids)], skip_special_tokens=True)[0])
 
