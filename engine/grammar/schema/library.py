@@ -4,6 +4,7 @@ and whether they fit a name. Asked with a vocabulary of bytes."""
 import json
 import re
 from fractions import Fraction
+from functools import cached_property
 from math import inf, nextafter
 from typing import TYPE_CHECKING, Any
 
@@ -28,11 +29,14 @@ class Library:
     """Answers, kept: of one schema."""
 
     def __init__(self, limits: "llguidance.LLParserLimits") -> None:
-        import llguidance
-
-        self._tokenizer = llguidance.LLTokenizer("byte")
         self._limits = limits
         self._known: dict[tuple[str, bytes], bool] = {}
+
+    @cached_property
+    def _tokenizer(self) -> "llguidance.LLTokenizer":
+        from llguidance import LLTokenizer
+
+        return LLTokenizer("byte")
 
     def has_text(self, texts: Texts, path: str) -> bool:
         """Whether a string has all this. Raises SchemaError for an expression that is none."""
