@@ -261,13 +261,19 @@ def load_kernels(*, wide: bool, bfloat16: bool, vnni: bool = False, emulate: boo
 
 
 def _other_linear(x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
-    """A product in 16 bits by oneDNN, or by weights in 8 bits that are not packed. A single row is computed as one of
-    two: oneDNN has a kernel for one that sums in another order."""
-    if len(x) == 1:
-        return _other_linear(torch.cat((x, x)), weight, bias)[:1]
-    if isinstance(weight, Tensor) and weight.is_mkldnn:
-        return onednn.linear(x, weight, bias)
-    return linear(x, weight, bias)
+    """A product in 16 bits by oneDNN, or by weights in 8 bits that are not packed. The sums of a row do not depend on
+    the rows beside it, whichever kernel oneDNN takes."""
+
+    def multiply(rows: Tensor) -> Tensor:
+        if isinstance(weight, Tensor) and weight.is_mkldnn:
+            return onednn.linear(rows, weight, bias)
+        return linear(rows, weight, bias)
+
+    if x.dtype != torch.float32 and onednn.sums_by_rows():
+        return onednn.in_pieces(x, multiply)
+    if len(x) == 1:  # as one of two: oneDNN has a kernel for one that sums in another order
+        return multiply(torch.cat((x, x)))[:1]
+    return multiply(x)
 
 
 def _dtype(rows: Tensor) -> int:

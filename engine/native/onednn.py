@@ -3,10 +3,14 @@
 Uses the operators that torch.compile uses for frozen weights (torch/_inductor/mkldnn_lowerings.py).
 """
 
+from collections.abc import Callable
+from functools import cache
+
 import torch
 from torch import Tensor
 
 ROWS = 512  # the layout is chosen for this many rows, and works with any number
+PIECE = 32  # rows of a product where their number would change the order of sums: two tiles of AMX
 
 
 def has_bfloat16() -> bool:
@@ -25,3 +29,20 @@ def linear(x: Tensor, packed: Tensor, bias: Tensor | None = None) -> Tensor:
     """x [rows, in] @ weight.T + bias [out] → [rows, out]. packed: weight [out, in] from pack()."""
     product: Tensor = torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
     return product
+
+
+@cache
+def sums_by_rows() -> bool:
+    """Whether the order in which oneDNN sums a product in 16 bits depends on the number of its rows: with the tiles of
+    AMX it does (seen: 32 rows and fewer, more, and from 512 or 1,024 on again, by shape and threads)."""
+    return bool(torch.cpu._is_amx_tile_supported())
+
+
+def in_pieces(x: Tensor, multiply: Callable[[Tensor], Tensor]) -> Tensor:
+    """multiply(x) [rows, out] of x [rows, in], by calls with PIECE rows each, so that a row's sums are the same in any
+    company. The last piece is filled up with zeros."""
+    pieces = [x[first : first + PIECE] for first in range(0, max(1, len(x)), PIECE)]
+    if (missing := PIECE - len(pieces[-1])) > 0:
+        pieces[-1] = torch.cat((pieces[-1], x.new_zeros(missing, x.shape[1])))
+    products = [multiply(piece) for piece in pieces]
+    return (torch.cat(products) if len(products) > 1 else products[0])[: len(x)]
