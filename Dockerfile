@@ -35,8 +35,13 @@ COPY core core
 COPY scheduler scheduler
 COPY transfer transfer
 COPY engine engine
-COPY integrations integrations
+COPY peer peer
 COPY server server
+COPY gateway gateway
+COPY integrations integrations
+COPY tools tools
+COPY testing testing
+COPY cli cli
 COPY src src
 RUN pip install --no-deps --no-build-isolation .
 

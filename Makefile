@@ -70,7 +70,7 @@ demo: venv ## Hand four prompts from a prefill server to a decode server, and co
 
 # Tests start hundreds of processes, and each would compile the modules that it imports.
 compiled: venv
-	@$(BIN)/python -m compileall -q benchmarks core engine integrations scheduler server tests transfer
+	@$(BIN)/python -m compileall -q benchmarks cli core engine gateway integrations peer scheduler server testing tests tools transfer
 
 test: check compiled ## Run every check and every test; CPU=avx2 or CPU=bf16 as on a CPU without or with units for bfloat16.
 	$(PYTEST) -n $(WORKERS) --dist loadfile $(FAST_TESTS) $(OTHER_TESTS)
@@ -88,7 +88,7 @@ test-browser: venv ## Open the page of a server in a real Chromium, which has to
 	$(PYTEST) -m browser tests/browser
 
 test-vllm: $(NIXL_STAMP) $(VLLM_STAMP) $(ROUTERS_STAMP) connector ## Have a stock vLLM, from its package, take its prompts' KV from a prefill server: by the connector, and through the gateway.
-	HEADRACE_VLLM_PYTHON=$(CURDIR)/$(VLLM)/bin/python HEADRACE_ROUTERS=$(CURDIR)/$(ROUTERS) $(NIXL)/bin/python -m pytest -m vllm tests/integrations
+	HEADRACE_VLLM_PYTHON=$(CURDIR)/$(VLLM)/bin/python HEADRACE_ROUTERS=$(CURDIR)/$(ROUTERS) $(NIXL)/bin/python -m pytest -m vllm tests/integrations tests/gateway
 
 # Beside vLLM's packages, not among them: a vLLM looks into this folder only if it is told to.
 connector: $(VLLM_STAMP)
@@ -114,7 +114,7 @@ test-openapi: venv $(OPENAPI_STAMP) ## Hold running servers against their own /o
 	HEADRACE_OPENAPI=$(OPENAPI) $(BIN)/python -m pytest -m openapi tests/openapi
 
 test-nixl: $(NIXL_STAMP) ## Move KV through NIXL between processes, and between servers, that are killed and stopped.
-	$(NIXL)/bin/python -m pytest -m nixl tests/transfer tests/integrations
+	$(NIXL)/bin/python -m pytest -m nixl tests/transfer tests/peer tests/gateway tests/integrations
 
 bench-nixl: $(NIXL_STAMP) ## Measure NIXL beside bare NIXL, and the other ways to move KV.
 	$(NIXL)/bin/python -m benchmarks.transfer

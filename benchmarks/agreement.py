@@ -25,7 +25,7 @@ from torch._C._distributed_c10d import TCPStore  # public in torch.distributed, 
 from benchmarks.arguments import make_parser
 from benchmarks.report import print_table, run
 from headrace.core.messages.orders import AnyOrder, Forward, PlanRow, ShutdownStage
-from headrace.core.types.coordinate import Rules, Vote
+from headrace.core.types.ranks.coordinate import Rules, Vote
 from headrace.engine.agreement import BUSY_TICKS, LONG_TICK_S, VotedPasses, agree
 from headrace.engine.collectives.torch_collectives import TorchCollectives, make_group
 from headrace.server.launch.free_port import free_port

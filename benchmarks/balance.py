@@ -20,15 +20,15 @@ from headrace.core.messages.orders import Forward, ReplicaOrder
 from headrace.core.messages.replies import RequestFailed, RequestFinished, Tokens
 from headrace.core.messages.stage_events import PlanDone, SampledToken, StageReady
 from headrace.core.types.errors import ConfigError
-from headrace.core.types.geometry import Geometry
-from headrace.core.types.request import Discard, SamplingParams
+from headrace.core.types.kv.geometry import Geometry
+from headrace.core.types.requests.request import Discard, SamplingParams
 from headrace.scheduler.costs.chunking import Cost
 from headrace.scheduler.scheduler import Effect, Scheduler
-from headrace.scheduler.simulation.driver import SchedulerDriver
-from headrace.scheduler.simulation.replay.costs import pass_seconds, row_seconds
-from headrace.scheduler.simulation.replay.workload import VOCABULARY, TraceRequest, prompt
-from headrace.scheduler.simulation.world import World
-from headrace.server.simulate.trace_file import read_trace
+from headrace.testing.driver import SchedulerDriver
+from headrace.testing.world import World
+from headrace.tools.simulate.replay.costs import pass_seconds, row_seconds
+from headrace.tools.simulate.replay.workload import VOCABULARY, TraceRequest, prompt
+from headrace.tools.simulate.trace_file import read_trace
 
 BINDINGS = ("least load", "round robin", "random")
 COST = "3.3e-10,35.7e-6,8e-3"  # of headrace simulate's default preset

@@ -9,7 +9,7 @@ import time
 import numpy as np
 from nixl import _bindings as nixl
 
-from headrace.core.types.backends import NixlAccess
+from headrace.core.types.kv.backends import NixlAccess
 from headrace.transfer.backends.nixl import LOOPBACK, Agent
 
 POLL_S = 0.0005

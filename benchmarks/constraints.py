@@ -17,9 +17,9 @@ from benchmarks.arguments import add_model, add_threads, make_parser
 from benchmarks.report import console, print_table, prompt, run, spread
 from headrace.core.config import EngineConfig, ModelConfig
 from headrace.core.messages.orders import PlanRow
-from headrace.core.types.constraint import Constraint, GrammarStart
 from headrace.core.types.packed import pack
-from headrace.core.types.request import SamplingParams
+from headrace.core.types.requests.constraint import Constraint, GrammarStart
+from headrace.core.types.requests.request import SamplingParams
 from headrace.engine.grammar.compiler import Vocabulary, compile_constraint, load_vocabulary
 from headrace.engine.model.source import load_spec, resolve_source
 from headrace.engine.runner import ModelRunner

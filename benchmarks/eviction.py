@@ -15,7 +15,7 @@ from benchmarks.arguments import make_parser
 from benchmarks.report import console, print_table, run
 from headrace.core.config.scheduler import Eviction
 from headrace.core.types.errors import ConfigError
-from headrace.core.types.kv_tiers import Tier
+from headrace.core.types.kv.kv_tiers import Tier
 from headrace.core.types.packed import pack
 from headrace.scheduler.kv.eviction import SHORT_TOKENS
 from headrace.scheduler.kv.kv_cache import KvCache

@@ -23,7 +23,7 @@ from benchmarks.report import console, print_table, prompt, run
 from benchmarks.timed_collectives import TimedCollectives
 from headrace.core.config import EngineConfig, ModelConfig
 from headrace.core.runtime.process import keep_freed_memory
-from headrace.core.types.geometry import ceil_div
+from headrace.core.types.kv.geometry import ceil_div
 from headrace.engine.collectives.alone import ALONE
 from headrace.engine.collectives.torch_collectives import TorchCollectives, make_group
 from headrace.engine.layers.exchange.make import make_exchange

@@ -7,7 +7,7 @@ from itertools import cycle
 import torch
 import torch.nn.functional as F
 
-from headrace.core.types.geometry import ceil_div
+from headrace.core.types.kv.geometry import ceil_div
 from headrace.engine.dtypes import TORCH_DTYPES
 from headrace.engine.model.config import ModelSpec
 

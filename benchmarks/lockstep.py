@@ -24,9 +24,9 @@ from headrace.core.messages.orders import Forward
 from headrace.core.messages.replies import RequestFinished
 from headrace.core.messages.stage_events import PlanDone
 from headrace.core.types.packed import pack
-from headrace.core.types.request import Discard, SamplingParams
+from headrace.core.types.requests.request import Discard, SamplingParams
 from headrace.engine.collectives.torch_collectives import TorchCollectives, make_group
-from headrace.engine.stub_runner import StubRunner
+from headrace.engine.stub.runner import StubRunner
 
 TOKENS = 64  # of a prompt, and of a replica in a pass
 VOCABULARY = 300

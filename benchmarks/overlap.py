@@ -22,15 +22,15 @@ from benchmarks.arguments import add_rounds, make_parser
 from benchmarks.report import console, print_table, run
 from headrace.core.config import EngineConfig, ModelConfig
 from headrace.core.messages.orders import PlanRow
-from headrace.core.types.coordinate import Rules, coordinate, vote
-from headrace.core.types.geometry import ceil_div
-from headrace.core.types.layout import Layout
+from headrace.core.types.kv.geometry import ceil_div
 from headrace.core.types.packed import pack
+from headrace.core.types.ranks.coordinate import Rules, coordinate, vote
+from headrace.core.types.ranks.layout import Layout
 from headrace.engine.layers.exchange.make import make_exchange
 from headrace.engine.layers.exchange.ways import Way
 from headrace.engine.model.stub import parse_stub
 from headrace.engine.parallel.groups import leave_groups, make_groups
-from headrace.engine.stub_runner import StubRunner
+from headrace.engine.stub.runner import StubRunner
 from headrace.server.launch.free_port import free_port
 
 LAYOUT = Layout(dp=2)

@@ -19,7 +19,7 @@ from headrace.core.messages.orders import PlanRow
 from headrace.core.messages.stage_events import SampledToken
 from headrace.core.runtime.process import keep_freed_memory
 from headrace.core.types.packed import pack
-from headrace.core.types.request import SamplingParams, TokenHistory
+from headrace.core.types.requests.request import SamplingParams, TokenHistory
 from headrace.engine.sampling.adjusted import LogitAdjustments
 from headrace.engine.sampling.sampler import Sampler, SampleRow
 

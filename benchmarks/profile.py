@@ -21,8 +21,8 @@ from headrace.core.config import EngineConfig, ModelConfig
 from headrace.core.messages.orders import PlanRow
 from headrace.core.runtime.process import keep_freed_memory
 from headrace.core.types import packed
-from headrace.core.types.geometry import ceil_div
-from headrace.core.types.request import SamplingParams
+from headrace.core.types.kv.geometry import ceil_div
+from headrace.core.types.requests.request import SamplingParams
 from headrace.engine.attention.base import Attention, AttentionPass, AttentionSpan
 from headrace.engine.runner import ModelRunner
 from headrace.server.launch.local_server import LocalServer

@@ -18,8 +18,8 @@ from benchmarks.report import console, print_table, run
 from headrace.core.config import Dtype, EngineConfig, ModelConfig, Quantize
 from headrace.core.messages.orders import PlanRow
 from headrace.core.types import packed
-from headrace.core.types.geometry import ceil_div
-from headrace.core.types.request import SamplingParams
+from headrace.core.types.kv.geometry import ceil_div
+from headrace.core.types.requests.request import SamplingParams
 from headrace.engine.runner import ModelRunner
 from headrace.server.tokenizer.tokenizer import load_tokenizer
 

@@ -20,9 +20,9 @@ from headrace.core.messages.frontend import Abort, Submit
 from headrace.core.messages.orders import Forward, Order, ReplicaOrder
 from headrace.core.messages.replies import RequestFinished
 from headrace.core.messages.stage_events import PlanDone, SampledToken, StageReady
-from headrace.core.types.geometry import Geometry
+from headrace.core.types.kv.geometry import Geometry
 from headrace.core.types.packed import pack
-from headrace.core.types.request import Discard, SamplingParams
+from headrace.core.types.requests.request import Discard, SamplingParams
 from headrace.scheduler.scheduler import Effect, Scheduler
 
 PASS_S = 0.05  # of a pass, in the scheduler's own time

@@ -18,7 +18,7 @@ import torch
 from benchmarks.arguments import add_threads, make_parser
 from benchmarks.report import print_table, run
 from headrace.core.runtime.process import keep_freed_memory
-from headrace.core.types.request import SamplingParams
+from headrace.core.types.requests.request import SamplingParams
 from headrace.engine.sampling import sampler as sampling
 from headrace.engine.sampling.filtered import column, draw_filtered, invert
 from headrace.engine.sampling.sampler import Sampler, SampleRow

@@ -19,9 +19,9 @@ from headrace.core.messages.frontend import Submit
 from headrace.core.messages.orders import Forward
 from headrace.core.messages.replies import RequestFinished
 from headrace.core.messages.stage_events import PlanDone, SampledToken, StageReady
-from headrace.core.types.geometry import Geometry
+from headrace.core.types.kv.geometry import Geometry
 from headrace.core.types.packed import pack
-from headrace.core.types.request import Discard, SamplingParams
+from headrace.core.types.requests.request import Discard, SamplingParams
 from headrace.scheduler.scheduler import Scheduler
 
 POLICIES: tuple[Policy, ...] = ("fcfs", "srpt", "slo")

@@ -12,10 +12,10 @@ from headrace.core.config import TransferConfig
 from headrace.core.messages.orders import AdmitPeer, SendChunk
 from headrace.core.runtime.clock import SystemClock
 from headrace.core.runtime.event_loop import EventLoop
-from headrace.core.types.backends import NIXL, SHM, NixlAccess, PoolMemory
-from headrace.core.types.geometry import Geometry
+from headrace.core.types.kv.backends import NIXL, SHM, NixlAccess, PoolMemory
+from headrace.core.types.kv.geometry import Geometry
 from headrace.core.types.packed import pack
-from headrace.core.types.request import FirstToken
+from headrace.core.types.requests.request import FirstToken
 from headrace.transfer.backends.base import Transport
 from headrace.transfer.backends.shm import ShmTransport
 from headrace.transfer.backends.strided_pool import ArrayPageStore

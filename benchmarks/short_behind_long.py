@@ -19,7 +19,7 @@ import msgspec
 from benchmarks.arguments import add_dtype, add_rounds, add_threads, make_parser
 from benchmarks.report import console, print_table, prompt, run, spread
 from benchmarks.server import prefill_seconds, serving
-from headrace.core.types.geometry import ceil_div
+from headrace.core.types.kv.geometry import ceil_div
 from headrace.engine.model.stub import is_stub
 from headrace.server.launch.local_server import LocalServer
 

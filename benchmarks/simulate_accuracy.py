@@ -23,15 +23,15 @@ from headrace.core.config.scheduler import Policy
 from headrace.core.types.packed import unpack
 from headrace.engine.model.stub import is_stub
 from headrace.integrations.http_client import direct_async_client
-from headrace.scheduler.simulation.replay.offered_work import offered_work
-from headrace.scheduler.simulation.replay.replay import Outcome, Replay, ReplayResult, ReplaySettings
-from headrace.scheduler.simulation.replay.routing import ScoreRouter
-from headrace.scheduler.simulation.replay.workload import Segment, TraceRequest, prompt
 from headrace.server.launch.local_server import LocalServer
-from headrace.server.simulate.calibrate import Calibration, calibrate, evaluate, stage_passes
-from headrace.server.simulate.objectives import OBJECTIVES
-from headrace.server.simulate.summary import Summary, summarise
-from headrace.server.simulate.trace_file import read_trace
+from headrace.tools.simulate.calibrate import Calibration, calibrate, evaluate, stage_passes
+from headrace.tools.simulate.objectives import OBJECTIVES
+from headrace.tools.simulate.replay.offered_work import offered_work
+from headrace.tools.simulate.replay.replay import Outcome, Replay, ReplayResult, ReplaySettings
+from headrace.tools.simulate.replay.routing import ScoreRouter
+from headrace.tools.simulate.replay.workload import Segment, TraceRequest, prompt
+from headrace.tools.simulate.summary import Summary, summarise
+from headrace.tools.simulate.trace_file import read_trace
 
 STUB = "stub:layers=4,us_per_token=300,ps_per_token_squared=60000,us_per_plan=10000,max_len=8192"
 VOCABULARY = 1000

@@ -60,7 +60,7 @@ def help_seconds() -> float:
     """Seconds of `headrace serve --help`."""
     started = time.perf_counter()
     subprocess.run(
-        [sys.executable, "-m", "headrace.server.cli", "serve", "--help"], stdout=subprocess.DEVNULL, check=True
+        [sys.executable, "-m", "headrace.cli.commands", "serve", "--help"], stdout=subprocess.DEVNULL, check=True
     )
     return time.perf_counter() - started
 

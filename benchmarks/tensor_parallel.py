@@ -18,7 +18,7 @@ from benchmarks.report import console, print_table, prompt, run, spread
 from benchmarks.timed_collectives import TimedCollectives
 from headrace.core.config import EngineConfig, ModelConfig
 from headrace.core.runtime.process import keep_freed_memory
-from headrace.core.types.geometry import ceil_div
+from headrace.core.types.kv.geometry import ceil_div
 from headrace.engine.collectives.shared_memory import on_one_machine
 from headrace.engine.collectives.torch_collectives import TorchCollectives, make_group
 from headrace.engine.runner import ModelRunner

@@ -27,8 +27,8 @@ from headrace.core.messages.orders import LoadPages, PlanRow, StorePages
 from headrace.core.messages.stage_events import PagesLoaded, PagesStored
 from headrace.core.types import packed
 from headrace.core.types.errors import ConfigError
-from headrace.core.types.kv_tiers import DISK, HOST, PageHeader, Tier
-from headrace.core.types.request import SamplingParams
+from headrace.core.types.kv.kv_tiers import DISK, HOST, PageHeader, Tier
+from headrace.core.types.requests.request import SamplingParams
 from headrace.engine.kv.tiers.copier import Copier, CopyEvent, CopyOrder
 from headrace.engine.kv.tiers.disk_store import DiskStore
 from headrace.engine.kv.tiers.host_store import HostStore

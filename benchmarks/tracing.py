@@ -26,13 +26,13 @@ from headrace.core.messages.replies import AnySchedulerReply, RequestTraced
 from headrace.core.runtime.clock import SystemClock
 from headrace.core.runtime.codec import Codec
 from headrace.core.trace import RequestSpan
-from headrace.core.types.request import HandoffStats, SamplingParams, Timing, Usage
-from headrace.server.api.response.middleware import RequestMetrics
+from headrace.core.types.requests.request import HandoffStats, SamplingParams, Timing, Usage
 from headrace.server.frontend.generation.call_span import CallSpan
 from headrace.server.frontend.request.generation_request import GenerationResult
 from headrace.server.frontend.request.request_context import TraceSampler
 from headrace.server.frontend.request_log import RequestRecord
 from headrace.server.frontend.status.recent_events import RecentEvents
+from headrace.server.http.middleware import RequestMetrics
 from headrace.server.telemetry.otlp_sink import OtlpSink
 from headrace.server.telemetry.prometheus import FrontMetrics
 from headrace.server.telemetry.span_exporter import SpanExporter

@@ -34,7 +34,7 @@ from benchmarks.sending import BARE_NIXL, BARE_ZMQ, CLOCK, GEOMETRY, NAME, REPEA
 from headrace.core.messages.orders import OpenSession, PrepareReceive
 from headrace.core.messages.stage_events import KvReceived, ReceiveFailed
 from headrace.core.runtime.codec import Codec
-from headrace.core.types.backends import NIXL, SHM, ZMQ, PoolMemory
+from headrace.core.types.kv.backends import NIXL, SHM, ZMQ, PoolMemory
 from headrace.core.types.packed import pack
 from headrace.server.config.curve_keys import write_pair
 from headrace.transfer.backends.base import RegisteredPool

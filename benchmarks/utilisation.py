@@ -21,7 +21,7 @@ from benchmarks.profile import PAGE, rows_of
 from benchmarks.report import console, print_table, prompt, run, spread
 from headrace.core.config import EngineConfig, ModelConfig
 from headrace.core.runtime.process import keep_freed_memory
-from headrace.core.types.geometry import ceil_div
+from headrace.core.types.kv.geometry import ceil_div
 from headrace.engine.device import resolve_device
 from headrace.engine.dtypes import TORCH_DTYPES
 from headrace.engine.model.config import ModelSpec

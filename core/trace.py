@@ -9,7 +9,7 @@ from typing import Generic, Literal, TypeVar
 
 import msgspec
 
-from headrace.core.types.layout import Layout
+from headrace.core.types.ranks.layout import Layout
 
 T = TypeVar("T")
 Outcome = Literal["acknowledged", "refused", "open"]

@@ -1,5 +1,5 @@
 """What servers with a scheduler each agree on before every forward pass, since they share experts: one all-reduce of
-their votes, which goes through core/types/coordinate.py as in a server with several replicas.
+their votes, which goes through core/types/ranks/coordinate.py as in a server with several replicas.
 
     server 0   plan ─► vote ─┐                 ┌─► pass with its rows
     server 1   plan ─► vote ─┼─ all-reduce ────┼─► pass with its rows
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from headrace.core.messages.orders import AnyOrder, Forward
-from headrace.core.types.coordinate import Agreement, Rules, Vote, coordinate, vote
+from headrace.core.types.ranks.coordinate import Agreement, Rules, Vote, coordinate, vote
 from headrace.engine.collectives.base import Collectives, Pending
 
 TICK_S = 0.005  # between votes of an idle group

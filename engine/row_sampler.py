@@ -11,10 +11,10 @@ from torch import Tensor
 
 from headrace.core.messages.orders import PlanRow
 from headrace.core.messages.stage_events import PromptLogprobs, RowHidden, SampledToken
-from headrace.core.types.constraint import GrammarRejection
-from headrace.core.types.draft import DraftTokens, HiddenStates
-from headrace.core.types.prompt_logprobs import pack_runs
-from headrace.core.types.request import TokenLogprob
+from headrace.core.types.requests.constraint import GrammarRejection
+from headrace.core.types.requests.draft import DraftTokens, HiddenStates
+from headrace.core.types.requests.prompt_logprobs import pack_runs
+from headrace.core.types.requests.request import TokenLogprob
 from headrace.engine.decoder import Decoder
 from headrace.engine.dtypes import DTYPE_NAMES
 from headrace.engine.grammar.compiler import GrammarCompiler

@@ -13,9 +13,9 @@ from headrace.core.config import EngineConfig, ModelConfig
 from headrace.core.messages.orders import PlanRow
 from headrace.core.runtime.progress import LoadProgress, Progress
 from headrace.core.types import packed
-from headrace.core.types.coordinate import Agreement, halves
-from headrace.core.types.geometry import Geometry
-from headrace.core.types.request import SamplingParams
+from headrace.core.types.kv.geometry import Geometry
+from headrace.core.types.ranks.coordinate import Agreement, halves
+from headrace.core.types.requests.request import SamplingParams
 from headrace.engine.attention import choose_attention
 from headrace.engine.attention.base import AttentionSpan
 from headrace.engine.attention.latent import latent_attention, resolve_form

@@ -32,7 +32,7 @@ from headrace.core.runtime.process import (
 )
 from headrace.core.runtime.progress import LoadProgress
 from headrace.core.types.errors import ConfigError
-from headrace.core.types.kv_tiers import DISK, HOST
+from headrace.core.types.kv.kv_tiers import DISK, HOST
 from headrace.engine.agreement import FollowedPasses, PassSource, VotedPasses
 from headrace.engine.collectives.link import LinkBroken
 from headrace.engine.collectives.startup import least
@@ -51,7 +51,7 @@ from headrace.engine.parallel.layer_split import ranges
 from headrace.engine.parallel.offers import Offer, offer
 from headrace.engine.parallel.pipeline import PipelineLinks
 from headrace.engine.runner import ModelRunner, Runner
-from headrace.engine.stub_runner import StubRunner
+from headrace.engine.stub.runner import StubRunner
 from headrace.engine.telemetry.expert_meter import ExpertMeter
 from headrace.engine.telemetry.load_report import LoadReport
 from headrace.engine.telemetry.meter import Meter

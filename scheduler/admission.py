@@ -5,18 +5,18 @@ from headrace.core.messages.peers import AskRenew
 from headrace.core.messages.replies import RequestFailed
 from headrace.core.types.errors import CANCELLED, DRAINING, NOT_READY, QUEUE_FULL, TICKET_IN_USE, TOO_LONG, ErrorInfo
 from headrace.core.types.packed import ITEM_BYTES, packed_length, unpack
-from headrace.core.types.request import FetchFrom, SendTo
+from headrace.core.types.requests.request import FetchFrom, SendTo
 from headrace.scheduler.costs.cost_model import Load
 from headrace.scheduler.lifecycle.completion import release_ticket
 from headrace.scheduler.overload import Overload
 from headrace.scheduler.prefill.rendezvous import Rendezvous
+from headrace.scheduler.queues.deadlines import Timer
 from headrace.scheduler.requests.phase import Phase
 from headrace.scheduler.requests.record import Request
 from headrace.scheduler.state.binding import Binding, bind
-from headrace.scheduler.state.deadlines import Timer
-from headrace.scheduler.state.metrics import ADMISSION
 from headrace.scheduler.state.replica import Replica
 from headrace.scheduler.state.state import State
+from headrace.scheduler.telemetry.metrics import ADMISSION
 
 HOLD_RETRY_S = 1.0  # as a rule, peers come within a moment
 

@@ -5,7 +5,7 @@ from headrace.core.messages.replies import Drained
 from headrace.core.types.errors import DRAINING, ErrorInfo
 from headrace.scheduler.batching.stages import StageGroup
 from headrace.scheduler.prefill.rendezvous import Rendezvous
-from headrace.scheduler.state.deadlines import Timer
+from headrace.scheduler.queues.deadlines import Timer
 from headrace.scheduler.state.state import State
 
 

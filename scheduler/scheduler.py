@@ -83,12 +83,12 @@ from headrace.scheduler.lifecycle.idle_check import IdleCheck
 from headrace.scheduler.prefill.handoff import KvHandoff
 from headrace.scheduler.prefill.holding import HeldRequests
 from headrace.scheduler.prefill.rendezvous import Rendezvous
-from headrace.scheduler.state.deadlines import Key, Timer
+from headrace.scheduler.queues.deadlines import Key, Timer
+from headrace.scheduler.reporting.statistics import snapshot
+from headrace.scheduler.reporting.status import status
+from headrace.scheduler.reporting.tracing import Tracing
 from headrace.scheduler.state.events import Effect, Event
 from headrace.scheduler.state.state import State
-from headrace.scheduler.telemetry.statistics import snapshot
-from headrace.scheduler.telemetry.status import status
-from headrace.scheduler.telemetry.tracing import Tracing
 
 __all__ = ["Effect", "Event", "Scheduler"]
 

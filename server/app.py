@@ -6,7 +6,7 @@ from functools import partial
 from fastapi import APIRouter, FastAPI
 
 from headrace.core.runtime.process import max_http_connections
-from headrace.core.types.tenants import tenant_keys
+from headrace.core.types.requests.tenants import tenant_keys
 from headrace.server.api.description.operation import audiences
 from headrace.server.api.native.prefill_routes import handoff_routes, prefill_routes
 from headrace.server.api.openai.openai_routes import openai_routes
@@ -17,13 +17,13 @@ from headrace.server.api.operations.discovery import bootstrap_routes, discovery
 from headrace.server.api.operations.health import operation_routes
 from headrace.server.api.operations.status_page import status_routes
 from headrace.server.api.operations.tokenization import tokenizer_routes
-from headrace.server.api.request.body_budget import BodyBudget
 from headrace.server.api.response.completion_endpoint import CompletionEndpoint
-from headrace.server.api.response.error_response import install_handlers
-from headrace.server.api.response.http_rules import HttpRules, allowed_methods, page_guard
-from headrace.server.api.response.middleware import ApiKeys, RequestMetrics
 from headrace.server.api.sglang.generate_route import generate_routes
 from headrace.server.frontend.service import Service
+from headrace.server.http.body_budget import BodyBudget
+from headrace.server.http.error_response import install_handlers
+from headrace.server.http.middleware import ApiKeys, RequestMetrics
+from headrace.server.http.rules import HttpRules, allowed_methods, page_guard
 
 
 def create_app(service: Service) -> FastAPI:

@@ -23,7 +23,7 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True):
             "give it once per engine",
         ),
     ] = ()
-    """Parsed by core/types/decode_address.py."""
+    """Parsed by core/types/peers/decode_address.py."""
     prefill: Annotated[
         tuple[str, ...], Flag("prefill", SERVER, "URL of a Headrace prefill server; give it once per server")
     ] = ()

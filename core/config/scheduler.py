@@ -5,8 +5,8 @@ from typing import Annotated, Literal
 import msgspec
 
 from headrace.core.config.flag import HANDOFF, KV_CACHE, SCHEDULING, STAGES, Flag
-from headrace.core.types.coordinate import Rules
-from headrace.core.types.layout import Layout
+from headrace.core.types.ranks.coordinate import Rules
+from headrace.core.types.ranks.layout import Layout
 
 Chunking = Literal["fixed", "dynamic"]
 Policy = Literal["srpt", "fcfs", "slo"]

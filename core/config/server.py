@@ -59,7 +59,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
             variable="HEADRACE_TENANT_KEY",
         ),
     ] = ()
-    """Parsed by core/types/tenants.py, as are the priority ranges."""
+    """Parsed by core/types/requests/tenants.py, as are the priority ranges."""
     share_prefixes: Annotated[
         bool,
         Flag(
@@ -100,7 +100,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
             "network",
         ),
     ] = ()
-    """Parsed by core/types/allow_list.py."""
+    """Parsed by core/types/peers/allow_list.py."""
     curve_server_keys: Annotated[
         tuple[str, ...],
         Flag(
@@ -128,7 +128,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
             "URL=HOST:PORT; give it once per engine",
         ),
     ] = ()
-    """Parsed by core/types/decode_address.py."""
+    """Parsed by core/types/peers/decode_address.py."""
     gateway_port: Annotated[int, port_flag("gateway-port", HANDOFF, "HTTP port of that gateway; 0: a free one")] = (
         GATEWAY_PORT
     )

@@ -8,9 +8,9 @@ from headrace.core.config.flag import SECURITY, STAGES, Flag, port_flag
 from headrace.core.config.model import EngineConfig, ModelConfig
 from headrace.core.config.server import LogFormat, Role
 from headrace.core.config.transfer import TransferConfig
-from headrace.core.types.coordinate import Rules
-from headrace.core.types.external import ExternalMember, parse_member
-from headrace.core.types.layout import Layout
+from headrace.core.types.ranks.coordinate import Rules
+from headrace.core.types.ranks.external import ExternalMember, parse_member
+from headrace.core.types.ranks.layout import Layout
 
 DpSync = Literal["cpu", "device"]
 STAGE_KEY_VARIABLE = "HEADRACE_STAGE_KEY"

@@ -5,7 +5,7 @@ from typing import Annotated
 import msgspec
 
 from headrace.core.config.flag import HANDOFF, SECURITY, TELEMETRY, Flag, port_flag
-from headrace.core.types.backends import SHM, ZMQ, Backend
+from headrace.core.types.kv.backends import SHM, ZMQ, Backend
 
 
 class TransferConfig(msgspec.Struct, frozen=True, kw_only=True):

@@ -2,9 +2,9 @@
 
 import msgspec
 
-from headrace.core.types.constraint import Constraint
 from headrace.core.types.errors import ErrorInfo
-from headrace.core.types.request import AnyRoute, DecodeHere, SamplingParams
+from headrace.core.types.requests.constraint import Constraint
+from headrace.core.types.requests.request import AnyRoute, DecodeHere, SamplingParams
 
 
 class FrontendRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag=True):

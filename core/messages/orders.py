@@ -16,14 +16,14 @@ What stages report back: core/messages/stage_events.py. Lists of token and page 
 
 import msgspec
 
-from headrace.core.types.backends import ZMQ, PoolMemory
-from headrace.core.types.constraint import GrammarStart
-from headrace.core.types.coordinate import Agreement
-from headrace.core.types.draft import NO_DRAFT, DraftTerms
-from headrace.core.types.geometry import Geometry
-from headrace.core.types.kv_tiers import PageHeader, Tier
+from headrace.core.types.kv.backends import ZMQ, PoolMemory
+from headrace.core.types.kv.geometry import Geometry
+from headrace.core.types.kv.kv_tiers import PageHeader, Tier
 from headrace.core.types.packed import unpack
-from headrace.core.types.request import FirstToken, SamplingParams, TokenHistory
+from headrace.core.types.ranks.coordinate import Agreement
+from headrace.core.types.requests.constraint import GrammarStart
+from headrace.core.types.requests.draft import NO_DRAFT, DraftTerms
+from headrace.core.types.requests.request import FirstToken, SamplingParams, TokenHistory
 
 
 class PlanRow(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -142,7 +142,7 @@ class AdmitPeer(Order, frozen=True, kw_only=True):
     window_bytes: int
     """Bytes that may be unacknowledged on each data connection."""
     backend: str = ZMQ
-    """How KV goes to the peer, see core/types/backends.py."""
+    """How KV goes to the peer, see core/types/kv/backends.py."""
     memory: tuple[PoolMemory, ...] = ()
     """Pools of the peer's stages, for a backend that writes into them; otherwise empty."""
 

@@ -6,11 +6,11 @@ Events have been checked against the peer's hello.
 
 import msgspec
 
-from headrace.core.types.backends import ZMQ, PoolMemory
-from headrace.core.types.draft import NO_DRAFT, DraftTerms
 from headrace.core.types.errors import ErrorInfo
-from headrace.core.types.geometry import Geometry
-from headrace.core.types.request import FirstToken
+from headrace.core.types.kv.backends import ZMQ, PoolMemory
+from headrace.core.types.kv.geometry import Geometry
+from headrace.core.types.requests.draft import NO_DRAFT, DraftTerms
+from headrace.core.types.requests.request import FirstToken
 
 
 class PeerEvent(msgspec.Struct, frozen=True, kw_only=True):

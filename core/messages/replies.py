@@ -5,12 +5,12 @@ import msgspec
 from headrace.core.stats import Stats
 from headrace.core.status import SchedulerStatus
 from headrace.core.trace import RequestSpan, SchedulerTrace
-from headrace.core.types.draft import DraftTokens, HiddenStates
 from headrace.core.types.errors import ErrorInfo
-from headrace.core.types.expert_load import ExpertLoad
-from headrace.core.types.geometry import CacheShape
-from headrace.core.types.prompt_logprobs import LogprobRun
-from headrace.core.types.request import HandoffStats, Timing, TokenLogprob, Usage
+from headrace.core.types.kv.geometry import CacheShape
+from headrace.core.types.ranks.expert_load import ExpertLoad
+from headrace.core.types.requests.draft import DraftTokens, HiddenStates
+from headrace.core.types.requests.prompt_logprobs import LogprobRun
+from headrace.core.types.requests.request import HandoffStats, Timing, TokenLogprob, Usage
 
 
 class SchedulerReply(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag=True):

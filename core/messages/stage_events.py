@@ -12,14 +12,14 @@ The orders: core/messages/orders.py.
 import msgspec
 
 from headrace.core.stats import Stats
-from headrace.core.types.backends import ZMQ, PoolMemory
-from headrace.core.types.constraint import GrammarRejection
-from headrace.core.types.draft import DraftTokens, HiddenStates
-from headrace.core.types.expert_load import ExpertLoad
-from headrace.core.types.geometry import Geometry
-from headrace.core.types.kv_tiers import PageHeader, Tier
-from headrace.core.types.prompt_logprobs import LogprobRun
-from headrace.core.types.request import FirstToken, TokenLogprob
+from headrace.core.types.kv.backends import ZMQ, PoolMemory
+from headrace.core.types.kv.geometry import Geometry
+from headrace.core.types.kv.kv_tiers import PageHeader, Tier
+from headrace.core.types.ranks.expert_load import ExpertLoad
+from headrace.core.types.requests.constraint import GrammarRejection
+from headrace.core.types.requests.draft import DraftTokens, HiddenStates
+from headrace.core.types.requests.prompt_logprobs import LogprobRun
+from headrace.core.types.requests.request import FirstToken, TokenLogprob
 
 GIB = 1 << 30
 

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from headrace.core.types.geometry import ceil_div
+from headrace.core.types.kv.geometry import ceil_div
 from headrace.engine.attention.base import AttentionSpan
 from headrace.engine.attention.native import NativeWork, Rows
 from headrace.engine.attention.slots import SlotWriter, slot_index

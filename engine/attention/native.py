@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from headrace.core.types.geometry import ceil_div
+from headrace.core.types.kv.geometry import ceil_div
 from headrace.engine.attention.base import AttentionSpan
 from headrace.engine.attention.slots import SlotWriter, first_slots
 from headrace.engine.kv.pool import KVPool

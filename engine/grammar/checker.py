@@ -18,7 +18,7 @@ from contextlib import suppress
 import msgspec
 
 from headrace.core.runtime.process import die_with_parent, leave_signals_to_parent
-from headrace.core.types.constraint import Constraint
+from headrace.core.types.requests.constraint import Constraint
 from headrace.engine.grammar.compiler import GrammarCompiler, GrammarError
 from headrace.engine.grammar.trial import TEXTS, try_out, try_patterns
 

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace.core.types.constraint import Constraint
 from headrace.core.types.errors import ConfigError
+from headrace.core.types.requests.constraint import Constraint
 from headrace.engine.grammar.schema.canonical import canonical
 from headrace.engine.grammar.schema.parts import SchemaError
 from headrace.engine.model.source import resolve_source

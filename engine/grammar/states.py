@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from headrace.core.messages.orders import PlanRow
 from headrace.core.types import packed
-from headrace.core.types.constraint import GrammarStart
+from headrace.core.types.requests.constraint import GrammarStart
 from headrace.engine.grammar.compiler import Grammar, GrammarCompiler, GrammarError
 
 STEP_S = 1.0  # of CPU time for the mask of one token: others wait meanwhile

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from headrace.core.types.constraint import Constraint
+from headrace.core.types.requests.constraint import Constraint
 from headrace.engine.grammar.compiler import Grammar, GrammarCompiler, GrammarError
 
 STEPS = 24  # tokens of a text

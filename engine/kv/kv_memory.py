@@ -4,9 +4,9 @@ import logging
 import mmap
 
 from headrace.core.config import StageConfig
-from headrace.core.types.addresses import is_loopback
-from headrace.core.types.backends import FAKE, NIXL, SHM, PoolMemory
-from headrace.core.types.geometry import Geometry
+from headrace.core.types.kv.backends import FAKE, NIXL, SHM, PoolMemory
+from headrace.core.types.kv.geometry import Geometry
+from headrace.core.types.peers.addresses import is_loopback
 from headrace.transfer.backends.base import RegisteredPool, Transport
 from headrace.transfer.backends.fake import FakeTransport
 from headrace.transfer.backends.shm import SharedPool, ShmTransport, host_token

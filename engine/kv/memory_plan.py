@@ -3,7 +3,7 @@
 import msgspec
 
 from headrace.core.types.errors import ConfigError
-from headrace.core.types.geometry import ITEM_BYTES, Geometry
+from headrace.core.types.kv.geometry import ITEM_BYTES, Geometry
 from headrace.engine.model.config import ModelSpec
 from headrace.engine.model.sharding import Shard, attention_weights, whole_model
 

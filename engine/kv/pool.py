@@ -7,7 +7,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from headrace.core.types.geometry import Geometry
+from headrace.core.types.kv.geometry import Geometry
 from headrace.engine.dtypes import TORCH_DTYPES
 from headrace.engine.kv.device_copies import DeviceCopies
 from headrace.transfer.protocol.layout import WHOLE, Box

@@ -18,7 +18,7 @@ from gguf.quants import dequantize
 from numpy.typing import NDArray
 
 from headrace.core.types.errors import ConfigError
-from headrace.core.types.geometry import ceil_div
+from headrace.core.types.kv.geometry import ceil_div
 from headrace.engine.model.config import ModelSpec, RopeKind, RopeSpec
 from headrace.engine.model.config_fields import ABOVE_ONE, COUNT, LAYERS, NAME, POSITIVE, SIZE, Fields
 

@@ -5,7 +5,7 @@ import math
 import msgspec
 
 from headrace.core.types.errors import ConfigError
-from headrace.core.types.geometry import Component, Geometry
+from headrace.core.types.kv.geometry import Component, Geometry
 
 LATENT = "latent"  # name of the component in the KV pool
 INNER_NORM_EPS = 1e-6  # of the norms of both latents, whatever rms_norm_eps says

@@ -15,7 +15,7 @@ from itertools import accumulate, pairwise
 import msgspec
 
 from headrace.core.types.errors import ConfigError
-from headrace.core.types.geometry import ceil_div
+from headrace.core.types.kv.geometry import ceil_div
 from headrace.engine.model.config import ModelSpec
 
 COLUMN_UNITS = (32, 16, 8, 4, 2, 1)  # MLP columns that stay together: 32 fill the widest panels of the CPU kernels

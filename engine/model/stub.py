@@ -1,6 +1,6 @@
 """Stub model: name, sizes and tokenizer of `--model stub`, or `--model stub:layers=8,us_per_token=50`.
 
-It has no weights. Its runner (engine/stub_runner.py) takes a configured time and computes only tokens that reveal
+It has no weights. Its runner (engine/stub/runner.py) takes a configured time and computes only tokens that reveal
 errors, for benchmarks and tests of everything but the model.
 """
 
@@ -55,7 +55,7 @@ class StubModel(msgspec.Struct, frozen=True, kw_only=True):
     jitter_percent: int = 0
     """Largest random deviation of the time of one forward pass."""
     fault_token: int = 0
-    """Prompts that begin with this token and it, or one of the three above it, break a stage (engine/stub_faults.py);
+    """Prompts that begin with this token and it, or one of the three above it, break a stage (engine/stub/faults.py);
     0: none do."""
 
     def spec(self) -> ModelSpec:

@@ -4,9 +4,9 @@ from typing import NamedTuple
 
 from headrace.core.config import EngineConfig, ModelConfig
 from headrace.core.types.errors import ConfigError
-from headrace.core.types.external import ExternalMember
-from headrace.core.types.geometry import ITEM_BYTES
-from headrace.core.types.layout import Layout, Place
+from headrace.core.types.kv.geometry import ITEM_BYTES
+from headrace.core.types.ranks.external import ExternalMember
+from headrace.core.types.ranks.layout import Layout, Place
 from headrace.engine.device import resolve_computation
 from headrace.engine.layers.exchange.ways import Way, choose_way, exchange_bytes, own_experts
 from headrace.engine.model.config import ModelSpec

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, TCPStore  # public in torch.distributed, but typed here only
 
 from headrace.core.config import StageConfig
-from headrace.core.types.layout import Layout
+from headrace.core.types.ranks.layout import Layout
 from headrace.engine.collectives.alone import Alone
 from headrace.engine.collectives.base import Collectives
 from headrace.engine.collectives.link import LinkBroken

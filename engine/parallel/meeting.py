@@ -21,7 +21,7 @@ from torch._C._distributed_c10d import PrefixStore, TCPStore  # public in torch.
 from headrace.core.config import StageConfig
 from headrace.core.runtime.backoff import Backoff
 from headrace.core.types.errors import ConfigError
-from headrace.core.types.external import ExternalMember
+from headrace.core.types.ranks.external import ExternalMember
 from headrace.engine.parallel.store import listen
 
 log = logging.getLogger(__name__)

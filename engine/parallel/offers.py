@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from headrace.core.types.errors import ConfigError
-from headrace.core.types.layout import Layout
+from headrace.core.types.ranks.layout import Layout
 from headrace.engine.model.config import ModelSpec
 from headrace.engine.model.sharding import Shard, split_model
 from headrace.transfer.protocol.messages import MAX_STAGES

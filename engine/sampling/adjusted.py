@@ -19,7 +19,7 @@ from torch import Tensor
 from headrace.core.messages.orders import PlanRow
 from headrace.core.messages.stage_events import SampledToken
 from headrace.core.types import packed
-from headrace.core.types.request import SamplingParams, TokenHistory
+from headrace.core.types.requests.request import SamplingParams, TokenHistory
 
 ROOM = 64  # generated tokens for which there is room to begin with; it doubles
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from headrace.core.messages.orders import PlanRow
 from headrace.core.messages.stage_events import SampledToken
-from headrace.core.types.constraint import GrammarRejection
+from headrace.core.types.requests.constraint import GrammarRejection
 from headrace.engine.grammar.compiler import GrammarError
 from headrace.engine.grammar.states import GrammarStates
 from headrace.engine.sampling.sampler import SampleRow

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from headrace.core.types.request import SamplingParams
+from headrace.core.types.requests.request import SamplingParams
 
 FIRST_RANKS = 64
 GROWTH = 8

@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from headrace.core.types.draft import DraftTokens
-from headrace.core.types.request import TokenLogprob
+from headrace.core.types.requests.draft import DraftTokens
+from headrace.core.types.requests.request import TokenLogprob
 from headrace.engine.sampling.sampler import NO_TOKEN
 
 SLICE = 64  # prompt positions whose logits are in memory at the same time

@@ -15,7 +15,7 @@ import torch
 import xxhash
 from torch import Tensor
 
-from headrace.core.types.request import SamplingParams
+from headrace.core.types.requests.request import SamplingParams
 from headrace.engine.sampling.filtered import column, draw_filtered, invert
 
 GREEDY_BELOW = 1e-5  # lower temperatures mean greedy: dividing by them would overflow

@@ -1,7 +1,7 @@
 """Load of the experts of a rank: rows that each has computed since the stage was ready."""
 
 from headrace.core.stats import Sample, Stats
-from headrace.core.types.expert_load import ExpertLoad
+from headrace.core.types.ranks.expert_load import ExpertLoad
 from headrace.engine.layers.expert_rows import ExpertRows
 
 

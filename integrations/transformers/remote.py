@@ -12,17 +12,17 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from headrace.core.config import TransferConfig
-from headrace.core.types.allow_list import allowed_prefills, canonical
 from headrace.core.types.errors import ConfigError, ErrorInfo, HeadraceError, invalid
-from headrace.core.types.geometry import Geometry
+from headrace.core.types.kv.geometry import Geometry
 from headrace.core.types.packed import pack, prompt_hash
+from headrace.core.types.peers.allow_list import allowed_prefills, canonical
 from headrace.engine.model.config import ModelSpec, spec_from_config
 from headrace.engine.model.fingerprint import fingerprint
 from headrace.integrations.http_client import bearer, direct_client
-from headrace.integrations.peer.commands import Loaded, LoadFailed, LoadKv, ReleaseLoad, TicketRef
-from headrace.integrations.peer.records import PeerLimits
-from headrace.integrations.peer.staging import Staging
-from headrace.integrations.peer.thread import PeerThread
+from headrace.peer.commands import Loaded, LoadFailed, LoadKv, ReleaseLoad, TicketRef
+from headrace.peer.records import PeerLimits
+from headrace.peer.staging import Staging
+from headrace.peer.thread import PeerThread
 from headrace.transfer.sockets.curve_keys import known_servers
 
 DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}

@@ -16,13 +16,13 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 from headrace.core.runtime.clock import SystemClock
 from headrace.core.types.errors import ConfigError
-from headrace.integrations.peer.records import PeerLimits
-from headrace.integrations.peer.staging import Staging
-from headrace.integrations.peer.thread import PeerThread
 from headrace.integrations.vllm.model import cache_geometry, model_fingerprint, ordered_layers
 from headrace.integrations.vllm.planner import LoadPlanner, StepCommands
 from headrace.integrations.vllm.settings import read_settings
 from headrace.integrations.vllm.worker import Worker
+from headrace.peer.records import PeerLimits
+from headrace.peer.staging import Staging
+from headrace.peer.thread import PeerThread
 
 log = logging.getLogger("vllm.headrace")  # below "vllm", so that vLLM's logging shows it
 

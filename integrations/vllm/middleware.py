@@ -9,7 +9,7 @@ import json
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
-from headrace.core.types.addresses import url
+from headrace.core.types.peers.addresses import url
 from headrace.integrations.vllm.params import BOOTSTRAP_PORT
 
 Scope = MutableMapping[str, Any]

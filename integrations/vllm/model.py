@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from headrace.core.types.errors import ConfigError
-from headrace.core.types.geometry import Geometry
+from headrace.core.types.kv.geometry import Geometry
 from headrace.engine.model.checkpoint import open_checkpoint
 from headrace.engine.model.fingerprint import fingerprint
 from headrace.engine.model.source import load_spec, resolve_source

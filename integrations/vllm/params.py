@@ -5,9 +5,9 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from headrace.core.types.allow_list import canonical
 from headrace.core.types.packed import pack, prompt_hash
-from headrace.integrations.peer.commands import TicketRef
+from headrace.core.types.peers.allow_list import canonical
+from headrace.peer.commands import TicketRef
 from headrace.transfer.protocol.messages import Host, Name, PortNumber, Positive, Ticket
 
 PROMPT_MISMATCH = "prompt_mismatch"

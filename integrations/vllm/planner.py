@@ -14,8 +14,8 @@ from typing import Any, Protocol
 
 import msgspec
 
-from headrace.integrations.peer.commands import AnyCommand, CancelLoad, LoadKv, RejectTicket, RenewLease
 from headrace.integrations.vllm.params import LoadRequest, read_load_request
+from headrace.peer.commands import AnyCommand, CancelLoad, LoadKv, RejectTicket, RenewLease
 
 
 class RequestView(Protocol):

@@ -6,8 +6,8 @@ import msgspec
 from msgspec import Meta
 
 from headrace.core.config import TransferConfig
-from headrace.core.types.allow_list import Rules, allowed_prefills
 from headrace.core.types.errors import ConfigError
+from headrace.core.types.peers.allow_list import Rules, allowed_prefills
 from headrace.transfer.sockets.curve_keys import ServerKeys, known_servers
 
 Seconds = Annotated[float, Meta(gt=0)]

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from headrace.core.runtime.clock import Clock
-from headrace.integrations.peer.commands import (
+from headrace.peer.commands import (
     AnyCommand,
     AnyResult,
     CancelLoad,
@@ -25,7 +25,7 @@ from headrace.integrations.peer.commands import (
     ReleaseLoad,
     ServerState,
 )
-from headrace.integrations.peer.thread import PeerFailed
+from headrace.peer.thread import PeerFailed
 
 log = logging.getLogger("vllm.headrace")  # below "vllm", so that vLLM's logging shows it
 
@@ -36,7 +36,7 @@ IDLE_WAIT_S = 0.005
 
 
 class PeerPort(Protocol):
-    """The methods of headrace.integrations.peer.thread.PeerThread that are used."""
+    """The methods of headrace.peer.thread.PeerThread that are used."""
 
     def submit(self, *commands: AnyCommand) -> None:
         """See PeerThread."""

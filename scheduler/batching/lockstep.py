@@ -10,10 +10,10 @@ Replicas that share collectives (expert parallelism) have to take part in each p
 from collections.abc import Sequence
 from math import inf
 
-from headrace.core.types.coordinate import coordinate, cut_result, vote
+from headrace.core.types.ranks.coordinate import coordinate, cut_result, vote
 from headrace.scheduler.batching.order_time import order_at
 from headrace.scheduler.batching.planner import Planner
-from headrace.scheduler.state.deadlines import Timer
+from headrace.scheduler.queues.deadlines import Timer
 from headrace.scheduler.state.state import State
 
 

@@ -10,14 +10,14 @@ from collections.abc import Sequence
 
 from headrace.core.messages.orders import DropPages, LoadPages, StorePages
 from headrace.core.messages.stage_events import PagesFound, PagesLoaded, PagesLost, PagesStored
-from headrace.core.types.kv_tiers import PageHeader, Tier
+from headrace.core.types.kv.kv_tiers import PageHeader, Tier
 from headrace.core.types.packed import pack, unpack
+from headrace.scheduler.kv.copy_table import PendingCopy
 from headrace.scheduler.kv.node import TIERS, Node, PageLoad, PageStore
 from headrace.scheduler.lifecycle.completion import Completion
+from headrace.scheduler.queues.deadlines import Timer
 from headrace.scheduler.requests.phase import Phase
 from headrace.scheduler.requests.record import Request
-from headrace.scheduler.state.copy_table import PendingCopy
-from headrace.scheduler.state.deadlines import Timer
 from headrace.scheduler.state.replica import Replica
 from headrace.scheduler.state.state import State
 

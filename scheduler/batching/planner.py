@@ -8,9 +8,9 @@ from math import inf
 
 from headrace.core.messages.orders import Forward, PlanRow
 from headrace.core.stats import TOKENS
-from headrace.core.types.coordinate import Agreement
-from headrace.core.types.geometry import ceil_div
+from headrace.core.types.kv.geometry import ceil_div
 from headrace.core.types.packed import pack
+from headrace.core.types.ranks.coordinate import Agreement
 from headrace.scheduler.batching.order_time import order_at
 from headrace.scheduler.batching.prefill_shares import PrefillShares
 from headrace.scheduler.batching.starting import Starter
@@ -18,12 +18,12 @@ from headrace.scheduler.costs.chunking import chunk_length
 from headrace.scheduler.decode.fetch import RemoteFetch
 from headrace.scheduler.decode.generation import TokenGeneration
 from headrace.scheduler.prefill.handoff import KvHandoff
+from headrace.scheduler.queues.deadlines import Timer
 from headrace.scheduler.requests.record import Request
-from headrace.scheduler.state.deadlines import Timer
-from headrace.scheduler.state.metrics import ROWS
 from headrace.scheduler.state.plan_table import BatchBuilder, Plan
 from headrace.scheduler.state.replica import Replica
 from headrace.scheduler.state.state import State
+from headrace.scheduler.telemetry.metrics import ROWS
 
 
 class Planner:

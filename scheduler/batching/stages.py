@@ -5,12 +5,12 @@ from headrace.core.messages.orders import BeginEpoch
 from headrace.core.messages.peers import EndPeer
 from headrace.core.messages.replies import EngineState, StageDown
 from headrace.core.messages.stage_events import PeerLost, PlanDone, StageLoading, StageReady, StageSilence
-from headrace.core.types.backends import writes_directly
 from headrace.core.types.errors import STAGE_FAILED, ErrorInfo
+from headrace.core.types.kv.backends import writes_directly
 from headrace.scheduler.decode.generation import TokenGeneration
 from headrace.scheduler.lifecycle.completion import Completion
+from headrace.scheduler.queues.deadlines import Timer
 from headrace.scheduler.requests.record import Request
-from headrace.scheduler.state.deadlines import Timer
 from headrace.scheduler.state.plan_table import Plan
 from headrace.scheduler.state.replica import Replica
 from headrace.scheduler.state.state import State

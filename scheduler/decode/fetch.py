@@ -23,16 +23,16 @@ from headrace.core.messages.stage_events import (
     SampledToken,
     SessionClosed,
 )
-from headrace.core.types.backends import writes_directly
 from headrace.core.types.errors import ErrorInfo
+from headrace.core.types.kv.backends import writes_directly
 from headrace.core.types.packed import pack, prompt_hash
-from headrace.core.types.request import FetchFrom, FirstToken
+from headrace.core.types.requests.request import FetchFrom, FirstToken
 from headrace.scheduler.decode.generation import TokenGeneration
 from headrace.scheduler.lifecycle.completion import Completion
+from headrace.scheduler.queues.deadlines import Timer
 from headrace.scheduler.requests.phase import Phase
 from headrace.scheduler.requests.record import Request
 from headrace.scheduler.requests.transfers import IncomingTransfer, RemoteWriter
-from headrace.scheduler.state.deadlines import Timer
 from headrace.scheduler.state.state import State
 
 BAD_GATEWAY = 502

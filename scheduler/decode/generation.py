@@ -3,8 +3,8 @@
 from headrace.core.messages.replies import HiddenPart, LogprobPart, Progress, Tokens
 from headrace.core.messages.stage_events import PlanDone, PromptLogprobs, RowHidden, SampledToken
 from headrace.core.types.errors import GRAMMAR_REJECTED, NONFINITE, STAGE_FAILED, ErrorInfo
-from headrace.core.types.outcomes import DISCARDED
-from headrace.core.types.request import FetchFrom, SendTo
+from headrace.core.types.requests.outcomes import DISCARDED
+from headrace.core.types.requests.request import FetchFrom, SendTo
 from headrace.scheduler.lifecycle.completion import Completion
 from headrace.scheduler.prefill.handoff import KvHandoff
 from headrace.scheduler.requests.phase import Phase

@@ -10,8 +10,8 @@ from headrace.core.messages.replies import PrefillState
 from headrace.core.types.errors import PEER_GONE, ErrorInfo
 from headrace.scheduler.admission import no_prefill
 from headrace.scheduler.lifecycle.completion import Completion
+from headrace.scheduler.peers.peer_tables import PrefillServer
 from headrace.scheduler.requests.phase import Phase
-from headrace.scheduler.state.peer_tables import PrefillServer
 from headrace.scheduler.state.replica import Replica
 from headrace.scheduler.state.state import State
 

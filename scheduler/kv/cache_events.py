@@ -11,7 +11,7 @@ from headrace.core.messages.kv_events import (
     KvEventMessage,
     Medium,
 )
-from headrace.core.types.kv_tiers import Tier
+from headrace.core.types.kv.kv_tiers import Tier
 from headrace.core.types.packed import unpack
 from headrace.scheduler.kv.page_digests import page_digest, root_digest
 

@@ -15,8 +15,8 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import takewhile
 
 from headrace.core.config.scheduler import Eviction
-from headrace.core.types.geometry import ceil_div
-from headrace.core.types.kv_tiers import Tier
+from headrace.core.types.kv.geometry import ceil_div
+from headrace.core.types.kv.kv_tiers import Tier
 from headrace.core.types.packed import ITEM_BYTES
 from headrace.scheduler.kv.cache_events import CacheEventLog
 from headrace.scheduler.kv.eviction import SHORT_TOKENS, make_ranking

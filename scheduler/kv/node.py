@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from headrace.core.types.kv_tiers import Tier
+from headrace.core.types.kv.kv_tiers import Tier
 
 TIERS: tuple[Tier, ...] = ("host", "disk")  # nearest first
 NONE = -1  # no page of the pool, no slot of a tier

@@ -3,7 +3,7 @@
 import heapq
 from collections.abc import Iterable
 
-from headrace.core.types.kv_tiers import Tier
+from headrace.core.types.kv.kv_tiers import Tier
 from headrace.scheduler.kv.cache_events import CacheEventLog
 from headrace.scheduler.kv.node import NONE, Node, TierCopies
 from headrace.scheduler.kv.page_allocator import PageAllocator

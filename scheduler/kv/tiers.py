@@ -11,7 +11,7 @@ being written or read is given away. A failed copy costs what was copied, never 
 
 from collections.abc import Iterable, Sequence
 
-from headrace.core.types.kv_tiers import PageHeader, Tier
+from headrace.core.types.kv.kv_tiers import PageHeader, Tier
 from headrace.scheduler.kv.cache_events import CacheEventLog
 from headrace.scheduler.kv.node import NONE, TIERS, Node, PageCopy, PageLoad, PageStore, has_copy, load_of, slot_of
 from headrace.scheduler.kv.prefix_tree import PrefixTree

@@ -16,13 +16,13 @@ from headrace.core.messages.orders import CancelReceive, CancelSend, ReleaseRequ
 from headrace.core.messages.peers import AskCancel, TellCancelled, TellFailed, TellFinished
 from headrace.core.messages.replies import RequestFailed, RequestFinished, RequestTraced
 from headrace.core.types.errors import CANCELLED, ErrorInfo
-from headrace.core.types.request import FetchFrom, FirstToken, SendTo
+from headrace.core.types.requests.request import FetchFrom, FirstToken, SendTo
+from headrace.scheduler.peers.tickets import EndedTicket
+from headrace.scheduler.queues.deadlines import Timer
 from headrace.scheduler.requests.phase import Phase
 from headrace.scheduler.requests.record import Request
 from headrace.scheduler.requests.transfers import IncomingState, OutgoingTransfer
-from headrace.scheduler.state.deadlines import Timer
 from headrace.scheduler.state.state import State
-from headrace.scheduler.state.tickets import EndedTicket
 
 
 class Completion:

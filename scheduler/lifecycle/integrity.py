@@ -2,9 +2,9 @@
 
 from collections.abc import Iterator
 
+from headrace.scheduler.queues.deadlines import Timer
 from headrace.scheduler.requests.phase import Phase
 from headrace.scheduler.requests.record import Request
-from headrace.scheduler.state.deadlines import Timer
 from headrace.scheduler.state.replica import Replica
 from headrace.scheduler.state.state import State
 

@@ -12,16 +12,16 @@ from headrace.core.messages.peers import EndPeer
 from headrace.core.messages.replies import Progress
 from headrace.core.messages.stage_events import ChunkAcked, SampledToken, SendFailed
 from headrace.core.types.errors import CANCELLED, PEER_GONE, ErrorInfo
-from headrace.core.types.geometry import ceil_div
-from headrace.core.types.outcomes import HANDOFF
+from headrace.core.types.kv.geometry import ceil_div
 from headrace.core.types.packed import pack
-from headrace.core.types.request import FirstToken
+from headrace.core.types.requests.outcomes import HANDOFF
+from headrace.core.types.requests.request import FirstToken
 from headrace.scheduler.lifecycle.completion import Completion
 from headrace.scheduler.prefill.holding import HeldRequests
+from headrace.scheduler.queues.deadlines import Timer
 from headrace.scheduler.requests.phase import Phase
 from headrace.scheduler.requests.record import Request
 from headrace.scheduler.requests.transfers import OutgoingTransfer
-from headrace.scheduler.state.deadlines import Timer
 from headrace.scheduler.state.plan_table import Plan
 from headrace.scheduler.state.state import State
 

@@ -14,9 +14,9 @@ from headrace.core.messages.peers import PeerReleased, PeerRenewed
 from headrace.core.messages.replies import Held
 from headrace.core.types.errors import CANCELLED, LEASE_EXPIRED, ErrorInfo
 from headrace.scheduler.lifecycle.completion import Completion
+from headrace.scheduler.queues.deadlines import Timer
 from headrace.scheduler.requests.phase import Phase
 from headrace.scheduler.requests.record import Request
-from headrace.scheduler.state.deadlines import Timer
 from headrace.scheduler.state.state import State
 
 

@@ -23,15 +23,15 @@ from headrace.core.types.errors import (
     ErrorInfo,
 )
 from headrace.core.types.packed import prompt_hash, unpack
-from headrace.core.types.request import SendTo
+from headrace.core.types.requests.request import SendTo
 from headrace.scheduler.lifecycle.completion import Completion
+from headrace.scheduler.peers.tickets import EndedTicket
 from headrace.scheduler.prefill.handoff import KvHandoff
+from headrace.scheduler.queues.deadlines import Timer
 from headrace.scheduler.requests.phase import Phase
 from headrace.scheduler.requests.record import Request
 from headrace.scheduler.requests.transfers import OutgoingTransfer
-from headrace.scheduler.state.deadlines import Timer
 from headrace.scheduler.state.state import State
-from headrace.scheduler.state.tickets import EndedTicket
 
 
 class Rendezvous:

@@ -12,7 +12,7 @@ any of them ─► FAILED, which is absorbing and keeps the first reason
 from collections.abc import Mapping
 from enum import Enum
 
-from headrace.core.types.request import Timing
+from headrace.core.types.requests.request import Timing
 
 
 class Phase(Enum):

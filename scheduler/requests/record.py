@@ -3,12 +3,12 @@
 from dataclasses import dataclass, field
 
 from headrace.core.messages.frontend import Submit
-from headrace.core.types.constraint import GrammarStart
-from headrace.core.types.draft import NO_DRAFT, Draft, DraftTerms, DraftTokens, HiddenStates
 from headrace.core.types.errors import ErrorInfo
-from headrace.core.types.geometry import pages_spanned
+from headrace.core.types.kv.geometry import pages_spanned
 from headrace.core.types.packed import ITEM_BYTES, pack, unpack
-from headrace.core.types.request import (
+from headrace.core.types.requests.constraint import GrammarStart
+from headrace.core.types.requests.draft import NO_DRAFT, Draft, DraftTerms, DraftTokens, HiddenStates
+from headrace.core.types.requests.request import (
     AnyRoute,
     FetchFrom,
     FinishReason,

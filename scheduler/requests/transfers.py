@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from headrace.core.messages.peers import ControlServerEffect
-from headrace.core.types.draft import NO_DRAFT, DraftTerms
-from headrace.core.types.geometry import ceil_div
+from headrace.core.types.kv.geometry import ceil_div
+from headrace.core.types.requests.draft import NO_DRAFT, DraftTerms
 
 TransferKey = tuple[str, str, int]
 """Session, ticket, generation: one use of a ticket."""

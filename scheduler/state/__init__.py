@@ -1,1 +1,1 @@
-"""State of the scheduler: queues, plans, tables of peers and tickets, deadlines, metrics."""
+"""The state of one scheduler: replicas, plans in flight, and the tables that its parts share."""

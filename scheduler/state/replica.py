@@ -10,19 +10,19 @@ from headrace.core.messages.orders import AnyOrder, ReplicaOrder
 from headrace.scheduler.costs.backlog import rank_of
 from headrace.scheduler.costs.cost_model import CostModel, Load
 from headrace.scheduler.kv.cache_events import CacheEventLog
+from headrace.scheduler.kv.copy_table import CopyTable
 from headrace.scheduler.kv.kv_cache import KvCache
 from headrace.scheduler.policies.policy import make_policy
+from headrace.scheduler.queues.held_pages import HeldPages
+from headrace.scheduler.queues.queued_shares import QueuedShares
+from headrace.scheduler.queues.queues import Queues
 from headrace.scheduler.requests.phase import Phase
 from headrace.scheduler.requests.record import Request
-from headrace.scheduler.state.bubbles import Bubbles
-from headrace.scheduler.state.copy_table import CopyTable
 from headrace.scheduler.state.events import Effects
-from headrace.scheduler.state.held_pages import HeldPages
-from headrace.scheduler.state.measurements import Measurements
 from headrace.scheduler.state.plan_table import PlanTable
-from headrace.scheduler.state.queued_shares import QueuedShares
-from headrace.scheduler.state.queues import Queues
 from headrace.scheduler.state.ttft_prediction import TtftPredictor
+from headrace.scheduler.telemetry.bubbles import Bubbles
+from headrace.scheduler.telemetry.measurements import Measurements
 
 RUNNING = (Phase.RUNNING, Phase.FETCHING, Phase.GENERATING)
 

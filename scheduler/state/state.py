@@ -3,23 +3,23 @@
 from collections.abc import Sequence
 
 from headrace.core.config import SchedulerConfig
-from headrace.core.types.kv_tiers import Tier
-from headrace.core.types.request import FetchFrom
+from headrace.core.types.kv.kv_tiers import Tier
+from headrace.core.types.requests.request import FetchFrom
 from headrace.scheduler.kv.page_allocator import PageAllocator
+from headrace.scheduler.peers.peer_tables import DecodePeerTable, PrefillTable
+from headrace.scheduler.peers.tickets import TicketTable
+from headrace.scheduler.peers.unacknowledged import Unacknowledged
+from headrace.scheduler.queues.deadlines import Deadlines
+from headrace.scheduler.queues.queued_shares import QueuedShares
 from headrace.scheduler.requests.phase import Phase
 from headrace.scheduler.requests.record import Request
 from headrace.scheduler.requests.request_table import RequestTable
 from headrace.scheduler.state.binding import bind
-from headrace.scheduler.state.deadlines import Deadlines
 from headrace.scheduler.state.engine_status import EngineStatus
 from headrace.scheduler.state.events import Effects
-from headrace.scheduler.state.measurements import Measurements
-from headrace.scheduler.state.metrics import QUEUES
-from headrace.scheduler.state.peer_tables import DecodePeerTable, PrefillTable
-from headrace.scheduler.state.queued_shares import QueuedShares
 from headrace.scheduler.state.replica import Replica
-from headrace.scheduler.state.tickets import TicketTable
-from headrace.scheduler.state.unacknowledged import Unacknowledged
+from headrace.scheduler.telemetry.measurements import Measurements
+from headrace.scheduler.telemetry.metrics import QUEUES
 
 
 class State:

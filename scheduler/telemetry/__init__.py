@@ -1,1 +1,1 @@
-"""Statistics snapshots and trace recording."""
+"""What the scheduler measures: metrics, durations, and its part of traces."""

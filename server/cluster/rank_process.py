@@ -30,7 +30,7 @@ class RankProcess:
     def run(self, arguments: Sequence[str], environment: Mapping[str, str]) -> int:
         """Run `headrace stage` until it exits. environment: variables besides those of the worker. Returns its exit
         status."""
-        command = module_command("headrace.server.cli", "stage", *arguments)
+        command = module_command("headrace.cli.commands", "stage", *arguments)
         self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, env={**os.environ, **environment})
         return self._process.wait()
 

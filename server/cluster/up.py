@@ -24,7 +24,7 @@ from headrace.core.runtime.backoff import Backoff
 from headrace.core.runtime.logs import configure_logging
 from headrace.core.runtime.process import CONFIGURATION_MISTAKE, module_command
 from headrace.core.runtime.signals import ending, meaningless, signal_name
-from headrace.core.types.addresses import host_port
+from headrace.core.types.peers.addresses import host_port
 from headrace.server.cluster.options import UpOptions
 from headrace.server.cluster.ray_ranks import RayRanks
 from headrace.server.launch.free_port import free_port
@@ -68,7 +68,7 @@ class _Up:
         log.info("placing %d ranks on the cluster", self._count)
         await self._ranks.place()
         self._server = await asyncio.create_subprocess_exec(
-            *module_command("headrace.server.cli", "serve", *self._serve_flags),
+            *module_command("headrace.cli.commands", "serve", *self._serve_flags),
             "--stages", "external", "--stage-host", self._host, "--stage-port", str(self._port),
             stdin=asyncio.subprocess.DEVNULL, env=self._environment, start_new_session=True,
         )  # fmt: skip

@@ -5,13 +5,13 @@ from importlib.util import find_spec
 from urllib.parse import urlsplit
 
 from headrace.core.config import Config, GroupConfig, SchedulerConfig
-from headrace.core.types.addresses import is_loopback
-from headrace.core.types.allow_list import allowed_prefills
-from headrace.core.types.backends import NIXL
-from headrace.core.types.decode_address import server_url
 from headrace.core.types.errors import ConfigError
+from headrace.core.types.kv.backends import NIXL
 from headrace.core.types.named_values import named_values
-from headrace.core.types.tenants import priority_ranges, tenant_keys
+from headrace.core.types.peers.addresses import is_loopback
+from headrace.core.types.peers.allow_list import allowed_prefills
+from headrace.core.types.peers.decode_address import server_url
+from headrace.core.types.requests.tenants import priority_ranges, tenant_keys
 
 _HEADER_NAME = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~-]+")
 MAX_RANKS = 64  # stages of a server that peers take (MAX_STAGES of the protocol)

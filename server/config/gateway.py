@@ -9,9 +9,9 @@ import msgspec
 
 from headrace.core.config import Config
 from headrace.core.config.gateway import GatewayConfig
-from headrace.core.types.addresses import is_loopback, is_wildcard, url
-from headrace.core.types.decode_address import parse_decodes, server_url
 from headrace.core.types.errors import ConfigError
+from headrace.core.types.peers.addresses import is_loopback, is_wildcard, url
+from headrace.core.types.peers.decode_address import parse_decodes, server_url
 from headrace.server.config.load import read_values
 from headrace.server.config.settings import GATEWAY_SETTINGS
 from headrace.transfer.sockets.curve_keys import ServerKeys, known_servers

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Protocol
 
-from headrace.core.types.layout import Layout, Place
+from headrace.core.types.ranks.layout import Layout, Place
 from headrace.engine.device import available_memory, own_device
 from headrace.engine.kv.memory_plan import MemoryPlan, add_host_tier
 from headrace.engine.model.sharding import Shard

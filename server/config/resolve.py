@@ -6,8 +6,8 @@ import msgspec
 
 from headrace.core.config import Config, EngineConfig, ModelConfig
 from headrace.core.runtime.cpu import usable_cores
-from headrace.core.types.coordinate import Rules
 from headrace.core.types.errors import ConfigError
+from headrace.core.types.ranks.coordinate import Rules
 from headrace.engine.device import resolve_computation
 from headrace.engine.kv.memory_plan import MemoryPlan, plan_memory
 from headrace.engine.model.config import ModelSpec

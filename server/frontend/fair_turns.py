@@ -5,8 +5,8 @@ from collections import OrderedDict, deque
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
+from headrace.core.shares import Shares
 from headrace.core.types.errors import QUEUE_FULL, ErrorInfo, HeadraceError
-from headrace.scheduler.state.shares import Shares
 
 RETRY_S = 2.0
 

@@ -13,8 +13,8 @@ from contextlib import suppress
 import msgspec
 
 from headrace.core.runtime.process import module_command
-from headrace.core.types.constraint import Constraint
 from headrace.core.types.errors import unavailable
+from headrace.core.types.requests.constraint import Constraint
 from headrace.engine.grammar.checker import CheckerConfig, CheckReply, CheckRequest
 from headrace.server.frontend.fair_turns import FairTurns
 

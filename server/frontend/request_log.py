@@ -8,8 +8,8 @@ import msgspec
 
 from headrace.core.runtime.rate_limit import TokenBucket
 from headrace.core.types.errors import CANCELLED, ErrorInfo
-from headrace.core.types.outcomes import HANDOFF, End, end_of, end_of_answer
-from headrace.core.types.request import SamplingParams
+from headrace.core.types.requests.outcomes import HANDOFF, End, end_of, end_of_answer
+from headrace.core.types.requests.request import SamplingParams
 from headrace.server.frontend.request.generation_request import GenerationResult
 from headrace.server.frontend.request.request_context import RequestContext
 from headrace.server.frontend.status.recent_events import RecentEvents

@@ -13,8 +13,8 @@ from headrace.core.messages.replies import PrefillState, StageDown
 from headrace.core.runtime.background import keep_running
 from headrace.core.runtime.clock import Clock, SystemClock
 from headrace.core.runtime.liveness import Activity
-from headrace.core.types.allow_list import allowed_prefills
 from headrace.core.types.errors import DRAINING, ErrorInfo
+from headrace.core.types.peers.allow_list import allowed_prefills
 from headrace.server.frontend.generation.completions import Completions
 from headrace.server.frontend.generation.runner import GenerationRunner
 from headrace.server.frontend.link.control_address import ControlAddress

@@ -1,1 +1,1 @@
-"""The HTTP/1.1 server under every application: heads as RFC 9110 and 9112 have them, limits, ASGI."""
+"""The HTTP floor of servers and gateways: protocol bounds, bodies, streams, errors, middleware."""

@@ -7,7 +7,7 @@ import msgspec
 
 from headrace.core.runtime.clock import wall_time
 from headrace.core.types.errors import ErrorInfo
-from headrace.server.api.response.error_response import error_body
+from headrace.server.http.error_response import error_body
 
 _LINES = {each.value: f"HTTP/1.1 {each.value} {each.phrase}\r\n".encode() for each in HTTPStatus}
 CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"

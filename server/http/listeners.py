@@ -6,8 +6,8 @@ import socket
 from contextlib import ExitStack
 
 from headrace.core.config import Config
-from headrace.core.types.addresses import url
 from headrace.core.types.errors import ConfigError
+from headrace.core.types.peers.addresses import url
 
 PRIVILEGED = 1024  # ports below it may be refused to this user
 

@@ -20,9 +20,9 @@ from headrace.core.messages.stage_events import StageFailed, StageReady
 from headrace.core.runtime.codec import Codec
 from headrace.core.runtime.frames import UNSENT_WAIT_S, ConnectionClosed, FrameSocket
 from headrace.core.stats import Stats, join
-from headrace.core.types.addresses import usable_url
-from headrace.core.types.expert_load import ExpertLoad
-from headrace.core.types.geometry import cache_shape
+from headrace.core.types.kv.geometry import cache_shape
+from headrace.core.types.peers.addresses import usable_url
+from headrace.core.types.ranks.expert_load import ExpertLoad
 from headrace.server.launch.stage_channel import ChannelEvent
 
 

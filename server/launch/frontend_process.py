@@ -11,7 +11,7 @@ from headrace.core.runtime.frames import FrameSocket
 from headrace.core.runtime.output import say
 from headrace.core.runtime.process import max_http_connections
 from headrace.core.runtime.process_activity import read_activity
-from headrace.core.types.addresses import everywhere, usable_url
+from headrace.core.types.peers.addresses import everywhere, usable_url
 from headrace.server.app import create_app, create_bootstrap_app
 from headrace.server.frontend.link.scheduler_link import SocketLink
 from headrace.server.frontend.service import Service

@@ -33,7 +33,7 @@ class LocalServer:
         self.url = f"http://127.0.0.1:{self.port}"
         self._output = tempfile.TemporaryFile()  # noqa: SIM115 - closed in close()
         self.process = subprocess.Popen(
-            module_command("headrace.server.cli", command, "--port", str(self.port), *flags),
+            module_command("headrace.cli.commands", command, "--port", str(self.port), *flags),
             stdin=subprocess.DEVNULL,
             stdout=self._output,
             stderr=subprocess.STDOUT,

@@ -32,9 +32,9 @@ from headrace.core.runtime.process import (
 )
 from headrace.core.runtime.process_activity import read_activity
 from headrace.core.stats import Sample, Stats
-from headrace.core.types.addresses import everywhere, usable_url
-from headrace.core.types.allow_list import allowed_prefills, is_allowed
 from headrace.core.types.errors import ConfigError
+from headrace.core.types.peers.addresses import everywhere, usable_url
+from headrace.core.types.peers.allow_list import allowed_prefills, is_allowed
 from headrace.scheduler.loop import SchedulerLoop
 from headrace.scheduler.scheduler import Event, Scheduler
 from headrace.server.launch.control_clients import ControlClients

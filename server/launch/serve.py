@@ -41,7 +41,7 @@ from headrace.core.runtime.process import (
     limit_integers,
     raise_descriptor_limit,
 )
-from headrace.core.types.addresses import host_port, is_loopback, url
+from headrace.core.types.peers.addresses import host_port, is_loopback, url
 from headrace.server.config.gateway import gateway_of
 from headrace.server.config.load import CPUINFO_VARIABLE
 from headrace.server.frontend import request_log

@@ -20,8 +20,8 @@ from headrace.core.runtime.codec import Codec
 from headrace.core.runtime.frames import UNSENT_WAIT_S, ConnectionClosed
 from headrace.core.runtime.liveness import Limits
 from headrace.core.stats import Sample, Stats, join
-from headrace.core.types.expert_load import ExpertLoad
-from headrace.core.types.layout import Layout
+from headrace.core.types.ranks.expert_load import ExpertLoad
+from headrace.core.types.ranks.layout import Layout
 from headrace.server.launch.replica_streams import ReplicaStreams
 from headrace.server.launch.stage_connections import Router
 from headrace.server.launch.stage_silence import FIRST_LOOK_S, NEXT_LOOK_S, Inspect, StageSilences

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from headrace.core.messages.stage_events import StageFailed, StageSilence
 from headrace.core.runtime.liveness import Activity, Cause, Finding, Limits, Silence
 from headrace.core.stats import Counters, Sample
-from headrace.core.types.layout import Layout
+from headrace.core.types.ranks.layout import Layout
 
 log = logging.getLogger(__name__)
 

@@ -22,8 +22,8 @@ from headrace.core.messages.replies import StageDown
 from headrace.core.runtime.backoff import Backoff
 from headrace.core.runtime.log_throttle import LogThrottle
 from headrace.core.runtime.process import CONFIGURATION_MISTAKE, GROUP_ENDED_STATUS
-from headrace.core.types.external import ExternalMember
-from headrace.core.types.layout import Layout
+from headrace.core.types.ranks.external import ExternalMember
+from headrace.core.types.ranks.layout import Layout
 from headrace.server.launch.child_process import Child, StartFailed, all_started
 
 log = logging.getLogger(__name__)

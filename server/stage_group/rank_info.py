@@ -8,8 +8,8 @@ from typing import Any
 import msgspec
 
 from headrace.core.config import STAGE_KEY_VARIABLE, TransferConfig
-from headrace.core.types.addresses import host_port
 from headrace.core.types.errors import ConfigError
+from headrace.core.types.peers.addresses import host_port
 
 LAUNCHER_VARIABLE, RAY = "HEADRACE_LAUNCHER", "ray"  # set for the processes that `headrace up` starts
 MASTER_PORT = 29500  # default of torchrun

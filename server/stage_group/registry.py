@@ -30,8 +30,8 @@ from headrace.core.messages.membership import (
 )
 from headrace.core.messages.orders import stage_identity
 from headrace.core.messages.stage_events import StageFailed
-from headrace.core.types.addresses import is_loopback, is_wildcard
-from headrace.core.types.layout import Layout
+from headrace.core.types.peers.addresses import is_loopback, is_wildcard
+from headrace.core.types.ranks.layout import Layout
 
 Reply = tuple[bytes, AnyJoinReply]  # ZMQ routing id, message
 

@@ -1,11 +1,11 @@
-"""All metrics of a server, by the part that counts them. Those of the scheduler: headrace.scheduler.state.metrics."""
+"""All metrics of a server, by the part that counts them. The scheduler's: headrace.scheduler.telemetry.metrics."""
 
 from collections.abc import Iterable
 
 from headrace.core.stats import TOKENS, MetricSpec
-from headrace.core.types.outcomes import ENDS
-from headrace.scheduler.routing.failover import MOVE_REASONS
-from headrace.scheduler.state.metrics import CATALOG as SCHEDULER
+from headrace.core.types.requests.outcomes import ENDS
+from headrace.scheduler.telemetry.metrics import CATALOG as SCHEDULER
+from headrace.server.routing.failover import MOVE_REASONS
 from headrace.server.telemetry import label_values
 from headrace.server.telemetry.routes import PROMPT_ROUTES, STATUSES
 

@@ -23,8 +23,8 @@ from headrace.core.messages.kv_events import (
 )
 from headrace.core.runtime.clock import wall_time
 from headrace.core.stats import Counters, Stats
-from headrace.core.types.addresses import is_wildcard, url
 from headrace.core.types.errors import ConfigError
+from headrace.core.types.peers.addresses import is_wildcard, url
 from headrace.server.telemetry.kv_replay import ReplaySocket
 from headrace.transfer.sockets.connections import REFUSED, Connections
 

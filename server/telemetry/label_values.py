@@ -4,8 +4,8 @@ Prometheus' rate() and increase() do not see the first event of a series that ap
 """
 
 from headrace.core.messages.membership import UNREACHABLE_HOST, WRONG_KEY, WRONG_RANK, WRONG_VERSION, WRONG_WORLD_SIZE
-from headrace.core.types.backends import FAKE, NIXL, SHM, ZMQ
 from headrace.core.types.errors import CHECKSUM, NOT_READY, TICKET_IN_USE
+from headrace.core.types.kv.backends import FAKE, NIXL, SHM, ZMQ
 from headrace.transfer.protocol.messages import (
     BAD_CHUNK,
     BAD_MESSAGE,

@@ -4,8 +4,8 @@ from collections.abc import Callable, Iterable
 
 from headrace.core.process_usage import process_usage
 from headrace.core.stats import TOKENS, Counters, Histograms, Sample, Stats
-from headrace.core.types.outcomes import End
-from headrace.core.types.request import Usage
+from headrace.core.types.requests.outcomes import End
+from headrace.core.types.requests.request import Usage
 from headrace.server.telemetry.catalog import E2E_SECONDS, TOKEN_SECONDS
 
 

@@ -11,7 +11,7 @@ from collections.abc import Callable
 import msgspec
 
 from headrace.core.messages.replies import RequestTraced
-from headrace.core.types.request import SamplingParams, Usage
+from headrace.core.types.requests.request import SamplingParams, Usage
 
 
 class ServedSpan(msgspec.Struct, frozen=True, kw_only=True):

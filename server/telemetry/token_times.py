@@ -1,7 +1,7 @@
 """The times of one request's tokens, as clients see them."""
 
 from headrace.core.runtime.clock import Clock
-from headrace.core.types.request import Usage
+from headrace.core.types.requests.request import Usage
 from headrace.server.telemetry.prometheus import FrontMetrics
 
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import msgspec
 
-from headrace.core.types.request import TokenLogprob
+from headrace.core.types.requests.request import TokenLogprob
 from headrace.server.tokenizer.detokenizer import Detokenizer
 from headrace.server.tokenizer.tokenizer import Tokenizer
 

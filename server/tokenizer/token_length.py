@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from headrace.core.types.geometry import ceil_div
+from headrace.core.types.kv.geometry import ceil_div
 from headrace.server.tokenizer.byte_fallback import BYTE_TOKENS
 
 # Of a UTF-8 text, by Unicode's normal forms and case folding: mathematical letters of four bytes become ASCII.

@@ -8,8 +8,8 @@ import httpx
 import msgspec
 
 from headrace.core.runtime.codec import NO_MESSAGE
-from headrace.core.types.discovery import parse_query
 from headrace.core.types.errors import shown, unavailable
+from headrace.core.types.peers.discovery import parse_query
 
 TIMEOUT_S = 5.0  # for a whole response
 MAX_BYTES = 1 << 20

@@ -18,7 +18,7 @@ import zmq.asyncio
 
 from headrace.core.messages.kv_events import KvEventBatch, KvEventMessage
 from headrace.core.runtime.codec import NO_MESSAGE
-from headrace.core.types.addresses import url
+from headrace.core.types.peers.addresses import url
 
 log = logging.getLogger(__name__)
 

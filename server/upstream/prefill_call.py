@@ -12,7 +12,6 @@ import httpx
 import msgspec
 
 from headrace.core.runtime.codec import NO_MESSAGE
-from headrace.core.types.draft import HiddenStates
 from headrace.core.types.errors import (
     CANCELLED,
     GRAMMAR_REJECTED,
@@ -22,7 +21,8 @@ from headrace.core.types.errors import (
     ErrorInfo,
     HeadraceError,
 )
-from headrace.scheduler.routing.failover import client_error
+from headrace.core.types.requests.draft import HiddenStates
+from headrace.server.routing.failover import client_error
 from headrace.server.tokenizer.logprobs import LogprobEntry
 from headrace.server.upstream.connection import Extensions, connection_error, past_stale_connection
 

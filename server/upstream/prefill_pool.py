@@ -24,14 +24,14 @@ from headrace.core.messages.replies import PrefillState
 from headrace.core.runtime.background import keep_running
 from headrace.core.runtime.backoff import Backoff
 from headrace.core.runtime.clock import Clock, SystemClock
-from headrace.core.types.addresses import url
-from headrace.core.types.allow_list import Rules, canonical, is_named, require_allowed
 from headrace.core.types.errors import ErrorInfo, HeadraceError, unavailable
 from headrace.core.types.packed import pack
+from headrace.core.types.peers.addresses import url
+from headrace.core.types.peers.allow_list import Rules, canonical, is_named, require_allowed
 from headrace.integrations.http_client import bearer, direct_async_client
-from headrace.scheduler.routing.failover import MoveReason, avoided_s
-from headrace.scheduler.routing.replica_load import Sent
-from headrace.scheduler.routing.replica_router import ReplicaRouter
+from headrace.server.routing.failover import MoveReason, avoided_s
+from headrace.server.routing.replica_load import Sent
+from headrace.server.routing.replica_router import ReplicaRouter
 from headrace.server.upstream.discovery_client import Discovery, DiscoveryClient, Feature
 from headrace.server.upstream.handoff_params import PrefillAddress
 from headrace.server.upstream.prefill_call import CallObserver, PrefillCall
@@ -67,7 +67,7 @@ class PrefillPool:
     """Finds prefill servers and keeps the scheduler connected to them. Owns the HTTP client for prompts.
 
     urls: the configured servers (--prefill). post: sends to the scheduler. transport: in place of the network.
-    keys: CURVE keys of the servers. rules: servers that requests may name (see headrace.core.types.allow_list).
+    keys: CURVE keys of the servers. rules: servers that requests may name (see headrace.core.types.peers.allow_list).
     routing: how a configured server is chosen.
     """
 

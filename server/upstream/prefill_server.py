@@ -5,8 +5,8 @@ import contextlib
 from collections.abc import Collection
 from urllib.parse import urlsplit
 
-from headrace.core.types.addresses import url
-from headrace.core.types.allow_list import canonical
+from headrace.core.types.peers.addresses import url
+from headrace.core.types.peers.allow_list import canonical
 from headrace.server.upstream.discovery_client import Discovery, Feature
 from headrace.server.upstream.handoff_params import PrefillAddress
 

@@ -17,8 +17,8 @@ from headrace.core.runtime.background import keep_running
 from headrace.core.runtime.clock import Clock
 from headrace.core.runtime.codec import NO_MESSAGE
 from headrace.core.types.errors import HeadraceError
-from headrace.scheduler.routing.replica_load import LoadReport
-from headrace.scheduler.routing.replica_router import ReplicaRouter
+from headrace.server.routing.replica_load import LoadReport
+from headrace.server.routing.replica_router import ReplicaRouter
 from headrace.server.upstream.kv_event_follower import KvEventFollower, KvEventSource
 
 log = logging.getLogger(__name__)

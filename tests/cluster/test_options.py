@@ -5,8 +5,8 @@ import sys
 
 import pytest
 
+from headrace.cli.commands import main
 from headrace.core.types.errors import ConfigError
-from headrace.server.cli import main
 from headrace.server.cluster.options import split
 
 
@@ -38,7 +38,7 @@ def test_mistakes_are_one_line(flags: list[str], words: str, capsys: pytest.Capt
 
 
 def test_without_ray_it_says_what_to_install() -> None:
-    code = "import sys; sys.modules['ray'] = None; from headrace.server.cli import main; sys.exit(main(sys.argv[1:]))"
+    code = "import sys; sys.modules['ray'] = None; from headrace.cli.commands import main; sys.exit(main(sys.argv[1:]))"
     made = subprocess.run(
         [sys.executable, "-c", code, "up", "--ray", "auto", "--dtype", "float32"], capture_output=True, text=True
     )

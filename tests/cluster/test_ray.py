@@ -63,7 +63,10 @@ class Up:
         self.url = f"http://127.0.0.1:{(port := free_port())}"
         command = ("up", "--ray", address, "--port", str(port), "--peer-timeout", "2", *MODEL, *flags)
         self.process = subprocess.Popen(
-            module_command("headrace.server.cli", *command), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+            module_command("headrace.cli.commands", *command),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
         )
 
     def wait_ready(self, within_s: float) -> None:
@@ -99,7 +102,9 @@ def ranks() -> list[psutil.Process]:
     """The processes `headrace stage` on this machine."""
     found = psutil.process_iter(["cmdline"])
     return [
-        each for each in found if each.info["cmdline"] and each.info["cmdline"][3:5] == ["headrace.server.cli", "stage"]
+        each
+        for each in found
+        if each.info["cmdline"] and each.info["cmdline"][3:5] == ["headrace.cli.commands", "stage"]
     ]
 
 

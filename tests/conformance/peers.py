@@ -25,9 +25,9 @@ from headrace.core.messages.peers import (
     TicketFinished,
 )
 from headrace.core.messages.stage_events import KvReceived, ReceiveFailed
-from headrace.core.types.geometry import Component, Geometry
+from headrace.core.types.kv.geometry import Component, Geometry
 from headrace.core.types.packed import pack
-from headrace.core.types.request import FirstToken
+from headrace.core.types.requests.request import FirstToken
 from headrace.transfer.backends.strided_pool import StridedPool
 from headrace.transfer.control.client import ControlClient
 from headrace.transfer.data.receiver import Receiver

@@ -19,7 +19,7 @@ from examples import minimal_peer
 from headrace.core.messages.orders import OpenSession, PrepareReceive
 from headrace.core.messages.peers import AskReserve, ConnectPrefill, PrefillUp
 from headrace.core.messages.stage_events import KvReceived
-from headrace.core.types.geometry import Geometry
+from headrace.core.types.kv.geometry import Geometry
 from headrace.core.types.packed import pack
 from headrace.transfer.control.client import ControlClient
 from headrace.transfer.data.receiver import Receiver

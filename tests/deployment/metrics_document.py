@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterator
 
 from headrace.core.stats import MetricSpec
-from headrace.server.gateway import metrics as gateway
+from headrace.gateway import metrics as gateway
 from headrace.server.telemetry import catalog
 from headrace.server.telemetry.exposition import PREFIX
 from tests.deployment.files import DASHBOARD, NOT_ON_PANELS, ROOT, load_json, load_yaml

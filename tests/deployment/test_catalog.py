@@ -4,19 +4,21 @@ import ast
 from collections.abc import Iterator
 from pathlib import Path
 
-from headrace.scheduler.state.metrics import DROPPED
-from headrace.server.gateway.metrics import HANDOFFS
+from headrace.gateway.metrics import OWN_CATALOG, PREFIX
+from headrace.scheduler.telemetry.metrics import DROPPED
 from headrace.server.telemetry.catalog import CATALOG
 from headrace.server.telemetry.label_values import MISMATCHES
 from tests.deployment.files import ROOT
 
-PACKAGES = ("core", "scheduler", "transfer", "engine", "server")
+PACKAGES = ("core", "scheduler", "transfer", "engine", "server", "gateway")
 COUNTING = ("add", "observe")  # methods of headrace.core.stats.Counters and Histograms
 SAMPLES = ("Sample", "HistogramSample")
+PREFIXED = ("gateway/vllm_nixl", "gateway/sglang_nixl")  # the gateway puts its prefix before their names
 
 
 def counted(path: Path) -> Iterator[str]:
-    """Metric names that a file passes to a counter, a histogram or a sample."""
+    """Metric names that a file passes to a counter, a histogram or a sample, as the catalog has them."""
+    prefix = PREFIX if str(path.parent.relative_to(ROOT)) in PREFIXED else ""
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if not (isinstance(node, ast.Call) and node.args and isinstance(node.args[0], ast.Constant)):
             continue
@@ -24,13 +26,13 @@ def counted(path: Path) -> Iterator[str]:
         method = node.func.attr if isinstance(node.func, ast.Attribute) else ""
         function = node.func.id if isinstance(node.func, ast.Name) else ""
         if isinstance(name, str) and (method in COUNTING or function in SAMPLES):
-            yield name
+            yield f"{prefix}{name}"
 
 
 def test_names_agree() -> None:
     paths = [path for package in PACKAGES for path in (ROOT / package).rglob("*.py")]
     in_code = {name for path in paths for name in counted(path)}
-    described = [spec.name for spec in (*CATALOG, *HANDOFFS)]
+    described = [spec.name for spec in (*CATALOG, *OWN_CATALOG)]
     assert len(described) == len(set(described)), "a metric is described twice"
     assert in_code - set(described) == set(), "counted and not described"
     assert set(described) - in_code == set(), "described and never counted"
@@ -38,6 +40,7 @@ def test_names_agree() -> None:
 
 def label_sets(path: Path) -> Iterator[tuple[str, tuple[str | None, ...]]]:
     """Names of counters, and the labels that a file gives them; None for what is no constant."""
+    prefix = PREFIX if str(path.parent.relative_to(ROOT)) in PREFIXED else ""
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "add"):
             continue
@@ -45,14 +48,14 @@ def label_sets(path: Path) -> Iterator[tuple[str, tuple[str | None, ...]]]:
         if given and isinstance(given[0], ast.Tuple) and isinstance(node.args[0], ast.Constant):
             labels = given[0].elts
             yield (
-                str(node.args[0].value),
+                f"{prefix}{node.args[0].value}",
                 tuple(str(one.value) if isinstance(one, ast.Constant) else None for one in labels),
             )
 
 
 def test_constant_labels_are_there_from_the_start() -> None:
     """Else rate() would not see the first event."""
-    specs = {spec.name: spec for spec in (*CATALOG, *HANDOFFS)}
+    specs = {spec.name: spec for spec in (*CATALOG, *OWN_CATALOG)}
     found = [each for package in PACKAGES for path in (ROOT / package).rglob("*.py") for each in label_sets(path)]
     assert len(found) > 30, "the search finds too little"
     for name, labels in found:
@@ -90,7 +93,7 @@ def test_dropped_messages_and_hellos_that_do_not_fit_are_listed() -> None:
 
 
 def test_names_follow_the_conventions() -> None:
-    for spec in (*CATALOG, *HANDOFFS):
+    for spec in (*CATALOG, *OWN_CATALOG):
         assert spec.name.endswith("_total") == (spec.kind == "counter"), spec.name
         assert spec.help.endswith("."), spec.name
         assert all(len(values) == len(spec.labels) for values in spec.zeros), spec.name

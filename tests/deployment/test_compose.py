@@ -13,8 +13,8 @@ import pytest
 
 from headrace.core.config import Config
 from headrace.core.config.gateway import GatewayConfig
-from headrace.core.types.decode_address import parse_decodes
 from headrace.core.types.errors import ConfigError
+from headrace.core.types.peers.decode_address import parse_decodes
 from headrace.server.config import gateway as gateway_config
 from headrace.server.config.flags import add_flags
 from headrace.server.config.load import load

@@ -10,7 +10,7 @@ import pytest
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
-from headrace.server.gateway.metrics import OWN_CATALOG
+from headrace.gateway.metrics import OWN_CATALOG
 from headrace.server.telemetry.catalog import CATALOG
 from headrace.server.telemetry.exposition import PREFIX, render
 from tests.deployment.files import COMPOSE, DASHBOARD, NOT_ON_PANELS, ROOT, RULES, load_json, load_yaml, promtool

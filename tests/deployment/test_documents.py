@@ -5,8 +5,8 @@ import re
 
 import pytest
 
-from headrace.server.bench import options as bench_options
-from headrace.server.cli import build_parser
+from headrace.cli.commands import build_parser
+from headrace.tools.bench import options as bench_options
 from tests.deployment.files import ROOT
 
 DOCUMENTS = sorted(
@@ -14,7 +14,10 @@ DOCUMENTS = sorted(
     for path in [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("integrations/*/*.md")]
     if path.name != "CHANGELOG.md"  # which also names what is gone
 )
-TOPS = "core|scheduler|transfer|engine|server|integrations|benchmarks|tests|configs|docs|examples|requirements|src"
+TOPS = (
+    "core|scheduler|transfer|peer|engine|server|gateway|integrations|tools|testing|cli|benchmarks|tests|configs|docs|examples|"
+    "requirements|src"
+)
 PATHS = re.compile(rf"`((?:{TOPS})/[\w./-]*)`")
 LINKS = re.compile(r"\]\((?!https?:|#)([^)#]+)")
 

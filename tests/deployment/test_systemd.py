@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from headrace.cli import commands as cli
 from headrace.core.config import ServerConfig
-from headrace.server import cli
 from tests.deployment.files import ROOT
 
 FOLDER = ROOT / "deploy/systemd"

@@ -41,7 +41,7 @@ print(answers[0]["headrace"]["handoff"]["bytes"] > 0, answers[0]["choices"] == a
 EVERY_MODULE = """
 import importlib, pkgutil, sys
 names = []
-for room in ("headrace.core", "headrace.transfer", "headrace.integrations.peer"):
+for room in ("headrace.core", "headrace.transfer", "headrace.peer"):
     package = importlib.import_module(room)
     names += [found.name for found in pkgutil.walk_packages(package.__path__, room + ".")]
 compiled = "headrace.transfer.backends.streaming"  # a shared library, loaded by ctypes

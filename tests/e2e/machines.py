@@ -141,7 +141,7 @@ class Stages:
         machine = self._where[rank]
         place = ["--rank", str(rank), "--world-size", str(len(self._where)), "--master", self._master]
         own = ["--transfer-host", machine.address]
-        command = ["headrace.server.cli", "stage", "--scheduler", self.scheduler(rank), *place, *own, *flags]
+        command = ["headrace.cli.commands", "stage", "--scheduler", self.scheduler(rank), *place, *own, *flags]
         return self.run(rank, command, environment)
 
     def start_all(self) -> list[Tree]:

@@ -1,7 +1,7 @@
 """Models for servers under test, each with an oracle: what comes after a prompt, computed another way.
 
 Most tests are about everything but the model. They run with the stub, which loads at once and whose tokens show
-every wrong page (engine/stub_runner.py), and with SmolLM2 in the full run.
+every wrong page (engine/stub/runner.py), and with SmolLM2 in the full run.
 """
 
 import random
@@ -15,8 +15,8 @@ import pytest
 from headrace.core.config import EngineConfig, ModelConfig
 from headrace.core.messages.orders import PlanRow
 from headrace.core.types.packed import pack
-from headrace.core.types.request import SamplingParams
-from headrace.engine.stub_runner import StubRunner
+from headrace.core.types.requests.request import SamplingParams
+from headrace.engine.stub.runner import StubRunner
 from headrace.server.tokenizer.detokenizer import TextStream
 from headrace.server.tokenizer.tokenizer import Tokenizer, load_tokenizer
 from tests.e2e import gold

@@ -8,9 +8,9 @@ import zmq
 
 from headrace.core.config import TransferConfig
 from headrace.core.runtime.codec import Codec
-from headrace.core.types.geometry import Geometry
+from headrace.core.types.kv.geometry import Geometry
 from headrace.core.types.packed import pack
-from headrace.core.types.request import FirstToken
+from headrace.core.types.requests.request import FirstToken
 from headrace.transfer.protocol import checksum, metadata
 from headrace.transfer.protocol.layout import pages_for
 from headrace.transfer.protocol.matching import make_hello

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 import psutil
 import pytest
 
-from headrace.server import demo
+from headrace.cli import demo
 
 STUB = ("--model", "stub:layers=4,hidden=32,us_per_token=20")
 SLOW = ("--model", "stub:layers=4,hidden=32,us_per_token=5000")  # the long prompt takes 20 s
@@ -23,7 +23,7 @@ class Demo:
 
     def __init__(self, *flags: str) -> None:
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "headrace.server.cli", "demo", *flags],
+            [sys.executable, "-m", "headrace.cli.commands", "demo", *flags],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,

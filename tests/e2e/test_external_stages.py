@@ -191,7 +191,7 @@ def test_torchrun_starts_the_stages_and_starts_them_again(rendezvous: tuple[str,
     with waiting_server("--role", "colocated", *SMOLLM2.flags, *ROOM) as (server, stages):
         where = f"127.0.0.1:{free_port()}" if "c10d" in rendezvous else str(free_port())
         launcher = ["torch.distributed.run", "--nnodes", "1", "--nproc-per-node", "2", "--max-restarts", "5"]
-        stage = ["-m", "headrace.server.cli", "stage", "--scheduler", stages.scheduler(0)]
+        stage = ["-m", "headrace.cli.commands", "stage", "--scheduler", stages.scheduler(0)]
         agent = stages.run(0, [*launcher, *rendezvous, where, *stage])
         server.started()
         SMOLLM2.check(server, LENGTHS, TOKENS)

@@ -10,7 +10,7 @@ import torch
 from headrace.core.config import EngineConfig, ModelConfig
 from headrace.core.messages.orders import PlanRow
 from headrace.core.types.packed import pack
-from headrace.engine.stub_runner import StubRunner
+from headrace.engine.stub.runner import StubRunner
 from tests.e2e.harness import Server, pages_in_use, pair, wait_until
 
 SIZES = "stub:layers=4,hidden=64,vocab=1000,max_len=1024,us_per_token=0"

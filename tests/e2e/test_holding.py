@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import zmq
 
-from headrace.core.types.geometry import Geometry
+from headrace.core.types.kv.geometry import Geometry
 from headrace.transfer.protocol import metadata
 from headrace.transfer.protocol.messages import Cancelled, Failed, Finished
 from tests.e2e import gold

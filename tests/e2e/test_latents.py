@@ -119,7 +119,7 @@ def test_the_model_is_described_at_the_start(saved: Saved, tmp_path: Path) -> No
         [
             sys.executable,
             "-m",
-            "headrace.server.cli",
+            "headrace.cli.commands",
             "check",
             "--model",
             str(saved.folder),

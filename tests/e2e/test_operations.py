@@ -83,7 +83,7 @@ def test_a_log_that_nobody_reads_stops_nothing() -> None:
     reader, writer = os.pipe()
     url = f"http://127.0.0.1:{(port := free_port())}"
     flags = ("--port", str(port), "--log-level", "debug", *STUB)
-    process = subprocess.Popen(module_command("headrace.server.main", "serve", *flags), stdout=writer, stderr=writer)
+    process = subprocess.Popen(module_command("headrace.cli.main", "serve", *flags), stdout=writer, stderr=writer)
     try:
         with httpx.Client(base_url=url, timeout=10, trust_env=False) as client:
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from headrace.core.types.request import SamplingParams
+from headrace.core.types.requests.request import SamplingParams
 from tests.e2e import gold
 from tests.e2e.harness import pages_in_use, pair, wait_until
 from tests.engine.sampling.test_adjusted import by_hand

@@ -1,6 +1,6 @@
 """Two servers on one machine, with KV written straight into the decode server's pool, when one dies, stops or cancels.
 
-The stub model's texts show every wrong page (engine/stub_runner.py); they are compared with those of one runner
+The stub model's texts show every wrong page (engine/stub/runner.py); they are compared with those of one runner
 alone, or with those before something went wrong.
 """
 

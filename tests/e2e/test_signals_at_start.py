@@ -29,7 +29,7 @@ class Starting:
         flags = ("--role", "decode", "--fallback", "local", "--port", str(free_port()), *STUB)
         with log.open("wb") as output:
             self.process = subprocess.Popen(
-                module_command("headrace.server.main", "serve", *flags),
+                module_command("headrace.cli.main", "serve", *flags),
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 env={**os.environ, "TMPDIR": folder},

@@ -93,7 +93,7 @@ def test_ranks_that_torchrun_starts(monkeypatch: pytest.MonkeyPatch) -> None:
         found = re.search(r"to join at (tcp://\S+:\d+)", server.log)
         assert found is not None
         torchrun = ("torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(free_port()))
-        stage = ("-m", "headrace.server.cli", "stage", "--scheduler", found[1])
+        stage = ("-m", "headrace.cli.commands", "stage", "--scheduler", found[1])
         launcher = subprocess.Popen(module_command(*torchrun, *stage))
         with running(server):
             MODEL.check(server, LENGTHS, TOKENS)

@@ -30,7 +30,7 @@ from headrace.core.config import EngineConfig, ModelConfig
 from headrace.core.messages.orders import PlanRow
 from headrace.core.messages.stage_events import SampledToken
 from headrace.core.types import packed
-from headrace.core.types.request import SamplingParams
+from headrace.core.types.requests.request import SamplingParams
 from headrace.engine.collectives.alone import ALONE
 from headrace.engine.collectives.base import Collectives
 from headrace.engine.layers.exchange.base import Exchange

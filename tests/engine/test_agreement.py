@@ -12,10 +12,10 @@ from headrace.core.config import SchedulerConfig
 from headrace.core.messages.frontend import Submit
 from headrace.core.messages.orders import AnyOrder, Forward, PlanRow, ReleaseRequest, ReplicaOrder, ShutdownStage
 from headrace.core.messages.stage_events import PlanDone, SampledToken, StageReady
-from headrace.core.types.coordinate import Agreement, Rules, Vote, coordinate, vote
-from headrace.core.types.geometry import Geometry
+from headrace.core.types.kv.geometry import Geometry
 from headrace.core.types.packed import pack
-from headrace.core.types.request import Discard, SamplingParams
+from headrace.core.types.ranks.coordinate import Agreement, Rules, Vote, coordinate, vote
+from headrace.core.types.requests.request import Discard, SamplingParams
 from headrace.engine.agreement import BUSY_TICKS, AgreementBroken, FollowedPasses, PassSource, VotedPasses, agree
 from headrace.engine.collectives.alone import Alone, Done
 from headrace.engine.collectives.base import Collectives

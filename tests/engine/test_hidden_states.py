@@ -10,8 +10,8 @@ from torch import Tensor
 
 from headrace.core.messages.orders import PlanRow
 from headrace.core.messages.stage_events import RowHidden
-from headrace.core.types.draft import HiddenStates
-from headrace.core.types.request import SamplingParams
+from headrace.core.types.requests.draft import HiddenStates
+from headrace.core.types.requests.request import SamplingParams
 from headrace.engine.collectives.alone import Alone
 from headrace.engine.collectives.base import Collectives
 from headrace.engine.runner import ModelRunner

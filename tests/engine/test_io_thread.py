@@ -36,8 +36,8 @@ from headrace.core.runtime.codec import Codec
 from headrace.core.runtime.frames import DOOR, ConnectionClosed, make_door
 from headrace.core.runtime.order_log import OrderLog
 from headrace.core.types import packed
-from headrace.core.types.geometry import Geometry
-from headrace.core.types.kv_tiers import HOST
+from headrace.core.types.kv.geometry import Geometry
+from headrace.core.types.kv.kv_tiers import HOST
 from headrace.engine.io_thread import ComputedPlan, Copies, EventOutbox, StageIoThread
 from headrace.engine.kv.pool import KVPool
 from headrace.engine.kv.tiers.copier import Copier

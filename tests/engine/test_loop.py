@@ -11,15 +11,15 @@ import zmq
 from headrace.core.config import EngineConfig, ModelConfig
 from headrace.core.messages.orders import AnyOrder, Forward, PlanRow, ShutdownStage
 from headrace.core.runtime.clock import SystemClock
-from headrace.core.types.coordinate import Agreement
-from headrace.core.types.layout import Layout
 from headrace.core.types.packed import pack
-from headrace.core.types.request import SamplingParams
+from headrace.core.types.ranks.coordinate import Agreement
+from headrace.core.types.ranks.layout import Layout
+from headrace.core.types.requests.request import SamplingParams
 from headrace.engine.agreement import PassSource
 from headrace.engine.io_thread import ComputedPlan, EventOutbox
 from headrace.engine.loop import StageLoop
 from headrace.engine.parallel.pipeline import PipelineLinks
-from headrace.engine.stub_runner import StubRunner
+from headrace.engine.stub.runner import StubRunner
 from headrace.engine.telemetry.meter import Meter
 
 STUB = "stub:layers=2,vocab=300,max_len=64"

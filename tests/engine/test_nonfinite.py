@@ -8,7 +8,7 @@ import torch
 
 from headrace.core.messages.orders import PlanRow
 from headrace.core.messages.stage_events import SampledToken
-from headrace.core.types.request import SamplingParams
+from headrace.core.types.requests.request import SamplingParams
 from headrace.engine.runner import ModelRunner
 from tests.engine.models import CONFIGS, Prompt, Saved, make_runner, random_tokens, save_model, shuffled_pages
 

@@ -7,7 +7,7 @@ import pytest
 
 from headrace.core.messages.orders import AnyOrder, BeginEpoch, DropPeer, Forward, PlanRow, ReleaseRequest
 from headrace.core.runtime.codec import Codec
-from headrace.core.types.coordinate import Agreement
+from headrace.core.types.ranks.coordinate import Agreement
 from headrace.engine.order_check import OrderCheck, OrderMismatch
 from headrace.server.launch.replica_streams import ReplicaStreams
 

@@ -9,7 +9,7 @@ import torch
 
 from headrace.core.config import EngineConfig, ModelConfig
 from headrace.core.messages.orders import PlanRow
-from headrace.core.types.coordinate import Agreement, Rules, coordinate, vote
+from headrace.core.types.ranks.coordinate import Agreement, Rules, coordinate, vote
 from headrace.engine.collectives.alone import ALONE
 from headrace.engine.collectives.base import Collectives
 from headrace.engine.collectives.steps import Steps
@@ -19,8 +19,8 @@ from headrace.engine.layers.exchange.base import Exchange, Mixture
 from headrace.engine.layers.exchange.ways import TILE_TOKENS, Way
 from headrace.engine.model.source import load_spec, resolve_source
 from headrace.engine.runner import ModelRunner
-from headrace.engine.stub_experts import StubTime
-from headrace.engine.stub_runner import StubRunner
+from headrace.engine.stub.experts import StubTime
+from headrace.engine.stub.runner import StubRunner
 from tests.engine.collectives.threads import Meeting, ThreadCollectives
 from tests.engine.layers.mixtures import DEADLINE_S, KERNELS, Groups, run_stage
 from tests.engine.models import Prompt, Saved, make_runner, pool_tokens, random_tokens, reported_logprobs

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from headrace.core.config import EngineConfig
 from headrace.core.messages.orders import PlanRow
-from headrace.core.types.geometry import Geometry
-from headrace.core.types.request import SamplingParams
+from headrace.core.types.kv.geometry import Geometry
+from headrace.core.types.requests.request import SamplingParams
 from headrace.engine.attention import native as native_attention
 from headrace.engine.attention.base import AttentionSpan
 from headrace.engine.attention.native import NativeAttention

@@ -2,7 +2,7 @@
 
 import random
 
-from headrace.core.types.coordinate import Rules, Vote, vote
+from headrace.core.types.ranks.coordinate import Rules, Vote, vote
 
 RULES = (Rules(), Rules(multiple=4, pad="max"), Rules(multiple=2, cut=True, cut_prefill=16, cut_decode=4))
 

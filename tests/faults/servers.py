@@ -57,7 +57,7 @@ class Supervised(Server):
         """Start the process."""
         self.lives += 1
         self._output = tempfile.TemporaryFile()  # noqa: SIM115 - closed in close()
-        command = module_command("headrace.server.cli", "serve", "--port", str(self.port), *self._flags)
+        command = module_command("headrace.cli.commands", "serve", "--port", str(self.port), *self._flags)
         clean = {name: value for name, value in os.environ.items() if name not in KEY_VARIABLES}
         self.process = subprocess.Popen(
             [*self.place.prefix, *command],

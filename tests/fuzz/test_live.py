@@ -40,7 +40,7 @@ def everything() -> Iterator[tuple[Server, Target, int]]:
     flags = ("--role", "prefill", *MODEL, "--stages", "external", "--stage-port", str(stage_port), *key)
     events = ("--kv-events-port", str(free_port()), "--kv-events-replay-port", str(free_port()))
     with closing(Server(*flags, *events, "--peer-timeout", "5")) as server:
-        command = ["headrace.server.cli", "stage", "--scheduler", f"tcp://127.0.0.1:{stage_port}", "--rank", "0"]
+        command = ["headrace.cli.commands", "stage", "--scheduler", f"tcp://127.0.0.1:{stage_port}", "--rank", "0"]
         stage = Tree(Machine("127.0.0.1", "127.0.0.1", [], {}), [*command, "--world-size", "1", *key])
         try:
             with running(server):

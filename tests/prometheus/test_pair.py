@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from headrace.server.gateway.metrics import OWN_CATALOG
+from headrace.gateway.metrics import OWN_CATALOG
 from headrace.server.telemetry.catalog import CATALOG
 from headrace.server.telemetry.exposition import PREFIX
 from tests.deployment.test_dashboard import METRIC, alert_queries, panels, queries_of

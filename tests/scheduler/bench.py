@@ -17,11 +17,11 @@ from headrace.core.messages.stage_events import (
     StageReady,
 )
 from headrace.core.stats import Stats
-from headrace.core.types.draft import NO_DRAFT, DraftTerms
 from headrace.core.types.errors import ErrorInfo
-from headrace.core.types.geometry import Geometry
+from headrace.core.types.kv.geometry import Geometry
 from headrace.core.types.packed import pack, unpack
-from headrace.core.types.request import SamplingParams
+from headrace.core.types.requests.draft import NO_DRAFT, DraftTerms
+from headrace.core.types.requests.request import SamplingParams
 from headrace.scheduler.scheduler import Effect, Event, Scheduler
 
 E = TypeVar("E")

@@ -5,7 +5,7 @@ from contextlib import contextmanager
 from unittest.mock import patch
 
 from headrace.scheduler.scheduler import Effect
-from headrace.scheduler.simulation.server import SimulatedServer
+from headrace.testing.server import SimulatedServer
 
 
 @contextmanager

@@ -6,7 +6,7 @@ from headrace.core.messages.frontend import Drain, QueryStats, Shutdown
 from headrace.core.messages.orders import ShutdownStage
 from headrace.core.messages.peers import TellFailed
 from headrace.core.messages.replies import Drained, EngineState, RequestFailed, StatsReply
-from headrace.core.types.request import AnyRoute, FetchFrom, SendTo
+from headrace.core.types.requests.request import AnyRoute, FetchFrom, SendTo
 from tests.scheduler.bench import Bench, none, only
 
 

@@ -6,7 +6,7 @@ from headrace.core.messages.orders import Forward, PrepareReceive, ReleaseReques
 from headrace.core.messages.peers import TellFailed
 from headrace.core.messages.replies import RequestFailed
 from headrace.core.messages.stage_events import KvReceived, PlanDone, SampledToken
-from headrace.core.types.request import FetchFrom, FirstToken, PromptPosting, SendTo
+from headrace.core.types.requests.request import FetchFrom, FirstToken, PromptPosting, SendTo
 from headrace.scheduler.scheduler import Effect
 from tests.scheduler.bench import Bench, none, only
 

@@ -4,7 +4,7 @@ import pytest
 
 from headrace.core.messages.replies import RequestFailed
 from headrace.core.messages.stage_events import StageReady
-from headrace.core.types.request import FetchFrom
+from headrace.core.types.requests.request import FetchFrom
 from headrace.scheduler.costs.chunking import Cost
 from headrace.scheduler.state.ttft_prediction import RHO_LIMIT, Prediction
 from tests.scheduler.bench import PAGE, Bench, geometry, none

@@ -33,10 +33,10 @@ from headrace.core.runtime.clock import Clock
 from headrace.core.stats import Stats
 from headrace.core.status import SchedulerStatus
 from headrace.core.types.errors import CANCELLED, ErrorInfo
-from headrace.core.types.expert_load import ExpertLoad
-from headrace.core.types.geometry import CacheShape
-from headrace.core.types.prompt_logprobs import pack_runs
-from headrace.core.types.request import FetchFrom, HandoffStats, SendTo, Timing, TokenLogprob, Usage
+from headrace.core.types.kv.geometry import CacheShape
+from headrace.core.types.ranks.expert_load import ExpertLoad
+from headrace.core.types.requests.prompt_logprobs import pack_runs
+from headrace.core.types.requests.request import FetchFrom, HandoffStats, SendTo, Timing, TokenLogprob, Usage
 from headrace.server.app import create_app
 from headrace.server.frontend.service import Service
 from headrace.server.http.connections import HttpConnections

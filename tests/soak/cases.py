@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from headrace.scheduler.simulation.scenario import Scenario
-from headrace.scheduler.simulation.simulator import simulate
+from headrace.testing.scenario import Scenario
+from headrace.testing.simulator import simulate
 from tests.transfer.schedules import ProtocolSchedule, run_schedule
 
 Case = Scenario | ProtocolSchedule

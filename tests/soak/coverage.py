@@ -10,16 +10,16 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest.mock import patch
 
-from headrace.core.types.request import FetchFrom, SendTo
+from headrace.core.types.requests.request import FetchFrom, SendTo
 from headrace.scheduler.decode.prefill_sessions import PrefillSessions
+from headrace.scheduler.peers.peer_tables import DecodePeerTable
+from headrace.scheduler.peers.tickets import TicketTable
 from headrace.scheduler.requests.phase import Phase
 from headrace.scheduler.requests.record import Request
 from headrace.scheduler.requests.request_table import RequestTable
 from headrace.scheduler.requests.transfers import IncomingTransfer
 from headrace.scheduler.scheduler import Scheduler
-from headrace.scheduler.simulation.driver import SchedulerDriver
-from headrace.scheduler.state.peer_tables import DecodePeerTable
-from headrace.scheduler.state.tickets import TicketTable
+from headrace.testing.driver import SchedulerDriver
 from headrace.transfer.control.session_table import SessionTable
 from headrace.transfer.data.inbound import InboundTable
 from headrace.transfer.data.outbound import Outbound

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from headrace.scheduler.simulation.scenario import Scenario
+from headrace.testing.scenario import Scenario
 from tests.soak.cases import Case, Result, as_code, as_json, run_case, signature
 from tests.transfer.schedules import ProtocolSchedule
 

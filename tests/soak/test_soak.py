@@ -13,7 +13,7 @@ import pytest
 
 from headrace.scheduler.requests.phase import Phase
 from headrace.scheduler.requests.transfers import IncomingState, RemoteWriter
-from headrace.scheduler.simulation.scenario import Scenario
+from headrace.testing.scenario import Scenario
 from tests.soak.cases import Case, Result, as_json, case_of, from_json, run_case, signature
 from tests.soak.coverage import Recorder
 from tests.soak.mutants import MUTANTS, planted

@@ -19,10 +19,10 @@ from headrace.core.messages.peers import (
     TicketFailed,
 )
 from headrace.core.messages.stage_events import KvReceived, ReceiveFailed, SessionClosed
-from headrace.core.types.backends import NIXL, writes_directly
-from headrace.core.types.draft import NO_DRAFT, DraftTerms
-from headrace.core.types.geometry import Geometry
+from headrace.core.types.kv.backends import NIXL, writes_directly
+from headrace.core.types.kv.geometry import Geometry
 from headrace.core.types.packed import pack
+from headrace.core.types.requests.draft import NO_DRAFT, DraftTerms
 from headrace.transfer.backends.strided_pool import ArrayPageStore
 from headrace.transfer.control.client import ControlClient
 from headrace.transfer.data.receiver import Receiver

@@ -6,11 +6,11 @@ from pathlib import Path
 from msgspec.structs import replace
 
 from headrace.core.runtime.codec import Codec
-from headrace.core.types.backends import NixlAccess, NixlMemory, PoolMemory, SharedMemory
-from headrace.core.types.draft import Draft, DraftTokens, HiddenStates
-from headrace.core.types.geometry import Component, Geometry
+from headrace.core.types.kv.backends import NixlAccess, NixlMemory, PoolMemory, SharedMemory
+from headrace.core.types.kv.geometry import Component, Geometry
 from headrace.core.types.packed import pack
-from headrace.core.types.request import FirstToken, TokenLogprob
+from headrace.core.types.requests.draft import Draft, DraftTokens, HiddenStates
+from headrace.core.types.requests.request import FirstToken, TokenLogprob
 from headrace.transfer.protocol import checksum, draft_frame, metadata
 from headrace.transfer.protocol.messages import (
     Ack,

@@ -8,8 +8,8 @@ import numpy as np
 
 from headrace.core.messages.orders import AdmitPeer, OpenSession, PrepareReceive, SendChunk
 from headrace.core.messages.stage_events import ChunkAcked, KvReceived
-from headrace.core.types.backends import SHM, ZMQ, PoolLayout, PoolMemory
-from headrace.core.types.geometry import KV, Geometry
+from headrace.core.types.kv.backends import SHM, ZMQ, PoolLayout, PoolMemory
+from headrace.core.types.kv.geometry import KV, Geometry
 from headrace.core.types.packed import pack
 from headrace.transfer.backends.shm import SharedPool, ShmTransport
 from headrace.transfer.backends.strided_pool import StridedPool, c_order

@@ -12,10 +12,10 @@ from headrace.core.messages.orders import AdmitPeer, OpenSession, PrepareReceive
 from headrace.core.runtime.clock import SystemClock
 from headrace.core.runtime.event_loop import EventLoop
 from headrace.core.runtime.event_source import EventSource
-from headrace.core.types.backends import FAKE, SHM, ZMQ, PoolMemory
-from headrace.core.types.geometry import KV, Geometry
+from headrace.core.types.kv.backends import FAKE, SHM, ZMQ, PoolMemory
+from headrace.core.types.kv.geometry import KV, Geometry
 from headrace.core.types.packed import pack
-from headrace.core.types.request import FirstToken
+from headrace.core.types.requests.request import FirstToken
 from headrace.transfer.backends.base import RegisteredPool, Transport
 from headrace.transfer.backends.fake import FakeTransport
 from headrace.transfer.backends.shm import SharedPool, ShmTransport

@@ -2,8 +2,8 @@
 
 from random import Random
 
-from headrace.core.types.backends import Placement, PoolLayout
-from headrace.core.types.geometry import KV, Component, Geometry
+from headrace.core.types.kv.backends import Placement, PoolLayout
+from headrace.core.types.kv.geometry import KV, Component, Geometry
 
 
 def random_layout(geometry: Geometry, pages: int, random: Random) -> PoolLayout:

@@ -6,8 +6,8 @@ taken the right back. Some are lost, as far as the writer can tell, and may land
 
 import random
 
-from headrace.core.types.backends import NixlAccess, NixlMemory, PoolMemory
-from headrace.core.types.geometry import Geometry
+from headrace.core.types.kv.backends import NixlAccess, NixlMemory, PoolMemory
+from headrace.core.types.kv.geometry import Geometry
 from headrace.transfer.backends.base import RemotePages
 from headrace.transfer.backends.strided_pool import ArrayPageStore
 from headrace.transfer.protocol.layout import WHOLE, Box, Bytes

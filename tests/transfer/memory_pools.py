@@ -7,8 +7,8 @@ decides, and a process that is killed loses its own.
 
 import random
 
-from headrace.core.types.backends import NixlAccess, PoolMemory, SharedMemory
-from headrace.core.types.geometry import Geometry
+from headrace.core.types.kv.backends import NixlAccess, PoolMemory, SharedMemory
+from headrace.core.types.kv.geometry import Geometry
 from headrace.transfer.backends.base import RemotePages
 from headrace.transfer.backends.strided_pool import ArrayPageStore
 from headrace.transfer.protocol.layout import WHOLE, Box, Bytes

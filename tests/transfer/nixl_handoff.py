@@ -9,8 +9,8 @@ from typing import Any
 
 from headrace.core.config import TransferConfig
 from headrace.core.messages.orders import AdmitPeer, OpenSession, PrepareReceive, SendChunk
-from headrace.core.types.backends import NIXL, NixlMemory, PoolMemory
-from headrace.core.types.geometry import Geometry
+from headrace.core.types.kv.backends import NIXL, NixlMemory, PoolMemory
+from headrace.core.types.kv.geometry import Geometry
 from headrace.core.types.packed import pack
 from headrace.transfer.backends.strided_pool import ArrayPageStore
 from headrace.transfer.data.receiver import Receiver

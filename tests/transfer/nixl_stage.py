@@ -42,8 +42,8 @@ from headrace.core.messages.stage_events import (
     SessionClosed,
 )
 from headrace.core.runtime.event_loop import EventLoop
-from headrace.core.types.backends import NIXL
-from headrace.core.types.geometry import Geometry
+from headrace.core.types.kv.backends import NIXL
+from headrace.core.types.kv.geometry import Geometry
 from tests.transfer.harness import CLOCK, Loop, random_store
 
 Order = (

@@ -19,11 +19,11 @@ from headrace.core.messages.peers import (
     TellFinished,
 )
 from headrace.core.messages.stage_events import ChunkAcked, PeerLost, SendCancelled, SendFailed
-from headrace.core.types.backends import NIXL
 from headrace.core.types.errors import ErrorInfo
-from headrace.core.types.geometry import Geometry
+from headrace.core.types.kv.backends import NIXL
+from headrace.core.types.kv.geometry import Geometry
 from headrace.core.types.packed import pack, unpack
-from headrace.core.types.request import FirstToken
+from headrace.core.types.requests.request import FirstToken
 from headrace.transfer.control.server import ControlServer
 from headrace.transfer.data.sender import Sender
 from headrace.transfer.protocol.layout import pages_for

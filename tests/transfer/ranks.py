@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from headrace.core.types.geometry import KV, Component, Geometry
+from headrace.core.types.kv.geometry import KV, Component, Geometry
 from headrace.transfer.backends.strided_pool import StridedPool
 
 

@@ -7,9 +7,9 @@ import zmq
 from headrace.core.config import TransferConfig
 from headrace.core.messages.orders import OpenSession, PrepareReceive
 from headrace.core.runtime.codec import Codec
-from headrace.core.types.draft import NO_DRAFT, DraftTerms
-from headrace.core.types.geometry import Component, Geometry
+from headrace.core.types.kv.geometry import Component, Geometry
 from headrace.core.types.packed import pack
+from headrace.core.types.requests.draft import NO_DRAFT, DraftTerms
 from headrace.transfer.data.receiver import Receiver
 from headrace.transfer.protocol import checksum, metadata
 from headrace.transfer.protocol.messages import Ack, AnswerMessage, Attach, Attached, Chunk, Nack, Pong, StageMessage

@@ -5,8 +5,8 @@ Every other pair of seeds has components beside keys and values, and every third
 
 from dataclasses import dataclass
 
-from headrace.core.types.backends import NIXL, SHM, ZMQ
-from headrace.core.types.geometry import Component, Geometry
+from headrace.core.types.kv.backends import NIXL, SHM, ZMQ
+from headrace.core.types.kv.geometry import Component, Geometry
 from tests.transfer.decode_side import FINGERPRINT, DecodeSide
 from tests.transfer.harness import value
 from tests.transfer.memory_agents import MemoryAgents

@@ -7,7 +7,7 @@ from collections import Counter
 
 import pytest
 
-from headrace.core.types.geometry import Geometry
+from headrace.core.types.kv.geometry import Geometry
 from tests.transfer.decode_side import DecodeSide
 from tests.transfer.memory_agents import MemoryAgents
 from tests.transfer.memory_pools import MemoryPools

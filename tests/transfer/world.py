@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 
 from headrace.core.config import TransferConfig
-from headrace.core.types.backends import ZMQ
-from headrace.core.types.draft import NO_DRAFT, Draft, DraftTerms, DraftTokens, HiddenStates
 from headrace.core.types.errors import ErrorInfo
+from headrace.core.types.kv.backends import ZMQ
+from headrace.core.types.requests.draft import NO_DRAFT, Draft, DraftTerms, DraftTokens, HiddenStates
 from headrace.transfer.backends.strided_pool import ArrayPageStore
 from tests.transfer.harness import AnyPort
 from tests.transfer.memory_agents import MemoryAgents

@@ -9,8 +9,8 @@ Each is used by one thread, the stage's I/O thread, and no call waits for the ot
 from collections.abc import Sequence
 from typing import Protocol
 
-from headrace.core.types.backends import NixlAccess, PoolMemory
-from headrace.core.types.geometry import Geometry
+from headrace.core.types.kv.backends import NixlAccess, PoolMemory
+from headrace.core.types.kv.geometry import Geometry
 from headrace.transfer.protocol.layout import WHOLE, Box, Bytes, SourceStore
 
 

@@ -2,8 +2,8 @@
 
 from typing import NamedTuple
 
-from headrace.core.types.backends import NixlAccess, PoolMemory
-from headrace.core.types.geometry import Geometry
+from headrace.core.types.kv.backends import NixlAccess, PoolMemory
+from headrace.core.types.kv.geometry import Geometry
 from headrace.transfer.backends.base import RemotePages
 from headrace.transfer.protocol.layout import WHOLE, Box, Bytes
 

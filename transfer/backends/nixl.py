@@ -20,8 +20,8 @@ import numpy as np
 from msgspec.structs import asdict
 from nixl import _bindings as nixl
 
-from headrace.core.types.backends import NixlAccess, NixlMemory, Placement, PoolMemory
-from headrace.core.types.geometry import Geometry
+from headrace.core.types.kv.backends import NixlAccess, NixlMemory, Placement, PoolMemory
+from headrace.core.types.kv.geometry import Geometry
 from headrace.transfer.backends.base import RemotePages
 from headrace.transfer.backends.runs import Offsets, runs
 from headrace.transfer.backends.strided_pool import c_order, page_numbers, placed

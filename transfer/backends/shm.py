@@ -20,8 +20,8 @@ from pathlib import Path
 
 from msgspec.structs import asdict
 
-from headrace.core.types.backends import NixlAccess, PoolLayout, PoolMemory, SharedMemory
-from headrace.core.types.geometry import Geometry
+from headrace.core.types.kv.backends import NixlAccess, PoolLayout, PoolMemory, SharedMemory
+from headrace.core.types.kv.geometry import Geometry
 from headrace.transfer.backends import locks
 from headrace.transfer.backends.base import RemotePages
 from headrace.transfer.backends.copying import copy, copy_rows

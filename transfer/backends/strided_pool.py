@@ -6,8 +6,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from headrace.core.types.backends import Placement, PoolLayout, Strides
-from headrace.core.types.geometry import KV, Component, Geometry
+from headrace.core.types.kv.backends import Placement, PoolLayout, Strides
+from headrace.core.types.kv.geometry import KV, Component, Geometry
 from headrace.transfer.protocol.layout import WHOLE, Box, Bytes, frame_shape
 
 

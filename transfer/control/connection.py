@@ -21,8 +21,8 @@ from headrace.core.messages.peers import (
 from headrace.core.runtime.backoff import Backoff
 from headrace.core.runtime.log_throttle import printable
 from headrace.core.stats import Counters
-from headrace.core.types.addresses import host_port, url
 from headrace.core.types.errors import ErrorInfo
+from headrace.core.types.peers.addresses import host_port, url
 from headrace.transfer.protocol import matching, messages, metadata
 from headrace.transfer.protocol.messages import (
     Cancelled,

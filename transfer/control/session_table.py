@@ -24,9 +24,9 @@ from headrace.core.messages.peers import (
 )
 from headrace.core.runtime.rate_limit import TokenBucket
 from headrace.core.stats import Counters
-from headrace.core.types.draft import MAX_DRAFT_TOKENS, DraftTerms
 from headrace.core.types.errors import NOT_READY
 from headrace.core.types.packed import packed_length
+from headrace.core.types.requests.draft import MAX_DRAFT_TOKENS, DraftTerms
 from headrace.transfer.control.backend_health import BackendHealth
 from headrace.transfer.control.quotas import BURST, MESSAGES_PER_S, renewal_limit
 from headrace.transfer.control.session import (

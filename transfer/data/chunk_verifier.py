@@ -6,8 +6,8 @@ from itertools import chain
 from headrace.core.config import TransferConfig
 from headrace.core.messages.orders import PrepareReceive
 from headrace.core.stats import Counters
-from headrace.core.types.backends import FAKE, SHM, ZMQ
 from headrace.core.types.errors import CHECKSUM
+from headrace.core.types.kv.backends import FAKE, SHM, ZMQ
 from headrace.core.types.packed import unpack
 from headrace.transfer.data import payload
 from headrace.transfer.data.inbound import AcceptChunk, RejectChunk

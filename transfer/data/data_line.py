@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from headrace.core.types.geometry import Geometry
+from headrace.core.types.kv.geometry import Geometry
 from headrace.transfer.data.attachment import Attachment
 from headrace.transfer.protocol.messages import Attach, Ping
 from headrace.transfer.sockets import zmq_sockets
@@ -16,7 +16,7 @@ class DataLine:
         session: secret of the session.
         stage: rank of the prefill stage.
         source: geometry of the prefill stage, cut to the layers and heads that come here.
-        backend: how KV comes, see core/types/backends.py.
+        backend: how KV comes, see core/types/kv/backends.py.
         connect: makes a socket that connects to the stage.
         replica: data-parallel replica of the prefill stage.
     """

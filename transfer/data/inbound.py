@@ -11,10 +11,10 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from headrace.core.messages.orders import PrepareReceive
-from headrace.core.types.draft import NO_DRAFT
-from headrace.core.types.geometry import Geometry
+from headrace.core.types.kv.geometry import Geometry
 from headrace.core.types.packed import ITEM_BYTES, packed_length
-from headrace.core.types.request import FirstToken
+from headrace.core.types.requests.draft import NO_DRAFT
+from headrace.core.types.requests.request import FirstToken
 from headrace.transfer.protocol import draft_frame, messages, metadata
 from headrace.transfer.protocol.layout import Copy, carried, copies, pages_for
 from headrace.transfer.protocol.messages import Chunk

@@ -23,8 +23,8 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from headrace.core.messages.orders import AdmitPeer, SendChunk
-from headrace.core.types.backends import ZMQ
-from headrace.core.types.geometry import Geometry
+from headrace.core.types.kv.backends import ZMQ
+from headrace.core.types.kv.geometry import Geometry
 from headrace.transfer.data.outgoing import Key, Lane, OutChunk, OutgoingSends, OutPart, OutSession
 from headrace.transfer.protocol.layout import overlap
 

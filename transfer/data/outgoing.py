@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 
 from headrace.core.messages.orders import SendChunk
 from headrace.core.trace import Outcome, TransferTrace
-from headrace.core.types.backends import ZMQ, PoolMemory
-from headrace.core.types.geometry import Geometry
+from headrace.core.types.kv.backends import ZMQ, PoolMemory
+from headrace.core.types.kv.geometry import Geometry
 from headrace.transfer.backends.base import Handle, RemotePages, RemoteWrite
 from headrace.transfer.protocol.messages import Chunk
 

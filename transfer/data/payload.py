@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from headrace.core.types.geometry import Geometry
+from headrace.core.types.kv.geometry import Geometry
 from headrace.transfer.backends.base import RemotePages
 from headrace.transfer.protocol.checksum import Digest
 from headrace.transfer.protocol.layout import Bytes, Copy, PageStore, SourceStore, carried, copies, whole_pages

@@ -7,7 +7,7 @@ import logging
 from collections.abc import Iterable, Mapping
 
 from headrace.core.config import TransferConfig
-from headrace.core.types.backends import FAKE, SHM
+from headrace.core.types.kv.backends import FAKE, SHM
 from headrace.transfer.backends.base import Transport
 from headrace.transfer.data.outgoing import Lane
 from headrace.transfer.protocol import checksum

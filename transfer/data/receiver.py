@@ -31,11 +31,11 @@ from headrace.core.messages.stage_events import (
 )
 from headrace.core.runtime.codec import Codec, DecodeError
 from headrace.core.stats import Counters, Sample, Stats
-from headrace.core.types.backends import ZMQ, NixlAccess, writes_directly
 from headrace.core.types.errors import PEER_GONE
-from headrace.core.types.geometry import Geometry
+from headrace.core.types.kv.backends import ZMQ, NixlAccess, writes_directly
+from headrace.core.types.kv.geometry import Geometry
 from headrace.core.types.packed import unpack
-from headrace.core.types.request import FirstToken
+from headrace.core.types.requests.request import FirstToken
 from headrace.transfer.backends.base import RegisteredPool
 from headrace.transfer.data import payload
 from headrace.transfer.data.attachment import Attachment

@@ -21,7 +21,7 @@ from headrace.core.runtime.codec import Codec, DecodeError
 from headrace.core.stats import Counters, Sample, Stats
 from headrace.core.trace import Buffer, Outcome, TransferTrace
 from headrace.core.types.errors import CANCELLED, PEER_GONE
-from headrace.core.types.geometry import Geometry
+from headrace.core.types.kv.geometry import Geometry
 from headrace.transfer.backends.base import Transport
 from headrace.transfer.data.outbound import PARTS_IN_FLIGHT, Outbound
 from headrace.transfer.data.outgoing import Lane, OutPart

@@ -2,8 +2,8 @@
 
 from headrace.core.runtime.codec import Codec
 from headrace.core.stats import Counters
-from headrace.core.types.backends import ZMQ
-from headrace.core.types.geometry import Geometry
+from headrace.core.types.kv.backends import ZMQ
+from headrace.core.types.kv.geometry import Geometry
 from headrace.core.types.packed import unpack
 from headrace.transfer.backends.base import RemotePages
 from headrace.transfer.data import payload

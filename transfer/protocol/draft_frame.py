@@ -7,7 +7,7 @@ import math
 
 import numpy as np
 
-from headrace.core.types.draft import DTYPE_BYTES, MAX_DRAFT_TOKENS, Draft, DraftTokens, HiddenStates
+from headrace.core.types.requests.draft import DTYPE_BYTES, MAX_DRAFT_TOKENS, Draft, DraftTokens, HiddenStates
 from headrace.transfer.protocol.checksum import of_ticket
 
 VERSION = 1

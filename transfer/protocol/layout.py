@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 from msgspec.structs import replace
 
-from headrace.core.types.geometry import KV, Component, Geometry, ceil_div, pages_spanned
+from headrace.core.types.kv.geometry import KV, Component, Geometry, ceil_div, pages_spanned
 
 Bytes = npt.NDArray[np.uint8]
 

@@ -13,8 +13,8 @@ import msgspec
 from msgspec.structs import asdict, replace
 
 from headrace.core.config import TransferConfig
-from headrace.core.types.backends import NIXL, SHM, ZMQ, NixlMemory, PoolMemory, SharedMemory
-from headrace.core.types.geometry import KV, Component, Geometry
+from headrace.core.types.kv.backends import NIXL, SHM, ZMQ, NixlMemory, PoolMemory, SharedMemory
+from headrace.core.types.kv.geometry import KV, Component, Geometry
 from headrace.transfer.protocol import checksum, messages, metadata
 from headrace.transfer.protocol.layout import common
 from headrace.transfer.protocol.messages import ComponentShape, Hello, Refuse, StageInfo, Welcome

@@ -10,8 +10,8 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from headrace.core.types.backends import NixlAccess, PoolMemory
-from headrace.core.types.geometry import MAX_COMPONENTS, Geometry
+from headrace.core.types.kv.backends import NixlAccess, PoolMemory
+from headrace.core.types.kv.geometry import MAX_COMPONENTS, Geometry
 from headrace.core.types.packed import ITEM_BYTES
 
 VERSION = 1

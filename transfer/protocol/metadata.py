@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from headrace.core.types.request import FirstToken, TokenLogprob
+from headrace.core.types.requests.request import FirstToken, TokenLogprob
 from headrace.transfer.protocol.checksum import of_ticket
 
 VERSION = 1

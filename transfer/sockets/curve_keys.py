@@ -9,8 +9,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from headrace.core.types.allow_list import AllowedPrefill, address_of, parse_allowed
 from headrace.core.types.errors import ConfigError
+from headrace.core.types.peers.allow_list import AllowedPrefill, address_of, parse_allowed
 
 PUBLIC_SUFFIX = ".key"
 SECRET_SUFFIX = ".key_secret"

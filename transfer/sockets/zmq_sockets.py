@@ -6,8 +6,8 @@ from typing import Any
 
 import zmq
 
-from headrace.core.types.addresses import bracketed, url
 from headrace.core.types.errors import ConfigError
+from headrace.core.types.peers.addresses import bracketed, url
 from headrace.transfer.sockets.curve_keys import KeyPair
 
 Context = zmq.Context[zmq.Socket[bytes]]

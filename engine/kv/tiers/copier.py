@@ -19,7 +19,7 @@ from headrace.core.messages.orders import BeginEpoch, DropPages, LoadPages, Stor
 from headrace.core.messages.stage_events import PagesFound, PagesLoaded, PagesLost, PagesStored, StageFailed
 from headrace.core.stats import Stats
 from headrace.core.types import packed
-from headrace.core.types.kv_tiers import DISK, HOST, PageHeader, Tier
+from headrace.core.types.kv.kv_tiers import DISK, HOST, PageHeader, Tier
 from headrace.engine.kv.tiers.disk_store import DiskStore, FoundPage
 from headrace.engine.kv.tiers.host_store import HostStore
 from headrace.engine.kv.tiers.pool_pages import PoolPages

@@ -26,7 +26,7 @@ import numpy as np
 import xxhash
 
 from headrace.core.types.errors import ConfigError
-from headrace.core.types.kv_tiers import PageHeader
+from headrace.core.types.kv.kv_tiers import PageHeader
 from headrace.engine.kv.tiers.directory import TierDirectory
 from headrace.engine.kv.tiers.record import HEADER_BYTES, Origin, Record, pack_header, parse_header
 from headrace.engine.kv.tiers.scan import Ignored, SegmentScan

@@ -9,7 +9,7 @@ import torch
 import xxhash
 
 from headrace.core.types.errors import ConfigError
-from headrace.core.types.kv_tiers import PageHeader
+from headrace.core.types.kv.kv_tiers import PageHeader
 from headrace.engine.kv.tiers.store import Bytes, HostPage, PageMemory, TierError, check_slot
 
 log = logging.getLogger(__name__)

@@ -16,8 +16,8 @@ from typing import Literal, NamedTuple
 import msgspec
 import xxhash
 
-from headrace.core.types.geometry import Geometry
-from headrace.core.types.kv_tiers import PageHeader
+from headrace.core.types.kv.geometry import Geometry
+from headrace.core.types.kv.kv_tiers import PageHeader
 
 MAGIC = b"HRKVPAGE"
 VERSION = 1

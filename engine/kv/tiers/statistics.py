@@ -8,7 +8,7 @@ from typing import Literal
 
 from headrace.core.runtime.log_throttle import LogThrottle
 from headrace.core.stats import Counters, Stats
-from headrace.core.types.kv_tiers import DISK, Tier
+from headrace.core.types.kv.kv_tiers import DISK, Tier
 from headrace.engine.kv.tiers.scan import IGNORED, Ignored
 from headrace.engine.kv.tiers.store import FAILURES, TierError
 

@@ -6,7 +6,7 @@ from typing import Literal, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace.core.types.kv_tiers import PageHeader
+from headrace.core.types.kv.kv_tiers import PageHeader
 
 Bytes = NDArray[np.uint8]  # one-dimensional and contiguous
 Failure = Literal["missing", "checksum", "full", "io"]

@@ -11,7 +11,7 @@ from fastapi.routing import APIRoute
 from headrace.server.api.description.operation import EVENTS, JSON, Operation, reason
 from headrace.server.api.description.replies import ErrorReply
 from headrace.server.api.description.struct_schema import Schema, components
-from headrace.server.api.request.audience import Audience
+from headrace.server.http.audience import Audience
 
 OPENAPI = "3.1.0"
 KEY = "key"

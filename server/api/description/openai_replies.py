@@ -4,7 +4,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from headrace.core.types.request import FinishReason
+from headrace.core.types.requests.request import FinishReason
 from headrace.server.api.description.replies import MORE, Report, UsageReply
 from headrace.server.tokenizer.logprobs import LogprobEntry
 

@@ -9,9 +9,9 @@ from fastapi import APIRouter
 from fastapi.routing import APIRoute
 from starlette.routing import BaseRoute
 
-from headrace.server.api.request.audience import Audience, Audiences
 from headrace.server.api.request.client_terms import REPLICA_HEADER, SLO_HEADER
-from headrace.server.api.request.ranges import ObjectiveMs, Replica
+from headrace.server.http.audience import Audience, Audiences
+from headrace.server.http.ranges import ObjectiveMs, Replica
 
 JSON = "application/json"
 EVENTS = "text/event-stream"

@@ -7,8 +7,8 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
-from headrace.core.types.geometry import CacheShape
-from headrace.core.types.request import FinishReason
+from headrace.core.types.kv.geometry import CacheShape
+from headrace.core.types.requests.request import FinishReason
 from headrace.server.tokenizer.logprobs import LogprobEntry, TopLogprob
 
 MORE: Any = msgspec.UNSET  # default of a field that is there only if it was asked for, or applies

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from headrace.core.types.request import FinishReason, TokenLogprob
+from headrace.core.types.requests.request import FinishReason, TokenLogprob
 from headrace.server.api.openai.echo import Echo
 from headrace.server.api.response.choices import Choice
 from headrace.server.frontend.request.generation_request import GenerationDelta, GenerationResult

@@ -12,11 +12,11 @@ from headrace.server.api.openai.echo import without_completion
 from headrace.server.api.request.completion_request import CompletionRequest
 from headrace.server.api.request.schema import StreamOptions
 from headrace.server.api.response.choices import Choice, Output, best_outputs, positions
-from headrace.server.api.response.error_response import write_error_event
-from headrace.server.api.response.large_json import made_aside
-from headrace.server.api.response.streaming import EventWriter
 from headrace.server.api.response.usage import headrace_report, usage_report
 from headrace.server.frontend.request.generation_request import GenerationDelta, GenerationResult
+from headrace.server.http.error_response import write_error_event
+from headrace.server.http.large_json import made_aside
+from headrace.server.http.streaming import EventWriter
 
 
 class ChoicesFormat:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import msgspec
 
 from headrace.core.types.errors import invalid
-from headrace.core.types.request import TokenLogprob
+from headrace.core.types.requests.request import TokenLogprob
 from headrace.server.api.request.completion_request import CompletionRequest
 from headrace.server.api.request.prompts import completion_prompts
 from headrace.server.api.request.schema import CompletionBody

@@ -10,9 +10,9 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from headrace.core.runtime.clock import wall_time
-from headrace.core.types.constraint import Constraint
 from headrace.core.types.errors import invalid
-from headrace.core.types.request import SamplingParams
+from headrace.core.types.requests.constraint import Constraint
+from headrace.core.types.requests.request import SamplingParams
 from headrace.server.api.description import openai_replies, replies
 from headrace.server.api.description.operation import GENERATION_ERRORS, GENERATION_HEADERS, Parameter, described
 from headrace.server.api.openai.choice_forms import ChatForm, ChoiceForm, CompletionForm
@@ -43,9 +43,9 @@ from headrace.server.api.request.tools import (
 )
 from headrace.server.api.response.completion_endpoint import CompletionEndpoint
 from headrace.server.api.response.handoff_response import lift_limits
-from headrace.server.api.response.streaming import json_response
 from headrace.server.frontend.request.generation_request import GenerationRequest
 from headrace.server.frontend.served_model import ServedModel
+from headrace.server.http.streaming import json_response
 from headrace.server.upstream.handoff_params import prompt_ids
 
 COMPLETION_TOKENS = 16  # OpenAI's default of max_tokens; for chat it is the rest of the model's length

@@ -17,11 +17,11 @@ from headrace.server.api.request.completion_request import CompletionRequest
 from headrace.server.api.request.sampling import refuse_fields
 from headrace.server.api.request.schema import ResponsesBody
 from headrace.server.api.response.choices import Choice, Output, positions
-from headrace.server.api.response.large_json import made_aside
-from headrace.server.api.response.streaming import EventWriter
 from headrace.server.api.response.usage import headrace_report
 from headrace.server.frontend.request.generation_request import GenerationDelta, GenerationResult
 from headrace.server.frontend.served_model import ServedModel
+from headrace.server.http.large_json import made_aside
+from headrace.server.http.streaming import EventWriter
 
 
 def refuse_unsupported_responses(body: ResponsesBody) -> None:

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from headrace.core.types.request import FinishReason
+from headrace.core.types.requests.request import FinishReason
 from headrace.server.api.openai.choice_forms import ChatForm
 from headrace.server.api.request.tools import ToolUse
 from headrace.server.api.response.choices import Choice

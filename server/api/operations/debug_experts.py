@@ -4,10 +4,10 @@ import msgspec
 from fastapi import APIRouter
 from starlette.responses import Response
 
-from headrace.core.types.expert_load import total_rows
+from headrace.core.types.ranks.expert_load import total_rows
 from headrace.server.api.description.operation import described
-from headrace.server.api.response.streaming import JsonAnswer
 from headrace.server.frontend.status.stats_collector import StatsCollector
+from headrace.server.http.streaming import JsonAnswer
 
 
 class LayerRows(msgspec.Struct, frozen=True):

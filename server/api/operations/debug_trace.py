@@ -12,8 +12,8 @@ from starlette.responses import Response
 from headrace.core.runtime.clock import wall_offset
 from headrace.core.types.errors import invalid, shown
 from headrace.server.api.description.operation import Parameter, described
-from headrace.server.api.response.streaming import JsonAnswer
 from headrace.server.frontend.served_model import ServedModel
+from headrace.server.http.streaming import JsonAnswer
 from headrace.server.telemetry.trace_report import trace_json
 from headrace.server.telemetry.tracer import Tracer
 from headrace.server.version import headrace_version

@@ -9,18 +9,18 @@ from starlette.responses import Response
 from headrace.core.config import Config
 from headrace.core.config.server import Role
 from headrace.core.stats import Stats, join
-from headrace.core.types.addresses import url
-from headrace.core.types.request import SamplingParams
+from headrace.core.types.peers.addresses import url
+from headrace.core.types.requests.request import SamplingParams
 from headrace.server.api.description import replies
 from headrace.server.api.description.operation import WORK_ERRORS, described
-from headrace.server.api.response.error_response import error_response
-from headrace.server.api.response.streaming import JsonAnswer, json_response
 from headrace.server.frontend.generation.completions import Completions
 from headrace.server.frontend.link.control_address import ControlAddress, wrong_role
 from headrace.server.frontend.request.generation_request import GenerationRequest, discard_events
 from headrace.server.frontend.served_model import ServedModel
 from headrace.server.frontend.status.readiness import Readiness
 from headrace.server.frontend.status.stats_collector import StatsCollector
+from headrace.server.http.error_response import error_response
+from headrace.server.http.streaming import JsonAnswer, json_response
 from headrace.server.version import headrace_version
 
 PROBE_TIMEOUT_S = 20.0

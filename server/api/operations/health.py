@@ -9,10 +9,10 @@ from headrace.core.config import KvEventsConfig
 from headrace.core.types.errors import ErrorInfo
 from headrace.server.api.description import replies
 from headrace.server.api.description.operation import described
-from headrace.server.api.response.error_response import error_response
-from headrace.server.api.response.streaming import json_response
 from headrace.server.frontend.status.readiness import Readiness
 from headrace.server.frontend.status.stats_collector import StatsCollector
+from headrace.server.http.error_response import error_response
+from headrace.server.http.streaming import json_response
 from headrace.server.telemetry.exposition import CONTENT_TYPE, render
 from headrace.server.telemetry.kv_event_publisher import publisher_endpoint
 

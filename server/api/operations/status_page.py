@@ -9,8 +9,8 @@ from starlette.responses import Response
 
 from headrace.server.api.description.operation import HTML, described
 from headrace.server.api.operations.html_page import HtmlPage
-from headrace.server.api.response.streaming import JsonAnswer
 from headrace.server.frontend.status.server_status import ServerStatus, StatusCollector
+from headrace.server.http.streaming import JsonAnswer
 
 PAGE = "data/page.html"
 

@@ -8,12 +8,12 @@ from headrace.core.types.errors import invalid
 from headrace.server.api.description import replies
 from headrace.server.api.description.operation import BODY_ERRORS, described
 from headrace.server.api.request.body import decode_body, read_body
-from headrace.server.api.request.body_budget import BodyBudget
 from headrace.server.api.request.prompts import check_ids, check_model, encode, encode_chat
 from headrace.server.api.request.schema import DetokenizeBody, TokenizeBody
 from headrace.server.api.request.tools import check_tools_taken, offered_functions
-from headrace.server.api.response.streaming import json_response
 from headrace.server.frontend.served_model import ServedModel
+from headrace.server.http.body_budget import BodyBudget
+from headrace.server.http.streaming import json_response
 
 _TOKENIZE = described(
     "Token ids of a text or a conversation", body=TokenizeBody, reply=replies.TokenizeReply, errors=BODY_ERRORS

@@ -12,12 +12,12 @@ from starlette.requests import ClientDisconnect, Request
 
 from headrace.core.runtime.codec import NO_MESSAGE
 from headrace.core.types.errors import ErrorInfo, HeadraceError, invalid
-from headrace.server.api.request.body_budget import BodyBudget, BodyShare
-from headrace.server.api.request.bounds import out_of_range
-from headrace.server.api.request.content_coding import PIECE, Decoder, body_decoder
 from headrace.server.api.request.json_faults import not_json, refuse_repeated_keys
 from headrace.server.api.request.strict_fields import without_other_fields
-from headrace.server.api.request.structure import MAX_DEPTH, excess, limits, nests_deeper
+from headrace.server.http.body_budget import BodyBudget, BodyShare
+from headrace.server.http.bounds import out_of_range
+from headrace.server.http.content_coding import PIECE, Decoder, body_decoder
+from headrace.server.http.structure import MAX_DEPTH, excess, limits, nests_deeper
 
 B = TypeVar("B", bound=msgspec.Struct)
 T = TypeVar("T")

@@ -5,10 +5,10 @@ from starlette.requests import Request
 
 from headrace.core.config import ServerConfig
 from headrace.core.types.errors import invalid, shown
-from headrace.core.types.tenants import priority_ranges
-from headrace.server.api.request.ranges import MAX_INT32, MAX_OBJECTIVE_MS
+from headrace.core.types.requests.tenants import priority_ranges
 from headrace.server.frontend.request.generation_request import GenerationRequest
 from headrace.server.frontend.request_log import RequestRecord
+from headrace.server.http.ranges import MAX_INT32, MAX_OBJECTIVE_MS
 
 SLO_HEADER = "x-llm-d-slo-ttft-ms"
 """The objective for the first token, as llm-d's gateway sends it. A body's slo_ttft_ms goes before it."""

@@ -5,8 +5,8 @@ from typing import Any
 
 import msgspec
 
-from headrace.core.types.constraint import Constraint
 from headrace.core.types.errors import HeadraceError, invalid, shown
+from headrace.core.types.requests.constraint import Constraint
 from headrace.server.api.request.format_schema import ResponseFormat, StructuredOutputs, TextFormat
 from headrace.server.api.request.schema import GenerateSampling, OpenAIBody, ResponsesBody, SamplingBody
 from headrace.server.frontend.served_model import ServedModel

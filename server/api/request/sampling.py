@@ -7,9 +7,9 @@ from typing import Any
 import msgspec
 
 from headrace.core.types.errors import invalid, shown
-from headrace.core.types.request import SamplingParams
-from headrace.server.api.request.ranges import MAX_INT64
+from headrace.core.types.requests.request import SamplingParams
 from headrace.server.api.request.schema import ChatBody, CompletionBody, OpenAIBody, SamplingBody
+from headrace.server.http.ranges import MAX_INT64
 
 MAX_ID_DIGITS = 18
 

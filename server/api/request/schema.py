@@ -8,10 +8,10 @@ from typing import Any
 
 import msgspec
 
-from headrace.core.types.request import HiddenWanted
+from headrace.core.types.requests.request import HiddenWanted
 from headrace.server.api.request.conversation_schema import ChatMessage, Part, Tool, ToolChoice
 from headrace.server.api.request.format_schema import ResponseFormat, StructuredOutputs, TextOptions
-from headrace.server.api.request.ranges import (
+from headrace.server.http.ranges import (
     Alternatives,
     Biases,
     Choices,

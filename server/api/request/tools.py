@@ -8,12 +8,12 @@ from typing import Any, NamedTuple
 import msgspec
 
 from headrace.core.runtime.codec import NO_MESSAGE
-from headrace.core.types.constraint import Constraint
 from headrace.core.types.errors import invalid, shown
+from headrace.core.types.requests.constraint import Constraint
 from headrace.server.api.request.conversation_schema import ChatMessage, Function, Tool, ToolCall, ToolChoice
 from headrace.server.api.request.schema import ChatBody, ResponsesBody, ResponseTool, ResponseToolChoice
-from headrace.server.api.request.structure import SLICE, excess, limits
 from headrace.server.frontend.served_model import ServedModel
+from headrace.server.http.structure import SLICE, excess, limits
 from headrace.server.tools.call_form import MARKS, MAX_FORCED_CALLS, CallForm, calls_grammar, opening_mark
 from headrace.server.tools.call_parser import MAX_NAME
 

@@ -5,7 +5,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from typing import Any, TypeVar
 
 from headrace.core.messages.replies import Progress
-from headrace.core.types.request import TokenLogprob
+from headrace.core.types.requests.request import TokenLogprob
 from headrace.server.frontend.generation.completions import Completions
 from headrace.server.frontend.request.generation_request import GenerationDelta, GenerationRequest, GenerationResult
 

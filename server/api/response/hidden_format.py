@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace.core.types.draft import DraftTokens, HiddenStates
+from headrace.core.types.requests.draft import DraftTokens, HiddenStates
 
 INLINE_BYTES = 1 << 14  # of states that are encoded on the event loop; more take a thread
 

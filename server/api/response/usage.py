@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from headrace.core.types.request import Timing, Usage
+from headrace.core.types.requests.request import Timing, Usage
 from headrace.server.frontend.request.generation_request import GenerationResult
 
 

@@ -7,13 +7,13 @@ from typing import Any
 
 from headrace.core.messages.replies import Progress
 from headrace.core.types.errors import ErrorInfo
-from headrace.core.types.request import TokenLogprob
+from headrace.core.types.requests.request import TokenLogprob
 from headrace.server.api.response.choices import Choice, Output, positions
-from headrace.server.api.response.error_response import write_error_event
 from headrace.server.api.response.hidden_format import nested_lists
-from headrace.server.api.response.large_json import made_aside
-from headrace.server.api.response.streaming import EventWriter
 from headrace.server.frontend.request.generation_request import GenerationDelta, GenerationRequest, GenerationResult
+from headrace.server.http.error_response import write_error_event
+from headrace.server.http.large_json import made_aside
+from headrace.server.http.streaming import EventWriter
 from headrace.server.tokenizer.logprobs import top_logprobs
 
 

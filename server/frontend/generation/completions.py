@@ -9,8 +9,8 @@ from headrace.core.messages.frontend import RefuseTicket, ReleaseTicket
 from headrace.core.messages.replies import Progress, Tokens
 from headrace.core.runtime.clock import Clock
 from headrace.core.types.errors import QUEUE_FULL, ErrorInfo, HeadraceError
-from headrace.core.types.request import SamplingParams
-from headrace.core.types.tenants import tenant_salt
+from headrace.core.types.requests.request import SamplingParams
+from headrace.core.types.requests.tenants import tenant_salt
 from headrace.server.frontend.generation.runner import GenerationRunner
 from headrace.server.frontend.link.scheduler_client import SchedulerClient
 from headrace.server.frontend.request.generation_request import (

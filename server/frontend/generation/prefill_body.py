@@ -5,10 +5,10 @@ from typing import Any
 
 import msgspec
 
-from headrace.core.types.constraint import Constraint
-from headrace.core.types.draft import HiddenStates
 from headrace.core.types.errors import PREFILL_FAILED, ErrorInfo, HeadraceError
-from headrace.core.types.request import Timing
+from headrace.core.types.requests.constraint import Constraint
+from headrace.core.types.requests.draft import HiddenStates
+from headrace.core.types.requests.request import Timing
 from headrace.server.frontend.request.generation_request import GenerationRequest, GenerationResult
 from headrace.server.frontend.request.hidden_states import joined
 from headrace.server.upstream.prefill_call import PrefillResponse

@@ -4,7 +4,7 @@ choice ─► attempt ─► result
    ▲         └─► error ─► no reason to move, tokens are out, no server left: the request fails
    └─────────────────┴─► a reason: the same prompt under a new ticket, with the time that is left
 
-What decides is in headrace.scheduler.routing.failover.
+What decides is in headrace.server.routing.failover.
 """
 
 import logging
@@ -16,8 +16,8 @@ import msgspec
 from headrace.core.runtime.clock import Clock
 from headrace.core.runtime.log_throttle import LogThrottle, printable
 from headrace.core.types.errors import DEADLINE, ErrorInfo, HeadraceError
-from headrace.scheduler.routing.failover import MoveReason, PrefillAttempts, PrefillFailure
 from headrace.server.frontend.request.generation_request import GenerationRequest
+from headrace.server.routing.failover import MoveReason, PrefillAttempts, PrefillFailure
 from headrace.server.telemetry.prometheus import FrontMetrics
 from headrace.server.upstream.prefill_pool import Choice, PrefillPool
 

@@ -1,8 +1,8 @@
 """Hidden states and prompt logprobs of a request, which the scheduler reports in parts."""
 
 from headrace.core.messages.replies import HiddenPart, LogprobPart
-from headrace.core.types.draft import HiddenStates
-from headrace.core.types.prompt_logprobs import PackedLogprobs
+from headrace.core.types.requests.draft import HiddenStates
+from headrace.core.types.requests.prompt_logprobs import PackedLogprobs
 from headrace.server.frontend.request.hidden_states import joined
 
 

@@ -3,10 +3,10 @@
 import msgspec
 
 from headrace.core.messages.replies import Held, RequestFinished, Tokens
-from headrace.core.types.draft import HiddenStates
-from headrace.core.types.outcomes import HELD
-from headrace.core.types.prompt_logprobs import PackedLogprobs
-from headrace.core.types.request import FinishReason, SamplingParams
+from headrace.core.types.requests.draft import HiddenStates
+from headrace.core.types.requests.outcomes import HELD
+from headrace.core.types.requests.prompt_logprobs import PackedLogprobs
+from headrace.core.types.requests.request import FinishReason, SamplingParams
 from headrace.server.frontend.request.generation_request import GenerationDelta, GenerationResult
 from headrace.server.tokenizer.detokenizer import TextStream
 

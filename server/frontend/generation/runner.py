@@ -19,7 +19,15 @@ from headrace.core.messages.replies import Held, HiddenPart, LogprobPart, Progre
 from headrace.core.runtime.clock import Clock
 from headrace.core.types import packed
 from headrace.core.types.errors import GRAMMAR_REJECTED, NONFINITE, ErrorInfo, HeadraceError
-from headrace.core.types.request import AnyRoute, DecodeHere, Discard, FetchFrom, PromptPosting, SamplingParams, SendTo
+from headrace.core.types.requests.request import (
+    AnyRoute,
+    DecodeHere,
+    Discard,
+    FetchFrom,
+    PromptPosting,
+    SamplingParams,
+    SendTo,
+)
 from headrace.server.frontend.generation.call_span import CallSpan
 from headrace.server.frontend.generation.prefill_body import prefill_body, with_prefill_response
 from headrace.server.frontend.generation.prefill_failover import PrefillFailover, remaining

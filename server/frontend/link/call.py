@@ -18,7 +18,7 @@ from headrace.core.messages.replies import (
     Tokens,
 )
 from headrace.core.types.errors import CANCELLED, ErrorInfo, HeadraceError
-from headrace.core.types.request import FetchFrom
+from headrace.core.types.requests.request import FetchFrom
 
 CLIENT_DISCONNECTED = ErrorInfo(code=CANCELLED, message="the client disconnected", status=499)
 CallEvent = Progress | Tokens | HiddenPart | LogprobPart | Reserved | Held | RequestFinished

@@ -1,8 +1,8 @@
 """Where decode peers reach this server's control endpoint, and the identity that they find there."""
 
 from headrace.core.messages.replies import ServerInfo, StagePools
-from headrace.core.types.addresses import is_wildcard
 from headrace.core.types.errors import NOT_READY, ErrorInfo, HeadraceError, unavailable
+from headrace.core.types.peers.addresses import is_wildcard
 from headrace.server.frontend.link.scheduler_client import SchedulerClient
 
 

@@ -31,7 +31,7 @@ from headrace.core.runtime.clock import Clock
 from headrace.core.runtime.liveness import Activity, Cause, Finding, Limits, Silence
 from headrace.core.stats import Stats
 from headrace.core.types.errors import CANCELLED, TICKET_IN_USE, ErrorInfo, HeadraceError, unavailable
-from headrace.core.types.expert_load import ExpertLoad
+from headrace.core.types.ranks.expert_load import ExpertLoad
 from headrace.server.frontend.link.call import Call
 from headrace.server.frontend.link.scheduler_link import SchedulerLink
 

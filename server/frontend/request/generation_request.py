@@ -6,10 +6,10 @@ from typing import Protocol
 import msgspec
 
 from headrace.core.messages.replies import Progress
-from headrace.core.types.constraint import Constraint
-from headrace.core.types.draft import HiddenStates
 from headrace.core.types.errors import ErrorInfo
-from headrace.core.types.request import FinishReason, HandoffStats, SamplingParams, Timing, TokenLogprob, Usage
+from headrace.core.types.requests.constraint import Constraint
+from headrace.core.types.requests.draft import HiddenStates
+from headrace.core.types.requests.request import FinishReason, HandoffStats, SamplingParams, Timing, TokenLogprob, Usage
 from headrace.server.frontend.request.request_context import RequestContext
 from headrace.server.upstream.discovery_client import Feature
 from headrace.server.upstream.handoff_params import KvSource

@@ -3,8 +3,8 @@
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from headrace.core.types.draft import HiddenStates
 from headrace.core.types.errors import QUEUE_FULL, ErrorInfo, HeadraceError, invalid
+from headrace.core.types.requests.draft import HiddenStates
 from headrace.server.frontend.request.generation_request import GenerationRequest
 
 VALUE_BYTES = 4  # of one element, as limits count it, whatever the dtype

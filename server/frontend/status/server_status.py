@@ -8,8 +8,8 @@ from headrace.core.config import Config
 from headrace.core.messages.replies import PrefillState, StageDown
 from headrace.core.runtime.clock import Clock, wall_time
 from headrace.core.status import PeerLink, PeerNote, SchedulerStatus
-from headrace.core.types.addresses import host_port, usable_host
 from headrace.core.types.errors import ErrorInfo
+from headrace.core.types.peers.addresses import host_port, usable_host
 from headrace.server.config.settings import SETTINGS
 from headrace.server.frontend.status.readiness import Readiness
 from headrace.server.frontend.status.recent_events import (

@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable, Iterable
 
 from headrace.core.runtime.clock import Clock
 from headrace.core.stats import Stats
-from headrace.scheduler.state.metrics import QUEUES
+from headrace.scheduler.telemetry.metrics import QUEUES
 
 log = logging.getLogger(__name__)
 

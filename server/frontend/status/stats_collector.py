@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 
 from headrace.core.stats import Sample, Stats
-from headrace.core.types.expert_load import ExpertLoad, imbalance, total_rows
+from headrace.core.types.ranks.expert_load import ExpertLoad, imbalance, total_rows
 from headrace.server.frontend.link.scheduler_client import SchedulerClient
 from headrace.server.frontend.status.readiness import Readiness
 from headrace.server.telemetry.prometheus import FrontMetrics

@@ -124,7 +124,7 @@ def test_the_command_in_a_namespace_of_its_own() -> None:
         "--mount-proc",
         sys.executable,
         "-m",
-        "headrace.server.main",
+        "headrace.cli.main",
         "check",
         "--port",
         "x",

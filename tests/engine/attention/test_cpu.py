@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import headrace.engine.attention.cpu as cpu
-from headrace.core.types.geometry import Geometry
+from headrace.core.types.kv.geometry import Geometry
 from headrace.engine.attention import choose_attention
 from headrace.engine.attention.base import Attention, AttentionSpan
 from headrace.engine.attention.cpu import CpuAttention

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from headrace.core.types.geometry import Component, Geometry
+from headrace.core.types.kv.geometry import Component, Geometry
 from headrace.engine.attention import expanded
 from headrace.engine.attention.base import AttentionSpan
 from headrace.engine.attention.latent import LatentAttention, latent_attention

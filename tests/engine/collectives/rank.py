@@ -7,7 +7,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from headrace.core.types.coordinate import coordinate
+from headrace.core.types.ranks.coordinate import coordinate
 from headrace.engine.agreement import agree
 from headrace.engine.collectives.shared_memory import SharedMemoryCollectives, on_one_machine
 from headrace.engine.collectives.torch_collectives import TorchCollectives, make_group

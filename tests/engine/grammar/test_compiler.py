@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace.core.types.constraint import Constraint
+from headrace.core.types.requests.constraint import Constraint
 from headrace.engine.grammar.checker import CheckRequest, check
 from headrace.engine.grammar.compiler import MAX_CACHED, Grammar, GrammarCompiler, GrammarError
 from headrace.engine.model.stub import END, stub_tokenizer

@@ -8,7 +8,7 @@ from random import Random
 
 import pytest
 
-from headrace.core.types.constraint import Constraint
+from headrace.core.types.requests.constraint import Constraint
 from headrace.engine.grammar.checker import CheckRequest, check
 from headrace.engine.grammar.compiler import GrammarCompiler
 from headrace.engine.model.stub import END, stub_tokenizer

@@ -4,11 +4,11 @@ import pytest
 
 from headrace.core.config import EngineConfig, ModelConfig
 from headrace.core.messages.orders import PlanRow
-from headrace.core.types.constraint import Constraint, GrammarStart
 from headrace.core.types.packed import pack
-from headrace.core.types.request import SamplingParams, TokenHistory
+from headrace.core.types.requests.constraint import Constraint, GrammarStart
+from headrace.core.types.requests.request import SamplingParams, TokenHistory
 from headrace.engine.model.stub import END
-from headrace.engine.stub_runner import StubRunner
+from headrace.engine.stub.runner import StubRunner
 
 XYZ = Constraint("regex", "[xy]z{3}!?")
 PARAMS = SamplingParams(temperature=1.0, stop_token_ids=(END,), grammar=XYZ.key)

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from headrace.core.types.constraint import Constraint
+from headrace.core.types.requests.constraint import Constraint
 from headrace.engine.grammar.checker import CheckRequest, check
 from headrace.engine.grammar.compiler import GrammarCompiler
 from headrace.engine.model.stub import END

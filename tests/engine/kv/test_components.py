@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from headrace.core.types.backends import PoolMemory
-from headrace.core.types.geometry import KV, Component, Geometry
-from headrace.core.types.kv_tiers import PageHeader
+from headrace.core.types.kv.backends import PoolMemory
+from headrace.core.types.kv.geometry import KV, Component, Geometry
+from headrace.core.types.kv.kv_tiers import PageHeader
 from headrace.engine.kv.pool import KVPool
 from headrace.engine.kv.tiers.disk_store import SEGMENT_BYTES, DiskStore
 from headrace.engine.kv.tiers.host_store import HostStore

@@ -10,8 +10,8 @@ import torch
 from msgspec.structs import replace
 
 from headrace.core.config import EngineConfig, ModelConfig, Role, StageConfig, TransferConfig
-from headrace.core.types.backends import FAKE, NIXL, SHM, ZMQ
-from headrace.core.types.geometry import Geometry
+from headrace.core.types.kv.backends import FAKE, NIXL, SHM, ZMQ
+from headrace.core.types.kv.geometry import Geometry
 from headrace.engine.kv.kv_memory import KvMemory
 from headrace.engine.kv.pool import KVPool
 from headrace.transfer.backends.shm import FOLDER, ShmTransport, host_token

@@ -19,7 +19,7 @@ from pathlib import Path
 from headrace.core.config import EngineConfig, ModelConfig
 from headrace.core.messages.orders import PlanRow
 from headrace.core.types import packed
-from headrace.core.types.request import SamplingParams
+from headrace.core.types.requests.request import SamplingParams
 from headrace.engine.runner import ModelRunner
 
 def status(field):

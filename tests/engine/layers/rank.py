@@ -6,7 +6,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from headrace.core.types.layout import Layout
+from headrace.core.types.ranks.layout import Layout
 from headrace.engine.collectives.torch_collectives import TorchCollectives, make_group
 from headrace.engine.layers.exchange.make import make_exchange
 from headrace.engine.layers.exchange.ways import Way

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from headrace.core.types.request import SamplingParams
+from headrace.core.types.requests.request import SamplingParams
 from headrace.engine.collectives.base import Collectives
 from headrace.engine.layers.vocabulary import Vocabulary
 from headrace.engine.model.arithmetic import TorchArithmetic

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from headrace.core.config import MlaForm
-from headrace.core.types.geometry import Geometry
+from headrace.core.types.kv.geometry import Geometry
 from headrace.engine.attention.base import AttentionSpan
 from headrace.engine.attention.latent import latent_attention
 from headrace.engine.collectives.alone import Alone

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from headrace.core.types.errors import ConfigError
-from headrace.core.types.geometry import Component, Geometry
+from headrace.core.types.kv.geometry import Component, Geometry
 from headrace.engine.kv.memory_plan import plan_memory, stage_geometry, weight_count
 from headrace.engine.model.config import spec_from_config
 from headrace.engine.model.mla_spec import MlaSpec

@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import headrace.engine.runner
-from headrace.core.types.request import SamplingParams, TokenLogprob
+from headrace.core.types.requests.request import SamplingParams, TokenLogprob
 from headrace.engine.attention.cuda import VarlenAttention
 from headrace.engine.model.checkpoint import open_checkpoint
 from headrace.engine.model.compiled import CompiledArithmetic

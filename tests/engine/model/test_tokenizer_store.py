@@ -276,7 +276,7 @@ def test_neither_front_end_nor_scheduler_loads_torch_or_transformers() -> None:
     """The imports of both, and all that a front end does before it serves, except the conversion in a child."""
     program = """
 import os, sys
-import headrace.server.cli
+import headrace.cli.commands
 import headrace.server.launch.frontend_process, headrace.server.launch.serve, headrace.server.launch.scheduler_process
 from headrace.server.config.load import load
 from headrace.server.config.resolve import resolve

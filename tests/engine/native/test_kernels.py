@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 import headrace.engine.runner
 from headrace.core.config import EngineConfig
-from headrace.core.types.geometry import Geometry
-from headrace.core.types.request import SamplingParams
+from headrace.core.types.kv.geometry import Geometry
+from headrace.core.types.requests.request import SamplingParams
 from headrace.engine.attention import choose_attention
 from headrace.engine.attention.base import AttentionSpan
 from headrace.engine.attention.cpu import CpuAttention

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from headrace.core.types.layout import Layout
+from headrace.core.types.ranks.layout import Layout
 from headrace.engine.collectives.torch_collectives import make_group
 from headrace.engine.parallel.pipeline import PipelineLinks
 from headrace.engine.runner import HiddenSpec

@@ -12,7 +12,7 @@ from torch._C._distributed_c10d import TCPStore
 
 from headrace.core.config import EngineConfig, ModelConfig, StageConfig, TransferConfig
 from headrace.core.types.errors import ConfigError
-from headrace.core.types.external import ExternalMember
+from headrace.core.types.ranks.external import ExternalMember
 from headrace.engine.parallel import meeting as module
 from headrace.engine.parallel.meeting import Attendance, Registration, meet
 from headrace.server.launch.free_port import free_port

@@ -3,8 +3,8 @@
 import pytest
 
 from headrace.core.types.errors import ConfigError
-from headrace.core.types.geometry import Geometry
-from headrace.core.types.layout import Layout
+from headrace.core.types.kv.geometry import Geometry
+from headrace.core.types.ranks.layout import Layout
 from headrace.engine.kv.memory_plan import stage_geometry
 from headrace.engine.model.sharding import split_model
 from headrace.engine.model.stub import parse_stub

@@ -11,8 +11,8 @@ import torch
 
 from headrace.core.messages.orders import Forward, PlanRow
 from headrace.core.messages.stage_events import SampledToken
-from headrace.core.types.layout import Layout
 from headrace.core.types.packed import pack
+from headrace.core.types.ranks.layout import Layout
 from headrace.engine.collectives.link import LinkBroken
 from headrace.engine.parallel.pipeline import PipelineLinks
 from headrace.engine.row_sampler import PLACEHOLDER

@@ -5,7 +5,7 @@ import random
 import msgspec
 import pytest
 
-from headrace.core.types.layout import Layout
+from headrace.core.types.ranks.layout import Layout
 from headrace.engine.order_check import OrderMismatch
 from tests.e2e.models import StubOracle
 from tests.engine.parallel.thread_ranks import ORDERS, SIZES, Asked, Damage, ThreadServer, serving

@@ -37,10 +37,10 @@ from headrace.core.messages.replies import RequestFailed, RequestFinished, Token
 from headrace.core.messages.stage_events import StageReady
 from headrace.core.runtime.clock import SystemClock
 from headrace.core.runtime.codec import Codec
-from headrace.core.types.coordinate import Agreement
-from headrace.core.types.layout import Layout
 from headrace.core.types.packed import pack
-from headrace.core.types.request import SamplingParams
+from headrace.core.types.ranks.coordinate import Agreement
+from headrace.core.types.ranks.layout import Layout
+from headrace.core.types.requests.request import SamplingParams
 from headrace.engine.io_thread import ComputedPlan
 from headrace.engine.loop import StageLoop
 from headrace.engine.model.source import load_spec, resolve_source
@@ -48,7 +48,7 @@ from headrace.engine.order_check import OrderCheck
 from headrace.engine.parallel.layer_split import ranges
 from headrace.engine.parallel.offers import offer
 from headrace.engine.parallel.pipeline import PipelineLinks
-from headrace.engine.stub_runner import StubRunner
+from headrace.engine.stub.runner import StubRunner
 from headrace.engine.telemetry.meter import Meter
 from headrace.scheduler.scheduler import Effect, Scheduler
 from headrace.server.launch.replica_streams import ReplicaStreams

@@ -15,7 +15,7 @@ from transformers import RepetitionPenaltyLogitsProcessor, SequenceBiasLogitsPro
 from headrace.core.messages.orders import PlanRow
 from headrace.core.messages.stage_events import SampledToken
 from headrace.core.types.packed import pack
-from headrace.core.types.request import SamplingParams, TokenHistory
+from headrace.core.types.requests.request import SamplingParams, TokenHistory
 from headrace.engine.sampling.adjusted import ROOM, LogitAdjustments
 from tests.engine.models import VOCABULARY, Prompt, Saved, make_runner, random_tokens
 

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from headrace.core.types.request import SamplingParams
+from headrace.core.types.requests.request import SamplingParams
 from tests.engine.models import Prompt, Saved, make_runner, random_tokens, reference
 
 Models = Callable[[str], Saved]

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace.core.types.request import SamplingParams
+from headrace.core.types.requests.request import SamplingParams
 from headrace.engine.sampling.logprobs import token_logprobs
 from headrace.engine.sampling.sampler import NO_TOKEN, Sampler, SampleRow, seeded_uniform
 

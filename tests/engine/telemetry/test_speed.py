@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from headrace.core.config import EngineConfig, ModelConfig
 from headrace.engine.runner import ModelRunner
-from headrace.engine.stub_runner import StubRunner
+from headrace.engine.stub.runner import StubRunner
 from headrace.engine.telemetry.speed import LENGTHS as SHARES
 from headrace.engine.telemetry.speed import REPEATS, Cost, fit, measure
 from tests.engine.models import Saved

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from headrace.core.types.packed import pack, prompt_hash
-from headrace.integrations.peer.commands import CancelLoad, LoadKv, RejectTicket, RenewLease, TicketRef
 from headrace.integrations.vllm.planner import LoadPlanner
+from headrace.peer.commands import CancelLoad, LoadKv, RejectTicket, RenewLease, TicketRef
 
 PROMPT = list(range(100, 110))
 HASH = prompt_hash(pack(PROMPT))

@@ -8,9 +8,11 @@ from torch import Tensor
 
 from headrace.core.runtime.clock import VirtualClock
 from headrace.core.types.errors import ConfigError
-from headrace.core.types.geometry import Geometry
-from headrace.core.types.request import FirstToken
-from headrace.integrations.peer.commands import (
+from headrace.core.types.kv.geometry import Geometry
+from headrace.core.types.requests.request import FirstToken
+from headrace.integrations.vllm.model import cache_geometry, ordered_layers
+from headrace.integrations.vllm.worker import IDLE_WAIT_S, WRITE_BUDGET_S, Worker
+from headrace.peer.commands import (
     AnyCommand,
     AnyResult,
     CancelLoad,
@@ -21,9 +23,7 @@ from headrace.integrations.peer.commands import (
     ReleaseLoad,
     TicketRef,
 )
-from headrace.integrations.peer.thread import PeerFailed
-from headrace.integrations.vllm.model import cache_geometry, ordered_layers
-from headrace.integrations.vllm.worker import IDLE_WAIT_S, WRITE_BUDGET_S, Worker
+from headrace.peer.thread import PeerFailed
 
 LAYERS, HEADS, DIM, BLOCK, BLOCKS, STAGED = 4, 2, 3, 8, 20, 64
 TICKET = TicketRef(name="t", host="127.0.0.1", port=1)

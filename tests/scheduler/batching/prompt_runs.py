@@ -8,7 +8,7 @@ from headrace.core.messages.orders import Forward
 from headrace.core.messages.replies import RequestFinished
 from headrace.core.messages.stage_events import PlanDone, SampledToken, StageReady
 from headrace.core.types.packed import pack
-from headrace.core.types.request import DecodeHere, Discard, SamplingParams
+from headrace.core.types.requests.request import DecodeHere, Discard, SamplingParams
 from headrace.scheduler.costs.chunking import Cost
 from headrace.scheduler.scheduler import Effect, Scheduler
 from tests.scheduler.bench import config, geometry

@@ -5,15 +5,15 @@ from unittest.mock import patch
 import pytest
 
 from headrace.core.messages.orders import Forward
-from headrace.core.types.request import FetchFrom
+from headrace.core.types.requests.request import FetchFrom
 from headrace.scheduler.batching.planner import Planner
 from headrace.scheduler.batching.starting import Starter
 from headrace.scheduler.requests.phase import Phase
 from headrace.scheduler.requests.record import Request
 from headrace.scheduler.scheduler import Effect
-from headrace.scheduler.simulation.scenario import Scenario, Shape
-from headrace.scheduler.simulation.simulator import simulate
 from headrace.scheduler.state.plan_table import BatchBuilder
+from headrace.testing.scenario import Scenario, Shape
+from headrace.testing.simulator import simulate
 from tests.scheduler.schedules import recording
 
 

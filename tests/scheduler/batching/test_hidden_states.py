@@ -5,8 +5,8 @@ import pytest
 from headrace.core.messages.orders import Forward, SendChunk
 from headrace.core.messages.replies import HiddenPart, RequestFinished, Tokens
 from headrace.core.messages.stage_events import PlanDone, RowHidden, SampledToken
-from headrace.core.types.draft import Draft, DraftTerms, DraftTokens, HiddenStates
-from headrace.core.types.request import DecodeHere, Discard, FirstToken, SendTo
+from headrace.core.types.requests.draft import Draft, DraftTerms, DraftTokens, HiddenStates
+from headrace.core.types.requests.request import DecodeHere, Discard, FirstToken, SendTo
 from tests.scheduler.bench import Bench
 
 DRAFT = DraftTokens((7, 8, 9), (0.5, 0.25, 0.125))

@@ -4,8 +4,8 @@ import msgspec
 import pytest
 
 from headrace.core.messages.orders import AnyOrder, Forward
-from headrace.core.types.coordinate import Agreement, Rules, halves
-from headrace.core.types.request import Discard
+from headrace.core.types.ranks.coordinate import Agreement, Rules, halves
+from headrace.core.types.requests.request import Discard
 from tests.scheduler.state.test_binding import Replicas, prompt
 
 RULES = Rules(cut=True, cut_prefill=16, cut_decode=2)

@@ -10,7 +10,7 @@ from headrace.core.messages.stage_events import (
     StageFailed,
     StageReady,
 )
-from headrace.core.types.kv_tiers import PageHeader
+from headrace.core.types.kv.kv_tiers import PageHeader
 from headrace.core.types.packed import pack
 from headrace.scheduler.scheduler import Effect
 from tests.scheduler.bench import PAGE, Bench, geometry, ids, only

@@ -6,8 +6,8 @@ from hypothesis import strategies as st
 from headrace.core.messages.orders import Forward, ReleaseRequest
 from headrace.core.messages.replies import LogprobPart, Progress, RequestFinished
 from headrace.core.messages.stage_events import PlanDone, PromptLogprobs, SampledToken
-from headrace.core.types.prompt_logprobs import PackedLogprobs, pack_runs
-from headrace.core.types.request import Discard, TokenLogprob
+from headrace.core.types.requests.prompt_logprobs import PackedLogprobs, pack_runs
+from headrace.core.types.requests.request import Discard, TokenLogprob
 from tests.scheduler.bench import Bench, ids, only
 
 

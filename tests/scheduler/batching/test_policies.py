@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headrace.core.messages.orders import Forward
-from headrace.core.types.request import Discard
+from headrace.core.types.requests.request import Discard
 from headrace.scheduler.costs.chunking import Cost
 from tests.scheduler.batching.prompt_runs import CHUNK, OVERHEAD, Prompt, run
 from tests.scheduler.bench import Bench
@@ -221,9 +221,9 @@ def test_what_is_cached_does_not_count_as_work() -> None:
 DIGEST = """
 import hashlib
 from unittest.mock import patch
-from headrace.scheduler.simulation.server import SimulatedServer
-from headrace.scheduler.simulation.scenario import POLICIES, Scenario
-from headrace.scheduler.simulation.simulator import simulate
+from headrace.testing.server import SimulatedServer
+from headrace.testing.scenario import POLICIES, Scenario
+from headrace.testing.simulator import simulate
 digest, perform = hashlib.sha256(), SimulatedServer._perform
 def keep(server, effect):
     digest.update(repr(effect).encode())

@@ -3,7 +3,7 @@
 from headrace.core.messages.orders import CancelSend, ReleaseRequest, SendChunk
 from headrace.core.messages.replies import RequestFailed, RequestFinished, StageDown
 from headrace.core.messages.stage_events import PlanDone, SampledToken, SendCancelled, StageReady
-from headrace.core.types.request import SendTo
+from headrace.core.types.requests.request import SendTo
 from tests.scheduler.bench import PAGE, Bench, geometry
 
 SAMPLER, OFFERING = 4, (0, 2, 4, 6)  # pp 2, tp 4, 2 KV heads

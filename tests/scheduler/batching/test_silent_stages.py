@@ -3,7 +3,7 @@
 from headrace.core.messages.peers import EndPeer
 from headrace.core.messages.replies import EngineState, StageDown
 from headrace.core.messages.stage_events import StageProgress, StageSilence
-from headrace.core.types.request import SendTo
+from headrace.core.types.requests.request import SendTo
 from tests.scheduler.bench import Bench, none, only
 
 STOPPED = "is stopped (SIGSTOP) for 3.2 s"

@@ -17,7 +17,7 @@ from headrace.core.messages.orders import (
 from headrace.core.messages.peers import AskCancel, EndPeer, PeerCancelled, PeerGone, TellCancelled, TellFailed
 from headrace.core.messages.replies import EngineState, RequestFailed, StageDown
 from headrace.core.messages.stage_events import PlanDone, StageFailed, StageLoading, StageReady
-from headrace.core.types.request import Discard, FetchFrom, SendTo
+from headrace.core.types.requests.request import Discard, FetchFrom, SendTo
 from tests.scheduler.bench import Bench, geometry, none, only
 
 

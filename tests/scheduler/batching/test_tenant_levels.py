@@ -3,7 +3,7 @@
 from itertools import count
 
 from headrace.core.messages.frontend import Submit
-from headrace.core.types.request import Discard, SamplingParams
+from headrace.core.types.requests.request import Discard, SamplingParams
 from headrace.scheduler.policies.tenant_levels import TenantLevels
 from headrace.scheduler.requests.phase import Phase
 from headrace.scheduler.requests.record import Request

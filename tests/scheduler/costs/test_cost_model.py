@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace.core.messages.stage_events import StageReady
-from headrace.core.types.request import Discard
+from headrace.core.types.requests.request import Discard
 from headrace.scheduler.costs.chunking import Cost
 from headrace.scheduler.costs.cost_model import NOTHING, CostModel, Load
 from tests.scheduler.bench import Bench, geometry

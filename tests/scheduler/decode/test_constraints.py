@@ -5,9 +5,9 @@ import pytest
 from headrace.core.messages.orders import Forward, PrepareReceive
 from headrace.core.messages.replies import RequestFailed, RequestFinished
 from headrace.core.messages.stage_events import KvReceived, PlanDone, SampledToken
-from headrace.core.types.constraint import Constraint, GrammarRejection, GrammarStart
 from headrace.core.types.packed import pack
-from headrace.core.types.request import FetchFrom, FirstToken
+from headrace.core.types.requests.constraint import Constraint, GrammarRejection, GrammarStart
+from headrace.core.types.requests.request import FetchFrom, FirstToken
 from tests.scheduler.bench import Bench, ids, only
 
 WORD = Constraint("regex", "[a-z]+")

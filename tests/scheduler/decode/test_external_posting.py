@@ -9,7 +9,7 @@ from headrace.core.messages.peers import AskCancel, AskRenew, AskReserve, PeerRe
 from headrace.core.messages.replies import RequestFailed
 from headrace.core.types.errors import ErrorInfo
 from headrace.core.types.packed import pack, prompt_hash
-from headrace.core.types.request import FetchFrom, PromptPosting
+from headrace.core.types.requests.request import FetchFrom, PromptPosting
 from tests.scheduler.bench import Bench, none, only
 from tests.scheduler.prefill.test_rendezvous import send_to
 

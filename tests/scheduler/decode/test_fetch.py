@@ -28,7 +28,7 @@ from headrace.core.messages.peers import (
 from headrace.core.messages.replies import PrefillState, RequestFailed, RequestFinished, Reserved, Tokens
 from headrace.core.messages.stage_events import ChunkReceived, KvReceived, ReceiveFailed
 from headrace.core.types.errors import ErrorInfo
-from headrace.core.types.request import FetchFrom, FirstToken, TokenLogprob
+from headrace.core.types.requests.request import FetchFrom, FirstToken, TokenLogprob
 from tests.scheduler.bench import Bench, geometry, ids, none, only
 
 

@@ -10,7 +10,7 @@ from headrace.core.messages.peers import AskCancel, AskReserve, PrefillDown, Tic
 from headrace.core.messages.replies import Drained, RequestFailed
 from headrace.core.messages.stage_events import KvReceived, ReceiveCancelled, ReceiveFailed
 from headrace.core.types.errors import ErrorInfo
-from headrace.core.types.request import FetchFrom, FirstToken, SendTo
+from headrace.core.types.requests.request import FetchFrom, FirstToken, SendTo
 from headrace.scheduler.scheduler import Event
 from tests.scheduler.bench import Bench, ids, only
 

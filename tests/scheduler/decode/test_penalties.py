@@ -5,7 +5,7 @@ import pytest
 from headrace.core.messages.orders import Forward, PrepareReceive
 from headrace.core.messages.stage_events import KvReceived
 from headrace.core.types.packed import pack
-from headrace.core.types.request import FetchFrom, FirstToken, SendTo, TokenHistory
+from headrace.core.types.requests.request import FetchFrom, FirstToken, SendTo, TokenHistory
 from tests.scheduler.bench import Bench, ids
 
 

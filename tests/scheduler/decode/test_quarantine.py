@@ -17,9 +17,9 @@ from headrace.core.messages.peers import (
 )
 from headrace.core.messages.replies import RequestFailed, StageDown
 from headrace.core.messages.stage_events import KvReceived, PeerLost, SessionClosed, StageFailed
-from headrace.core.types.backends import NIXL, SHM
 from headrace.core.types.errors import ErrorInfo
-from headrace.core.types.request import FirstToken, SendTo
+from headrace.core.types.kv.backends import NIXL, SHM
+from headrace.core.types.requests.request import FirstToken, SendTo
 from tests.scheduler.bench import Bench, geometry, none, only
 from tests.scheduler.decode.test_fetch import fetch
 

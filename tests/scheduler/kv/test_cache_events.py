@@ -15,9 +15,9 @@ from headrace.scheduler.kv.lease import Lease
 from headrace.scheduler.kv.node import Node
 from headrace.scheduler.kv.prefix_tree import PrefixTree
 from headrace.scheduler.scheduler import Effect, Event, Scheduler
-from headrace.scheduler.simulation.scenario import Scenario, Shape
-from headrace.scheduler.simulation.server import SimulatedServer
-from headrace.scheduler.simulation.simulator import Simulation
+from headrace.testing.scenario import Scenario, Shape
+from headrace.testing.server import SimulatedServer
+from headrace.testing.simulator import Simulation
 from tests.scheduler.router import Router, digest, name_of, root, short
 
 SALTS = st.sampled_from(["", "x"])

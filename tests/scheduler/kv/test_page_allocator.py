@@ -8,7 +8,7 @@ from headrace.core.config import SchedulerConfig
 from headrace.core.types.errors import ConfigError
 from headrace.scheduler.kv.page_allocator import PageAllocator
 from headrace.scheduler.policies.policy import make_policy
-from headrace.scheduler.state.deadlines import Deadlines, Timer
+from headrace.scheduler.queues.deadlines import Deadlines, Timer
 
 
 @given(st.lists(st.tuples(st.integers(1, 3), st.integers(0, 6), st.booleans()), max_size=40))

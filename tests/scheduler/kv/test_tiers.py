@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 
-from headrace.core.types.kv_tiers import PageHeader, Tier
+from headrace.core.types.kv.kv_tiers import PageHeader, Tier
 from headrace.core.types.packed import pack
 from headrace.scheduler.kv.kv_cache import KvCache
 from headrace.scheduler.kv.lease import Lease

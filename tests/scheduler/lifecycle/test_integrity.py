@@ -4,13 +4,13 @@ from collections.abc import Callable
 
 import pytest
 
-from headrace.core.types.request import FetchFrom, SendTo
+from headrace.core.types.requests.request import FetchFrom, SendTo
+from headrace.scheduler.peers.tickets import EndedTicket
 from headrace.scheduler.requests.phase import Phase
 from headrace.scheduler.requests.record import Request
 from headrace.scheduler.requests.transfers import RemoteWriter
 from headrace.scheduler.state.plan_table import Plan, PlannedRow
 from headrace.scheduler.state.state import State
-from headrace.scheduler.state.tickets import EndedTicket
 from tests.scheduler.bench import Bench
 
 

@@ -6,7 +6,7 @@ from headrace.core.messages.peers import EndPeer, PeerCancelled, PeerGone, TellC
 from headrace.core.messages.replies import Progress, RequestFailed, RequestFinished, Tokens
 from headrace.core.messages.stage_events import SendFailed
 from headrace.core.types.errors import ErrorInfo
-from headrace.core.types.request import Discard, SendTo
+from headrace.core.types.requests.request import Discard, SendTo
 from tests.scheduler.bench import Bench, ids, none, only
 
 

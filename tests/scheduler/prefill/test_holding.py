@@ -16,7 +16,7 @@ from headrace.core.messages.peers import (
 from headrace.core.messages.replies import Drained, Held, RequestFailed
 from headrace.core.messages.stage_events import StageFailed
 from headrace.core.types.errors import ErrorInfo
-from headrace.core.types.request import Discard, SendTo
+from headrace.core.types.requests.request import Discard, SendTo
 from tests.scheduler.bench import Bench, ids, none, only
 
 

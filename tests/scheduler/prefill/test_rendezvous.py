@@ -5,7 +5,7 @@ import pytest
 from headrace.core.messages.orders import AdmitPeer, CancelSend, DropPeer, Forward, SendChunk
 from headrace.core.messages.peers import PeerCancelled, PeerGone, PeerRenewed, TellCancelled, TellFailed
 from headrace.core.messages.replies import Progress, RequestFailed
-from headrace.core.types.request import SendTo
+from headrace.core.types.requests.request import SendTo
 from tests.scheduler.bench import Bench, none, only
 
 

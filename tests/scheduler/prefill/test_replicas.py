@@ -3,7 +3,7 @@
 from headrace.core.messages.orders import CancelSend, ReplicaOrder, SendChunk
 from headrace.core.messages.replies import RequestFinished
 from headrace.core.messages.stage_events import ChunkAcked, SendCancelled, SendFailed
-from headrace.core.types.request import SendTo
+from headrace.core.types.requests.request import SendTo
 from tests.scheduler.bench import Bench, none
 from tests.scheduler.state.test_binding import Replicas, prompt
 

@@ -5,7 +5,7 @@ import pytest
 from headrace.core.messages.orders import Forward, Order, ReplicaOrder
 from headrace.core.messages.stage_events import PlanDone, SampledToken, StageFailed
 from headrace.core.types.errors import STAGE_FAILED
-from headrace.core.types.request import Discard, SendTo
+from headrace.core.types.requests.request import Discard, SendTo
 from tests.scheduler.bench import PAGE, Bench
 
 

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.scheduler.state.deadlines import Deadlines, Timer
+from headrace.scheduler.queues.deadlines import Deadlines, Timer
 from tests.scheduler.growth import grown_bytes
 
 KEYS = st.integers(0, 5)

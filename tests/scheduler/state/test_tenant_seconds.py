@@ -2,7 +2,7 @@
 
 import pytest
 
-from headrace.scheduler.state.measurements import MAX_TENANTS
+from headrace.scheduler.telemetry.measurements import MAX_TENANTS
 from tests.scheduler.bench import Bench
 
 NAME = "tenant_seconds_total"

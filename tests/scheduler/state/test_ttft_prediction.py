@@ -10,7 +10,7 @@ from headrace.core.messages.frontend import Submit
 from headrace.core.messages.orders import Forward
 from headrace.core.messages.stage_events import PlanDone, SampledToken, StageReady
 from headrace.core.types.packed import pack
-from headrace.core.types.request import Discard, SamplingParams
+from headrace.core.types.requests.request import Discard, SamplingParams
 from headrace.scheduler.costs.chunking import Cost
 from headrace.scheduler.scheduler import Scheduler
 from headrace.scheduler.state.ttft_prediction import RHO_LIMIT, Pace, wait_and_work_s

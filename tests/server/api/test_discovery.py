@@ -11,7 +11,7 @@ from headrace.core.messages.frontend import Submit
 from headrace.core.messages.replies import AnySchedulerReply, EngineState, Tokens
 from headrace.core.stats import Sample, Stats
 from headrace.core.types.errors import ErrorInfo
-from headrace.core.types.request import Discard
+from headrace.core.types.requests.request import Discard
 from headrace.server.app import create_bootstrap_app
 from headrace.server.tokenizer.tokenizer import Tokenizer
 from tests.server.fakes import FakeLink, client, failing, finished, in_loop, json_of, running, server_info

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace.core.types.constraint import Constraint
 from headrace.core.types.errors import ErrorInfo, HeadraceError
+from headrace.core.types.requests.constraint import Constraint
 from headrace.engine.grammar.checker import CheckerConfig
 from headrace.server.api.request.body import parse_body
 from headrace.server.api.request.format_schema import JsonSchemaFormat

@@ -11,7 +11,7 @@ from headrace.core.messages.frontend import Abort, RefuseTicket, Submit
 from headrace.core.messages.replies import AnySchedulerReply, EngineState, Held, RequestFailed, Tokens
 from headrace.core.types.errors import ErrorInfo
 from headrace.core.types.packed import pack, prompt_hash, unpack
-from headrace.core.types.request import Discard, SendTo, Timing, Usage
+from headrace.core.types.requests.request import Discard, SendTo, Timing, Usage
 from headrace.server.api.request.body import SMALL
 from headrace.server.frontend.link.control_address import reachable_host
 from headrace.server.tokenizer.tokenizer import Tokenizer

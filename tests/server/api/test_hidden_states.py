@@ -12,9 +12,9 @@ import pytest
 
 from headrace.core.messages.frontend import Submit
 from headrace.core.messages.replies import AnySchedulerReply, Held, HiddenPart, Reserved, Tokens
-from headrace.core.types.draft import DraftTokens, HiddenStates
 from headrace.core.types.packed import packed_length
-from headrace.core.types.request import FetchFrom, Timing, Usage
+from headrace.core.types.requests.draft import DraftTokens, HiddenStates
+from headrace.core.types.requests.request import FetchFrom, Timing, Usage
 from headrace.server.api.response import hidden_format
 from headrace.server.tokenizer.tokenizer import Tokenizer
 from tests.server.fake_prefills import ANSWER, Prefills, decode

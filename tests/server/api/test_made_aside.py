@@ -10,13 +10,13 @@ import pytest
 from headrace.core.messages.frontend import Submit
 from headrace.core.messages.replies import AnySchedulerReply, Tokens
 from headrace.core.types.packed import unpack
-from headrace.core.types.request import TokenLogprob
+from headrace.core.types.requests.request import TokenLogprob
 from headrace.server.api.openai import responses_format
 from headrace.server.api.openai.echo import Echo
 from headrace.server.api.openai.response_items import OutputItems
-from headrace.server.api.response.large_json import made_aside
 from headrace.server.api.sglang.generate_format import GenerateFormat
 from headrace.server.frontend.generation.runner import FEW_LOGPROBS
+from headrace.server.http.large_json import made_aside
 from headrace.server.tokenizer.logprobs import LogprobEntry
 from headrace.server.tokenizer.tokenizer import load_tokenizer
 from headrace.server.tools.call_parser import ToolCallParser

@@ -10,7 +10,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from headrace.core.messages.frontend import Submit
 from headrace.core.messages.replies import Held, Tokens
 from headrace.core.types.errors import ErrorInfo
-from headrace.core.types.request import Timing, Usage
+from headrace.core.types.requests.request import Timing, Usage
 from headrace.server.telemetry.routes import PROMPT_ROUTES
 from headrace.server.tokenizer.tokenizer import Tokenizer
 from tests.server.fakes import FakeLink, client, failing, finished, in_loop, listening, running, saying

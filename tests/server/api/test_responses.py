@@ -10,7 +10,7 @@ from headrace.core.messages.frontend import RefuseTicket, Submit
 from headrace.core.messages.replies import RequestFailed, Tokens
 from headrace.core.types.errors import ErrorInfo
 from headrace.core.types.packed import unpack
-from headrace.core.types.request import SendTo
+from headrace.core.types.requests.request import SendTo
 from headrace.server.tokenizer.tokenizer import Tokenizer
 from tests.server.api.test_handoff import NIXL, ROOM, computing
 from tests.server.api.test_sdk import sdk

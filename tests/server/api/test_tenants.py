@@ -9,7 +9,7 @@ import pytest
 from fastapi import FastAPI
 
 from headrace.core.messages.frontend import Abort, Submit
-from headrace.core.types.tenants import tenant_salt
+from headrace.core.types.requests.tenants import tenant_salt
 from headrace.server.app import create_app, create_bootstrap_app
 from headrace.server.frontend.service import Service
 from headrace.server.tokenizer.tokenizer import Tokenizer

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import zmq.auth
 
+from headrace.cli.commands import main
 from headrace.core.config import Config, ServerConfig, TransferConfig
 from headrace.core.types.errors import ConfigError
-from headrace.server.cli import main
 from headrace.server.config.curve_keys import check_keys, write_pair
 from headrace.transfer.sockets.curve_keys import AllowList, ServerKeys, read_pair, read_public
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from headrace.core.config import Config
-from headrace.core.types.coordinate import Rules
 from headrace.core.types.errors import ConfigError
+from headrace.core.types.ranks.coordinate import Rules
 from headrace.engine.model.source import load_spec, resolve_source
 from headrace.engine.parallel.expert_plan import plan_experts
 from headrace.server.config.resolve import Resolved, resolve

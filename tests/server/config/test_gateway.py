@@ -4,8 +4,8 @@ import msgspec
 import pytest
 
 from headrace.core.config import Config, GatewayConfig
-from headrace.core.types.decode_address import DecodeAddress, parse_decode
 from headrace.core.types.errors import ConfigError
+from headrace.core.types.peers.decode_address import DecodeAddress, parse_decode
 from headrace.server.config import gateway as subject
 from headrace.server.config.curve_keys import write_pair
 from headrace.server.config.gateway import check_gateway, gateway_of, load_gateway

@@ -12,10 +12,10 @@ from headrace.core.messages.kv_events import BlockRemoved
 from headrace.core.runtime import background
 from headrace.core.runtime.clock import SystemClock
 from headrace.core.stats import Sample, Stats
-from headrace.scheduler.routing.replica_router import ReplicaRouter
 from headrace.server.frontend.link import scheduler_client
 from headrace.server.frontend.status import statistics_log
 from headrace.server.frontend.status.stats_collector import StatsCollector
+from headrace.server.routing.replica_router import ReplicaRouter
 from headrace.server.tokenizer.tokenizer import Tokenizer
 from tests.server.event_server import EventServer
 from tests.server.fake_prefills import ONE, TWO, Prefills, until_ready, welcoming

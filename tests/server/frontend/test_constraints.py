@@ -12,8 +12,8 @@ import msgspec
 import pytest
 
 from headrace.core.messages.frontend import Submit
-from headrace.core.types.constraint import Constraint
 from headrace.core.types.errors import HeadraceError
+from headrace.core.types.requests.constraint import Constraint
 from headrace.engine.grammar.checker import CheckerConfig
 from headrace.server.frontend.grammar_checker import GrammarChecker
 from headrace.server.tokenizer.tokenizer import Tokenizer

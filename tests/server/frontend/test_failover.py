@@ -13,7 +13,7 @@ from headrace.core.messages.frontend import Abort, AddPrefill, Submit
 from headrace.core.messages.replies import AnySchedulerReply, PrefillState, RequestFailed, Reserved
 from headrace.core.runtime.clock import Clock, VirtualClock
 from headrace.core.types.errors import CANCELLED, PEER_GONE, ErrorInfo
-from headrace.core.types.request import DecodeHere
+from headrace.core.types.requests.request import DecodeHere
 from headrace.server.frontend.service import Service
 from headrace.server.tokenizer.tokenizer import Tokenizer
 from tests.server.fake_prefills import ANSWER, Prefills, until_ready, welcoming

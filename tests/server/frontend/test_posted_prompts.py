@@ -10,7 +10,7 @@ from headrace.core.messages.frontend import Abort, AddPrefill, ReleaseTicket, Re
 from headrace.core.messages.replies import AnySchedulerReply, EngineState, PrefillState, RequestFailed, Tokens
 from headrace.core.types.errors import ErrorInfo
 from headrace.core.types.packed import unpack
-from headrace.core.types.request import DecodeHere, FetchFrom
+from headrace.core.types.requests.request import DecodeHere, FetchFrom
 from headrace.server.tokenizer.tokenizer import Tokenizer
 from headrace.server.upstream.prefill_pool import MAX_NAMED
 from tests.server.fake_prefills import ONE, Prefills, decode, fetched, welcoming

@@ -2,7 +2,7 @@
 
 import msgspec
 
-from headrace.core.types.request import SamplingParams
+from headrace.core.types.requests.request import SamplingParams
 from headrace.server.api.request.sampling import sampling_params
 from headrace.server.api.request.schema import PrefillBody
 from headrace.server.frontend.generation.prefill_body import prefill_body

@@ -12,7 +12,7 @@ from headrace.core.messages.replies import EngineState, Tokens
 from headrace.core.runtime.clock import VirtualClock
 from headrace.core.stats import Counters, Sample, Stats
 from headrace.core.types.errors import ErrorInfo, HeadraceError
-from headrace.core.types.request import FetchFrom, SamplingParams
+from headrace.core.types.requests.request import FetchFrom, SamplingParams
 from headrace.server.frontend.link.scheduler_client import LOST_S, SILENT_S
 from headrace.server.frontend.request.generation_request import GenerationRequest, discard_events
 from headrace.server.frontend.service import Service

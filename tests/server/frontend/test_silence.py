@@ -15,9 +15,9 @@ from headrace.core.messages.replies import AnySchedulerReply, RequestFailed, Req
 from headrace.core.messages.stage_events import PlanDone, SampledToken, StageReady
 from headrace.core.runtime.clock import VirtualClock
 from headrace.core.types.errors import ErrorInfo, HeadraceError
-from headrace.core.types.geometry import Geometry
+from headrace.core.types.kv.geometry import Geometry
 from headrace.core.types.packed import unpack
-from headrace.core.types.request import DecodeHere, SamplingParams
+from headrace.core.types.requests.request import DecodeHere, SamplingParams
 from headrace.scheduler.scheduler import Event, Scheduler
 from headrace.server.frontend.link.scheduler_client import LOST_S, SchedulerClient
 from headrace.server.frontend.service import Service

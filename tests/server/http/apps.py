@@ -15,15 +15,15 @@ import pytest
 from fastapi import FastAPI
 
 from headrace.core.config import GatewayConfig
+from headrace.gateway.sglang.gateway import SglangGateway
+from headrace.gateway.sglang.routes import create_sglang_app
+from headrace.gateway.vllm.routes import create_vllm_app
 from headrace.server.app import create_app, create_bootstrap_app
-from headrace.server.gateway.sglang.gateway import SglangGateway
-from headrace.server.gateway.sglang.routes import create_sglang_app
-from headrace.server.gateway.vllm.routes import create_vllm_app
 from headrace.server.http.connections import HttpConnections
 from headrace.server.http.listeners import bind
 from headrace.server.http.server import HttpServer
+from tests.gateway.site import gateway_site
 from tests.server.fakes import FakeLink, running, tiny_tokenizer
-from tests.server.gateway.site import gateway_site
 
 NAMES = ("api", "bootstrap", "gateway for vLLM", "gateway for SGLang")
 

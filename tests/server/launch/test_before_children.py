@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 from fastapi import FastAPI
 
+from headrace.cli import commands as cli
 from headrace.core.types.errors import ConfigError
-from headrace.server import cli
 from headrace.server.http.connections import HttpConnections
 from headrace.server.http.listeners import bind
 from headrace.server.http.server import HttpServer

@@ -11,7 +11,7 @@ from headrace.core.messages.stage_events import StageFailed, StageReady
 from headrace.core.runtime.codec import Codec
 from headrace.core.runtime.frames import FrameSocket
 from headrace.core.stats import Sample, Stats
-from headrace.core.types.geometry import CacheShape, Geometry
+from headrace.core.types.kv.geometry import CacheShape, Geometry
 from headrace.server.launch.front_channel import FrontChannel, FrontEndGone
 
 REPLIES: Codec[AnySchedulerReply] = Codec(AnySchedulerReply)

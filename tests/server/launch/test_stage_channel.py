@@ -23,10 +23,10 @@ from headrace.core.runtime.frames import DOOR, make_door
 from headrace.core.runtime.order_log import OrderLog
 from headrace.core.runtime.polling import Poll
 from headrace.core.stats import Stats
-from headrace.core.types.coordinate import Agreement
-from headrace.core.types.expert_load import ExpertLoad
-from headrace.core.types.geometry import Geometry
-from headrace.core.types.layout import Layout
+from headrace.core.types.kv.geometry import Geometry
+from headrace.core.types.ranks.coordinate import Agreement
+from headrace.core.types.ranks.expert_load import ExpertLoad
+from headrace.core.types.ranks.layout import Layout
 from headrace.engine.order_check import OrderCheck
 from headrace.engine.order_connection import OrderConnection, connect_scheduler
 from headrace.server.launch.stage_channel import ChannelEvent, StageChannel

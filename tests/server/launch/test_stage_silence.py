@@ -10,7 +10,7 @@ from headrace.core.messages.stage_events import PlanDone, StageFailed, StageHear
 from headrace.core.runtime.frames import FrameSocket, connect, make_door
 from headrace.core.runtime.liveness import Activity
 from headrace.core.stats import Stats
-from headrace.core.types.layout import Layout
+from headrace.core.types.ranks.layout import Layout
 from headrace.server.launch.stage_channel import ChannelEvent, StageChannel
 from headrace.server.launch.stage_connections import FrameRouter
 from tests.server.launch.test_stage_channel import EVENTS, ready

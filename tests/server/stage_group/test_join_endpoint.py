@@ -20,8 +20,8 @@ from headrace.core.messages.replies import StageDown
 from headrace.core.messages.stage_events import AnyStageEvent, PlanDone, StageFailed, StageHeartbeat, StageReady
 from headrace.core.runtime.codec import Codec
 from headrace.core.stats import Stats
-from headrace.core.types.geometry import Geometry
-from headrace.core.types.layout import Layout
+from headrace.core.types.kv.geometry import Geometry
+from headrace.core.types.ranks.layout import Layout
 from headrace.server.launch.stage_channel import ChannelEvent, StageChannel
 from headrace.server.launch.stage_connections import ZmqRouter, bound_port, order_socket
 from headrace.server.stage_group.join_endpoint import REPLY_BURST, JoinEndpoint

@@ -19,7 +19,7 @@ from headrace.core.messages.membership import (
 )
 from headrace.core.messages.orders import stage_identity
 from headrace.core.messages.stage_events import StageFailed
-from headrace.core.types.layout import Layout
+from headrace.core.types.ranks.layout import Layout
 from headrace.server.stage_group.registry import StageRegistry
 
 TEMPLATE = StageConfig(

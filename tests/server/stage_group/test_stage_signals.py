@@ -14,7 +14,7 @@ def test_a_hangup_ends_a_rank_with_a_line_and_other_signals_do_not(tmp_path: Pat
     log = tmp_path / "log"
     with log.open("w") as file:
         rank = subprocess.Popen(
-            module_command("headrace.server.main", "stage", *FLAGS), stdout=file, stderr=subprocess.STDOUT
+            module_command("headrace.cli.main", "stage", *FLAGS), stdout=file, stderr=subprocess.STDOUT
         )
     try:
         wait_until(lambda: "joining tcp://127.0.0.1:1" in log.read_text(), 60, "it joins")

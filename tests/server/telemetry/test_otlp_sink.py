@@ -13,7 +13,7 @@ from headrace.core.config import TracingConfig
 from headrace.core.messages.replies import RequestTraced
 from headrace.core.runtime.clock import wall_offset
 from headrace.core.trace import RequestSpan
-from headrace.core.types.request import HandoffStats, SamplingParams, Usage
+from headrace.core.types.requests.request import HandoffStats, SamplingParams, Usage
 from headrace.server.telemetry.otlp_sink import OtlpSink, SpanBuilder, traces_url
 from headrace.server.telemetry.spans import AnySpan, CalledSpan, ServedSpan
 from tests.server.telemetry.otlp_receiver import receiving

@@ -10,7 +10,7 @@ import pytest
 
 from headrace.core.messages.replies import RequestTraced
 from headrace.core.trace import RequestSpan
-from headrace.core.types.request import Usage
+from headrace.core.types.requests.request import Usage
 from headrace.server.telemetry.span_exporter import BATCH, SpanExporter
 from headrace.server.telemetry.spans import AnySpan, CalledSpan
 

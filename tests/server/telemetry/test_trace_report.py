@@ -18,7 +18,7 @@ from headrace.core.trace import (
     StageTrace,
     TransferTrace,
 )
-from headrace.core.types.layout import Layout
+from headrace.core.types.ranks.layout import Layout
 from headrace.server.telemetry.trace_report import trace_json
 from headrace.server.telemetry.tracer import Recording
 from tests.server.telemetry.trace_format import check, lanes, of

@@ -12,7 +12,7 @@ import pytest
 from tokenizers import AddedToken, Tokenizer
 
 from headrace.core.config.server import ToolFormat, ToolParser
-from headrace.core.types.constraint import Constraint
+from headrace.core.types.requests.constraint import Constraint
 from headrace.engine.grammar.compiler import GrammarError, Vocabulary, compile_constraint
 from headrace.engine.model.stub import CHAT_TEMPLATE, END, stub_tokenizer
 from headrace.server.tools.call_form import MARKS, CallForm, call_form, calls_grammar, new_call_id, opening_mark

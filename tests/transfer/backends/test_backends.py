@@ -12,8 +12,8 @@ from msgspec.structs import replace
 
 from headrace.core.messages.peers import EndPeer, PeerGone, PeerJoined, PrefillDown, PrefillUp
 from headrace.core.stats import Counters
-from headrace.core.types.backends import BACKENDS, FAKE, NIXL, SHM, ZMQ, NixlMemory, PoolMemory, SharedMemory
-from headrace.core.types.geometry import Component, Geometry
+from headrace.core.types.kv.backends import BACKENDS, FAKE, NIXL, SHM, ZMQ, NixlMemory, PoolMemory, SharedMemory
+from headrace.core.types.kv.geometry import Component, Geometry
 from headrace.transfer.backends.base import RemotePages
 from headrace.transfer.backends.copying import copy_rows
 from headrace.transfer.backends.strided_pool import ArrayPageStore

@@ -10,8 +10,8 @@ import pytest
 
 from headrace.core.messages.orders import CloseSession
 from headrace.core.messages.stage_events import KvReceived, SendFailed
-from headrace.core.types.backends import NIXL, NixlAccess
-from headrace.core.types.geometry import Component, Geometry
+from headrace.core.types.kv.backends import NIXL, NixlAccess
+from headrace.core.types.kv.geometry import Component, Geometry
 from headrace.transfer.protocol.layout import pages_for
 from tests.transfer.harness import gather, value
 from tests.transfer.nixl_handoff import BIG, CONFIG, PAGES, Handoff

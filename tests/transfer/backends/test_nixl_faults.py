@@ -18,7 +18,7 @@ from headrace.core.messages.stage_events import (
     SendFailed,
     SessionClosed,
 )
-from headrace.core.types.backends import PoolMemory
+from headrace.core.types.kv.backends import PoolMemory
 from tests.transfer.harness import random_store
 from tests.transfer.nixl_handoff import BIG, CONFIG, PAGES, POISON, Handoff
 from tests.transfer.nixl_stage import Process, Setup

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from headrace.core.types.backends import NIXL
+from headrace.core.types.kv.backends import NIXL
 from tests.e2e.harness import Server, pages_in_use, pair, running, wait_until
 from tests.e2e.models import NAME, SIZES, StubOracle
 

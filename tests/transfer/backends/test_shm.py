@@ -16,8 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from headrace.core.types.backends import PoolMemory, SharedMemory
-from headrace.core.types.geometry import Component, Geometry
+from headrace.core.types.kv.backends import PoolMemory, SharedMemory
+from headrace.core.types.kv.geometry import Component, Geometry
 from headrace.transfer.backends import locks
 from headrace.transfer.backends.shm import FOLDER, SharedPool, ShmPages, ShmTransport, host_token, sweep
 from headrace.transfer.backends.strided_pool import ArrayPageStore, StridedPool, c_order
@@ -188,7 +188,7 @@ def test_a_right_is_never_the_owners_lock_and_fits_into_a_file_offset(session: s
 
 WRITER = """
 import sys, msgspec, numpy as np
-from headrace.core.types.backends import SharedMemory
+from headrace.core.types.kv.backends import SharedMemory
 from tests.transfer.backends.test_shm import GEOMETRY, SESSION
 from headrace.transfer.backends.shm import ShmPages
 pages = ShmPages(SESSION, 0, GEOMETRY, msgspec.json.decode(sys.argv[1], type=SharedMemory))

@@ -9,8 +9,8 @@ from msgspec.structs import replace
 from headrace.core.config import TransferConfig
 from headrace.core.messages.orders import CancelSend, CloseSession, DropPeer
 from headrace.core.messages.stage_events import ChunkAcked, KvReceived, SendCancelled, SendFailed, SessionClosed
-from headrace.core.types.backends import FAKE, SHM, PoolMemory
-from headrace.core.types.geometry import Geometry
+from headrace.core.types.kv.backends import FAKE, SHM, PoolMemory
+from headrace.core.types.kv.geometry import Geometry
 from headrace.transfer.backends.shm import host_token
 from tests.transfer.harness import FIRST, Pair, value, zmq_context
 

@@ -9,8 +9,8 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from headrace.core.types.backends import Placement, PoolLayout
-from headrace.core.types.geometry import KV, Component, Geometry
+from headrace.core.types.kv.backends import Placement, PoolLayout
+from headrace.core.types.kv.geometry import KV, Component, Geometry
 from headrace.transfer.backends.strided_pool import ArrayPageStore, StridedPool, c_order, placed
 from headrace.transfer.protocol.layout import Box
 from tests.transfer.harness import random_store

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from headrace.core.messages.orders import CancelSend, CloseSession, DropPeer
 from headrace.core.messages.stage_events import ChunkAcked, KvReceived, PeerLost, SendCancelled, SessionClosed
-from headrace.core.types.backends import NIXL, NixlAccess, NixlMemory, PoolMemory
-from headrace.core.types.geometry import Geometry
+from headrace.core.types.kv.backends import NIXL, NixlAccess, NixlMemory, PoolMemory
+from headrace.core.types.kv.geometry import Geometry
 from headrace.transfer.backends.base import RemotePages
 from headrace.transfer.backends.runs import runs
 from headrace.transfer.backends.strided_pool import ArrayPageStore

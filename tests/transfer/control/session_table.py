@@ -5,9 +5,9 @@ from typing import Any
 from msgspec.structs import replace
 
 from headrace.core.config import TransferConfig
-from headrace.core.types.geometry import Geometry
+from headrace.core.types.kv.geometry import Geometry
 from headrace.core.types.packed import pack
-from headrace.core.types.request import FirstToken
+from headrace.core.types.requests.request import FirstToken
 from headrace.transfer.control.session_table import SessionTable
 from headrace.transfer.protocol.matching import BackendOffer, make_hello
 from headrace.transfer.protocol.messages import Hello, Reserve, Welcome

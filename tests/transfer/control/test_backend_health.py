@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from headrace.core.messages.peers import EndPeer, PeerJoined
-from headrace.core.types.backends import NIXL, ZMQ, NixlMemory, PoolMemory
+from headrace.core.types.kv.backends import NIXL, ZMQ, NixlMemory, PoolMemory
 from headrace.transfer.control.backend_health import FIRST_PAUSE_S, LONGEST_PAUSE_S, REMEMBERED, BackendHealth
 from headrace.transfer.control.session_table import SessionTable
 from headrace.transfer.protocol.messages import Hello, Welcome

@@ -17,7 +17,7 @@ from headrace.core.messages.peers import PeerGone, PeerReserved, PrefillDown, Pr
 from headrace.core.runtime.codec import Codec, DecodeError
 from headrace.core.runtime.rate_limit import TokenBucket
 from headrace.core.stats import MAX_LABELS, Counters
-from headrace.core.types.geometry import Geometry
+from headrace.core.types.kv.geometry import Geometry
 from headrace.core.types.packed import pack
 from headrace.transfer.control.connection import ControlConnection
 from headrace.transfer.control.quotas import BURST, MESSAGES_PER_S, RESERVED_PAGES, page_limit

@@ -18,7 +18,7 @@ from headrace.core.messages.peers import (
 )
 from headrace.core.types.errors import ErrorInfo
 from headrace.core.types.packed import pack
-from headrace.core.types.request import TokenLogprob
+from headrace.core.types.requests.request import TokenLogprob
 from headrace.transfer.protocol import messages, metadata
 from headrace.transfer.protocol.messages import MAX_RENEWALS, Cancel, Cancelled, Failed, Finished, Ping, Pong, Refuse
 from tests.transfer.control.session_table import FIRST, joined, reserve

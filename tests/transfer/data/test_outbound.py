@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from headrace.core.messages.orders import AdmitPeer, SendChunk
-from headrace.core.types.geometry import Geometry
+from headrace.core.types.kv.geometry import Geometry
 from headrace.transfer.data.outbound import Outbound
 from headrace.transfer.data.outgoing import Key, Lane, OutPart, OutSession
 

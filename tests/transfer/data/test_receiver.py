@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from headrace.core.config import TransferConfig
 from headrace.core.messages.orders import CancelReceive
 from headrace.core.messages.stage_events import ChunkReceived, KvReceived, ReceiveFailed
-from headrace.core.types.draft import NO_DRAFT, Draft, DraftTerms, DraftTokens, HiddenStates
 from headrace.core.types.packed import pack
+from headrace.core.types.requests.draft import NO_DRAFT, Draft, DraftTerms, DraftTokens, HiddenStates
 from headrace.transfer.protocol import checksum, draft_frame, metadata
 from headrace.transfer.protocol.messages import Ack, Nack
 from tests.transfer.harness import CONFIG, FIRST, value, zmq_context

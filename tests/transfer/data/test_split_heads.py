@@ -7,7 +7,7 @@ import pytest
 
 from headrace.core.messages.orders import AdmitPeer, CancelSend, DropPeer, ReleaseRequest, SendChunk
 from headrace.core.messages.stage_events import ChunkAcked, SendCancelled, SendFailed
-from headrace.core.types.backends import SHM, ZMQ
+from headrace.core.types.kv.backends import SHM, ZMQ
 from headrace.core.types.packed import pack
 from headrace.transfer.data.sender import Sender
 from headrace.transfer.protocol.messages import Attached, Chunk, Refuse

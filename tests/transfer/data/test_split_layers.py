@@ -8,7 +8,7 @@ import pytest
 
 from headrace.core.messages.orders import CancelSend, DropPeer
 from headrace.core.messages.stage_events import ChunkAcked, SendCancelled
-from headrace.core.types.geometry import Geometry
+from headrace.core.types.kv.geometry import Geometry
 from headrace.transfer.protocol.messages import Ack, Attached, Chunk, Refuse
 from tests.transfer.group import Group
 from tests.transfer.harness import value

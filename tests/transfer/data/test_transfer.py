@@ -24,8 +24,8 @@ from headrace.core.messages.stage_events import (
     SendCancelled,
     SendFailed,
 )
-from headrace.core.types.backends import SHM, ZMQ
-from headrace.core.types.geometry import Geometry
+from headrace.core.types.kv.backends import SHM, ZMQ
+from headrace.core.types.kv.geometry import Geometry
 from headrace.transfer.protocol.messages import ANSWER_FRAME_BYTES, Ack, Attach, Attached, Chunk, Refuse
 from tests.transfer.harness import FIRST, Pair, gather, part, value
 from tests.transfer.raw import ANSWERS, STAGE, RawPeer

@@ -8,7 +8,7 @@ import pytest
 from headrace.core.messages.orders import AdmitPeer, SendChunk
 from headrace.core.messages.stage_events import ChunkAcked, SendFailed
 from headrace.core.trace import Buffer, TransferTrace
-from headrace.core.types.geometry import Geometry
+from headrace.core.types.kv.geometry import Geometry
 from headrace.core.types.packed import pack
 from headrace.transfer.data.sender import Sender
 from headrace.transfer.protocol.messages import Ack, Attached, Chunk, Nack

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.core.types.draft import DTYPE_BYTES, MAX_DRAFT_TOKENS, Draft, DraftTokens, HiddenStates
+from headrace.core.types.requests.draft import DTYPE_BYTES, MAX_DRAFT_TOKENS, Draft, DraftTokens, HiddenStates
 from headrace.transfer.protocol import draft_frame
 from headrace.transfer.protocol.checksum import of_ticket
 

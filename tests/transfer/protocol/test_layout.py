@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from headrace.core.types.geometry import KV, Component, Geometry
+from headrace.core.types.kv.geometry import KV, Component, Geometry
 from headrace.transfer.backends.strided_pool import ArrayPageStore
 from headrace.transfer.data.payload import frames, write_frames
 from headrace.transfer.protocol.layout import Box, box_in, carried, copies, overlap, pages_for

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import asdict, replace
 
-from headrace.core.types.geometry import Component, Geometry
+from headrace.core.types.kv.geometry import Component, Geometry
 from headrace.transfer.control.session_table import SessionTable
 from headrace.transfer.protocol.matching import check_geometries, check_hello, check_welcome, components_of
 from headrace.transfer.protocol.messages import ComponentShape, Refuse, StageInfo, Welcome

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from headrace.core.types.request import FirstToken, TokenLogprob
+from headrace.core.types.requests.request import FirstToken, TokenLogprob
 from headrace.transfer.protocol import metadata
 from headrace.transfer.protocol.metadata import MetadataRows
 

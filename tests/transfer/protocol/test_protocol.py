@@ -6,8 +6,8 @@ from msgspec.structs import fields
 
 from headrace.core.messages.orders import PrepareReceive
 from headrace.core.runtime.codec import DecodeError
-from headrace.core.types.draft import NO_DRAFT, DraftTerms
 from headrace.core.types.packed import pack, unpack
+from headrace.core.types.requests.draft import NO_DRAFT, DraftTerms
 from headrace.transfer.backends.strided_pool import ArrayPageStore
 from headrace.transfer.data.inbound import AcceptChunk, InboundTable, RejectChunk
 from headrace.transfer.data.payload import write_frames

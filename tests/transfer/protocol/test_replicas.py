@@ -7,9 +7,9 @@ import pytest
 
 from headrace.core.config import TransferConfig
 from headrace.core.messages.orders import PrepareReceive
-from headrace.core.types.geometry import Geometry
+from headrace.core.types.kv.geometry import Geometry
 from headrace.core.types.packed import pack
-from headrace.core.types.request import FirstToken
+from headrace.core.types.requests.request import FirstToken
 from headrace.transfer.data.inbound import AcceptChunk, InboundTable, RejectChunk, RepeatChunk
 from headrace.transfer.protocol import metadata
 from headrace.transfer.protocol.matching import BackendOffer, check_hello, check_welcome, make_hello

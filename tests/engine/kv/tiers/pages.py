@@ -4,8 +4,8 @@ from hashlib import sha256
 
 import numpy as np
 
-from headrace.core.types.geometry import Geometry
-from headrace.core.types.kv_tiers import PageHeader
+from headrace.core.types.kv.geometry import Geometry
+from headrace.core.types.kv.kv_tiers import PageHeader
 from headrace.engine.kv.tiers.disk_store import DiskStore
 from headrace.engine.kv.tiers.record import HEADER_BYTES, Origin
 from headrace.engine.kv.tiers.store import Bytes, HostPage, TierStore

@@ -31,7 +31,7 @@ from headrace.core.runtime.codec import Codec
 from headrace.core.runtime.frames import DOOR, make_door
 from headrace.core.runtime.order_log import OrderLog
 from headrace.core.runtime.process import module_command
-from headrace.core.types.layout import Layout
+from headrace.core.types.ranks.layout import Layout
 from headrace.server.launch.free_port import free_port
 from headrace.server.launch.stage_connections import FrameRouter
 

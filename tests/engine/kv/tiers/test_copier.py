@@ -11,7 +11,7 @@ import torch
 from headrace.core.messages.orders import BeginEpoch, DropPages, LoadPages, StorePages
 from headrace.core.messages.stage_events import PagesFound, PagesLoaded, PagesLost, PagesStored, StageFailed
 from headrace.core.types import packed
-from headrace.core.types.kv_tiers import DISK, HOST, Tier
+from headrace.core.types.kv.kv_tiers import DISK, HOST, Tier
 from headrace.engine.kv.pool import KVPool
 from headrace.engine.kv.tiers import copier as copier_module
 from headrace.engine.kv.tiers.copier import Copier, CopyEvent, CopyOrder

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from headrace.core.types.geometry import Geometry
+from headrace.core.types.kv.geometry import Geometry
 from headrace.engine.kv.device_copies import DeviceCopies
 from headrace.engine.kv.pool import KVPool
 from headrace.engine.kv.tiers.disk_store import DiskStore

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from headrace.core.types.geometry import Component
+from headrace.core.types.kv.geometry import Component
 from headrace.engine.kv.tiers.disk_store import DiskStore
 from headrace.engine.kv.tiers.record import HEADER_BYTES, VERSION, Origin, Record, pack_header, parse_header
 from headrace.engine.kv.tiers.store import TierError

@@ -8,7 +8,7 @@ import pytest
 from headrace.core.messages.orders import DropPages, LoadPages, PlanRow, StorePages
 from headrace.core.messages.stage_events import PagesFound, PagesLoaded, PagesStored, SampledToken
 from headrace.core.types import packed
-from headrace.core.types.kv_tiers import DISK, HOST, Tier
+from headrace.core.types.kv.kv_tiers import DISK, HOST, Tier
 from headrace.engine.kv.tiers.record import HEADER_BYTES
 from tests.engine.kv.tiers.pages import header
 from tests.engine.kv.tiers.stage_group import StageGroup

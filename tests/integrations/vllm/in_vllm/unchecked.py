@@ -2,9 +2,9 @@
 
 from msgspec.structs import replace
 
-from headrace.integrations.peer.commands import LoadKv
 from headrace.integrations.vllm.connector import HeadraceConnector
 from headrace.integrations.vllm.planner import LoadPlanner, StepCommands
+from headrace.peer.commands import LoadKv
 
 
 class UncheckedPlanner(LoadPlanner):

@@ -1,0 +1,1 @@
+"""What KV is made of: geometry, backends, tiers."""

@@ -1,0 +1,1 @@
+"""Where other servers are, and which of them may be connected to."""

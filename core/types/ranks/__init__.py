@@ -1,0 +1,1 @@
+"""How the ranks of a server are laid out, and what replicas agree on."""

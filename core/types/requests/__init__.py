@@ -1,0 +1,1 @@
+"""What a request is: sampling, constraints, drafts, logprobs, outcomes, tenants."""

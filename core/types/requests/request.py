@@ -1,0 +1,208 @@
+"""Request types: sampling parameters, the route of the KV cache, results and timing."""
+
+from typing import Literal
+
+import msgspec
+
+from headrace.core.types.requests.draft import Draft
+
+FinishReason = Literal["stop", "length"]
+HiddenWanted = Literal["last", "all"]
+"""Hidden states that a client asks for: of the last prompt token, or of every token that is computed."""
+
+PromptPosting = Literal["local", "external", "done"]
+"""Who posts the prompt of a fetched request to the prefill server.
+
+"local": this server, once its pages are reserved there. "external": a router, before or after the reservation arrives.
+"done": a router has posted it, so a prefill server that does not know the ticket fails the reservation at once.
+"""
+
+
+class Route(msgspec.Struct, frozen=True, omit_defaults=True, tag=True):
+    """Base of the routes: the source of a request's KV cache and its sink.
+
+    route        KV source                  KV sink
+    DecodeHere   computed here              decoded here
+    SendTo       computed here              remote: a decode peer
+    FetchFrom    remote: a prefill server   decoded here
+    Discard      computed here              none
+    """
+
+    @property
+    def decodes_here(self) -> bool:
+        """Tokens after the first one are generated on this server."""
+        return isinstance(self, DecodeHere | FetchFrom)
+
+
+class DecodeHere(Route, frozen=True):
+    """Compute the prompt and decode it on this server."""
+
+
+class SendTo(Route, frozen=True):
+    """Compute the prompt and send its KV to the decode peer that reserves the ticket."""
+
+    ticket: str
+    """Name under which the peer reserves."""
+
+    hold: bool = False
+    """Answer once the prompt is computed, and keep its KV under a lease until a peer reserves the ticket."""
+
+
+class FetchFrom(Route, frozen=True):
+    """Fetch the KV from a prefill server and decode on this server."""
+
+    prefill: str
+    """Name of the prefill server, as in AddPrefill."""
+
+    ticket: str
+    """Name under which the prefill server hands the KV over."""
+
+    posting: PromptPosting = "local"
+    """Who posts the prompt to the prefill server."""
+
+
+class Discard(Route, frozen=True):
+    """Compute the prompt, report the first token and drop the KV (warm-up, health probes, benchmarks)."""
+
+
+AnyRoute = DecodeHere | SendTo | FetchFrom | Discard
+
+
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """How to choose tokens."""
+
+    temperature: float = 1.0  # 0 is greedy
+    top_k: int = 0  # 0: no such filter
+    top_p: float = 1.0  # 1: no such filter
+    min_p: float = 0.0  # 0: no such filter
+    seed: int | None = None
+    """The same seed gives the same tokens whatever else is in the batch."""
+
+    max_tokens: int = 16
+    min_tokens: int = 0
+    """No stop token is sampled before so many tokens were generated."""
+
+    stop_token_ids: tuple[int, ...] = ()
+    """Tokens that end the request. The front end adds the EOS ids, unless they are to be ignored."""
+
+    presence_penalty: float = 0.0
+    """Subtracted from the logits of tokens that were generated before."""
+
+    frequency_penalty: float = 0.0
+    """Subtracted from the logit of a token as often as it was generated before."""
+
+    repetition_penalty: float = 1.0
+    """Logits of tokens of the prompt and of those generated before are divided by it, negative ones multiplied."""
+
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    """Tokens, each once, and what is added to their logits."""
+
+    logprobs: int | None = None
+    """Alternatives reported beside each sampled token; None: no logprobs at all."""
+
+    prompt_logprobs: int | None = None
+    """Alternatives reported beside each prompt token; None: no logprobs at all."""
+
+    prompt_logprobs_start: int = 0
+    """The first prompt position that has logprobs."""
+
+    hidden_states: HiddenWanted | None = None
+    """Tokens whose hidden states are reported."""
+
+    draft_top_k: int = 0
+    """Most likely first tokens that are reported with their probabilities."""
+
+    grammar: str = ""
+    """Key of the constraint that the text has to match (Submit.constraint); "": none. Set by the front end."""
+
+    @property
+    def penalizes(self) -> bool:
+        """Whether tokens that were seen before have other logits."""
+        return self.presence_penalty != 0.0 or self.frequency_penalty != 0.0 or self.repetition_penalty != 1.0
+
+    @property
+    def adjusts_logits(self) -> bool:
+        """Whether any logit is changed before the token is chosen."""
+        return bool(self.logit_bias) or self.penalizes
+
+    def cacheable(self, prompt_tokens: int) -> int:
+        """How many positions of a prompt of so many tokens the prefix cache may serve: the logprobs of a token are
+        computed at the position before it, its hidden state at its own."""
+        if self.hidden_states == "all":
+            return 0
+        return prompt_tokens if self.prompt_logprobs is None else max(0, self.prompt_logprobs_start - 1)
+
+
+class TokenHistory(msgspec.Struct, frozen=True, omit_defaults=True):
+    """The tokens that a request's penalties go by, as the stage that samples has to know them to begin with."""
+
+    prompt: bytes = b""
+    """Packed ids of the prompt; empty where no penalty depends on them."""
+    generated: bytes = b""
+    """Packed ids of the tokens that were generated before, elsewhere or before a preemption."""
+
+
+class TokenLogprob(msgspec.Struct, frozen=True, gc=False):
+    """Natural-log probability of a token, and of the most likely ones at its position, best first."""
+
+    token: int
+    logprob: float
+    top_ids: tuple[int, ...] = ()
+    top_logprobs: tuple[float, ...] = ()
+
+
+class FirstToken(msgspec.Struct, frozen=True):
+    """The first generated token, which the metadata row carries to the decode peer."""
+
+    token: int
+    prompt_tokens: int
+    cached_tokens: int
+    logprob: TokenLogprob | None = None
+    finish_reason: str = ""
+    """Why the request ends with this token; "" if decoding goes on."""
+
+    draft: Draft | None = None
+    """For a peer that has asked for it; not a part of the metadata row."""
+
+
+class Timing(msgspec.Struct, frozen=True):
+    """Seconds that a request spent in each phase."""
+
+    bootstrap_s: float = 0.0
+    """Waiting for a peer to reserve pages."""
+
+    queue_s: float = 0.0
+    """In the waiting queue."""
+
+    forward_s: float = 0.0
+    """From the first plan to the first token; zero where the KV was fetched."""
+
+    transfer_s: float = 0.0
+    """From the first token to the last acknowledgement (prefill), or from the reservation to the last byte (decode)."""
+
+    decode_s: float = 0.0
+    """Generating the tokens after the first one."""
+
+    @property
+    def total_s(self) -> float:
+        """The sum of the phases."""
+        return self.bootstrap_s + self.queue_s + self.forward_s + self.transfer_s + self.decode_s
+
+
+class HandoffStats(msgspec.Struct, frozen=True):
+    """What was sent or fetched for one request."""
+
+    pages: int = 0
+    bytes: int = 0
+    """Payload, over all stages."""
+
+    chunks: int = 0
+
+
+class Usage(msgspec.Struct, frozen=True):
+    """Token counts of a request."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int
+    """Prompt tokens whose KV was found in the prefix cache, and not computed."""

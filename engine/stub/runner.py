@@ -1,0 +1,300 @@
+"""Runner of the stub model: takes a configured time, and its tokens reveal any corrupted KV, hidden state or token.
+
+The token sampled from a row follows from the state of its last position and from a digest of the states of all its
+positions, read from the pages (stub_states.py). So a wrong, stale or misplaced page, a lost hidden state, a token of
+another row, or a head that is lost, doubled or at the wrong rank yields another token; chunking, batching, paging, the
+pipeline split and tensor parallelism do not: integers add up to the same bits in any order.
+
+    hidden state of a position:   [8 elements: bytes of its state][8 elements: bytes of the digest][zeros]
+
+Every dtype of hidden states represents a byte exactly.
+"""
+
+import random
+import time
+from collections.abc import Iterable, Sequence
+from functools import partial
+
+import msgspec
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from headrace.core.config import EngineConfig, ModelConfig
+from headrace.core.messages.orders import PlanRow
+from headrace.core.messages.stage_events import PromptLogprobs, SampledToken
+from headrace.core.runtime.progress import Progress
+from headrace.core.types import packed
+from headrace.core.types.ranks.coordinate import Agreement, halves
+from headrace.core.types.requests.constraint import GrammarRejection
+from headrace.core.types.requests.prompt_logprobs import pack_runs
+from headrace.core.types.requests.request import SamplingParams, TokenLogprob
+from headrace.engine.collectives.alone import ALONE
+from headrace.engine.collectives.base import Collectives
+from headrace.engine.collectives.steps import Steps, finish, take_turns
+from headrace.engine.device import available_memory, resolve_device, resolve_dtype
+from headrace.engine.dtypes import TORCH_DTYPES
+from headrace.engine.grammar.compiler import GrammarCompiler
+from headrace.engine.grammar.states import GrammarStates
+from headrace.engine.kv.memory_plan import plan_memory, stage_geometry
+from headrace.engine.kv.pool import Allocate, KVPool
+from headrace.engine.layers.exchange.base import Exchange
+from headrace.engine.layers.expert_rows import ExpertRows
+from headrace.engine.model.sharding import split_model
+from headrace.engine.model.stub import END, parse_stub
+from headrace.engine.row_sampler import PlanResult, reported_states
+from headrace.engine.runner import WARM_UP_REQUEST, HiddenSpec
+from headrace.engine.sampling.adjusted import LogitAdjustments
+from headrace.engine.sampling.constrained import accept_tokens, mask_logits
+from headrace.engine.sampling.logprobs import draft_tokens, prompt_logprobs, token_logprobs
+from headrace.engine.sampling.sampler import Sampler
+from headrace.engine.stub.experts import StubExperts, StubTime, mixed
+from headrace.engine.stub.faults import fault_in, have_fault
+from headrace.engine.stub.states import StubStates, to_bytes, to_words
+
+LONG_SLEEP_S = 0.5  # a longer one is taken in steps, one for each layer
+CERTAIN = 40.0  # logit of the next token; all others are 0
+
+
+class StubRunner:
+    """A Runner for the layers of one stage of a stub model (engine/model/stub.py), or one shard of them."""
+
+    def __init__(
+        self,
+        model: ModelConfig,
+        engine: EngineConfig,
+        layer_range: range | None = None,
+        allocate: Allocate | None = None,
+        exchanges: Sequence[Exchange] = (),
+        *,
+        tp: Collectives = ALONE,
+        clock: StubTime | None = None,
+    ) -> None:
+        """Allocate the pool; there are no weights.
+
+        layer_range: this stage's layers; None takes all. allocate: see KVPool. exchanges: how ranks share experts, one
+        for each half of passes that are cut; none where they share none, whose results are then not computed. tp: the
+        shards of this stage. Raises ConfigError for a bad model name, sizes that do not fit, or a number of shards that
+        the heads do not.
+        """
+        self._model = parse_stub(model.model)
+        spec = self._model.spec()
+        shard = split_model(spec, tp.size)[tp.rank]
+        layers = layer_range or range(spec.layers)
+        device = resolve_device(model.device)
+        dtype = resolve_dtype(model.dtype, device, engine.cpuinfo)
+        length = spec.resolve_length(model.max_model_len)
+        memory = available_memory(device)
+        plan = plan_memory(
+            spec, dtype, engine.page_size, engine.kv_pages, memory, max_model_len=length, layers=layers, shard=shard
+        )  # fmt: skip
+        self.fingerprint = self._model.fingerprint()
+        self.vocab_size = spec.vocab_size
+        self.hidden_spec = HiddenSpec(spec.hidden_size, TORCH_DTYPES[dtype], torch.device(device))
+        self.geometry = stage_geometry(spec, dtype, engine.page_size, layers, shard)
+        self.pool = KVPool(self.geometry, plan.kv_pages, device, allocate)
+        self.expert_rows: ExpertRows | None = None
+        self.progress = Progress()
+        self._first, self._last = layers.start == 0, layers.stop == spec.layers
+        self._tp = tp
+        self._share = len(layers) / spec.layers * len(shard.heads) / spec.heads
+        self._states = StubStates(self.pool, layers, shard, spec.heads // spec.kv_heads, length)
+        self._sampler = Sampler(random.SystemRandom())
+        self._random = random.Random(layers.start)
+        self._grammars = GrammarStates(partial(GrammarCompiler, model.model, engine.cache_dir, spec.vocab_size))
+        self._adjustments = LogitAdjustments()
+        self._sampled: dict[int, int] = {}  # request → its last sampled token
+        self._overslept_s = 0.0  # by the last sleep
+        self._clock = clock or StubTime()
+        experts = StubExperts(spec.moe, exchanges, layers, self._clock) if spec.moe is not None and exchanges else None
+        self._experts = experts
+
+    def warm_up(self, most: int = 1) -> None:
+        """See Runner. Runs one position, so that the code is loaded before the first plan."""
+        row = PlanRow(WARM_UP_REQUEST, 0, 1, packed.pack([0]), packed.pack([0]), sample=SamplingParams(temperature=0.0))
+        incoming = None if self._first else torch.zeros(1, self.hidden_spec.size, device=self.hidden_spec.device)
+        self.sample([row], self.forward([row], incoming))
+        self.release(WARM_UP_REQUEST)
+
+    def execute(self, rows: Sequence[PlanRow]) -> PlanResult:
+        """Forward pass and sampling, where this stage is the only one. Raises what forward() raises."""
+        return self.sample(rows, self.forward(rows))
+
+    def feed(self, tokens: Iterable[tuple[int, int]]) -> None:
+        """See Runner."""
+        self._sampled.update(tokens)
+
+    def release(self, request: int) -> None:
+        """See Runner."""
+        self._sampled.pop(request, None)
+        self._grammars.release(request)
+        self._adjustments.release(request)
+
+    def join(self, agreement: Agreement) -> None:
+        """See Runner. Without experts that are shared it takes the time of the replica that has most tokens, which this
+        one waits for."""
+        if self._experts is not None:
+            self._clock.begin()
+            self._experts.begin(agreement.tokens, agreement.padded)
+            finish(self._experts.steps(torch.empty(0, dtype=torch.int64)))
+            return
+        model, started = self._model, time.perf_counter()
+        self._sleep(started, max(agreement.tokens) * model.us_per_token + model.us_per_plan)
+
+    def forward(
+        self,
+        rows: Sequence[PlanRow],
+        hidden: Tensor | None = None,
+        tokens: Sequence[int] = (),
+        padded: int = 0,
+        cut: int = 0,
+    ) -> Tensor:
+        """See Runner. Raises ValueError for a row whose tokens or pages do not cover its positions, IndexError for a
+        page outside the pool."""
+        started, count = time.perf_counter(), sum(row.count for row in rows)
+        have_fault(fault_in(rows, self._model.fault_token, self._first, self._last))
+        if self._last and not self._tp.rank:
+            self._grammars.begin(rows)
+        result = torch.zeros(count, self.hidden_spec.size, dtype=self.hidden_spec.dtype, device=self.hidden_spec.device)
+        incoming = None if hidden is None else to_words(hidden[:, :16])
+        if self._experts is None:
+            finish(self._steps(rows, incoming, result))
+            self._take_time(started, rows)
+            return result
+        self._clock.begin()
+        self._experts.begin(tokens or (count,), padded or count, cut)
+        if not cut:
+            finish(self._steps(rows, incoming, result))
+            return result
+        parts = zip(_halves(rows, cut), (slice(0, cut), slice(cut, count)), strict=True)
+        take_turns(
+            self._steps(some, None if incoming is None else incoming[of], result[of], half)
+            for half, (some, of) in enumerate(parts)
+        )
+        return result
+
+    def _steps(self, rows: Sequence[PlanRow], incoming: Tensor | None, result: Tensor, half: int = 0) -> Steps[None]:
+        """Compute hidden states [tokens, hidden size] of rows into result. incoming: states and digests of the previous
+        stage, int64 [tokens, 2]."""
+        ends = np.cumsum([row.count for row in rows]).tolist()
+        states = []
+        pages = [self._states.pages(row) for row in rows]
+        for row, page_ids, end in zip(rows, pages, ends, strict=True):
+            if incoming is None:
+                states.append(self._states.compute(row, page_ids, self._tokens(row)))
+            else:
+                states.append(incoming[end - row.count : end, 0])
+            self._states.write(row, page_ids, states[-1])
+        digests = [self._states.digests(row, page_ids) for row, page_ids in zip(rows, pages, strict=True)]
+        digest = self._tp.all_reduce(torch.cat(digests)).wait()
+        if incoming is not None:
+            digest = self._states.merge(incoming[:, 1], digest)
+        if self._experts is not None:
+            exchange_s = self._model.us_per_exchange * 1e-6 * self.geometry.layers / self._model.layers
+            took = self._experts.steps(torch.cat(states), half, self._due_us(rows) * 1e-6 * self._share, exchange_s)
+            digest = digest + (yield from took)
+        result[:, :16] = to_bytes(torch.stack((torch.cat(states), digest), 1)).to(self.hidden_spec.dtype)
+
+    def sample(self, rows: Sequence[PlanRow], hidden: Tensor) -> PlanResult:
+        """See Runner. Results are never nonfinite: all arithmetic is on integers."""
+        if self._tp.rank:
+            return PlanResult([], [], [])
+        ends = np.cumsum([row.count for row in rows]).tolist()
+        asked = [(row, end) for row, end in zip(rows, ends, strict=True) if row.sample is not None]
+        samples: list[SampledToken] = []
+        rejected: list[GrammarRejection] = []
+        if asked:
+            logits = self._logits(hidden[[end - 1 for _, end in asked]])
+            of = [row for row, _ in asked]
+            wanted, failed = mask_logits(logits, of, self._grammars)
+            tokens = self._sampler.sample(self._adjustments.adjust(logits, of), wanted)
+            drafts = draft_tokens(logits, tokens, [row.draft_top_k for row in of])
+            for (row, _), each, token, scores, draft in zip(asked, wanted, tokens, logits, drafts, strict=True):
+                self._sampled[row.request] = token
+                samples.append(SampledToken(row.request, token, _logprob(scores, token, each.params.logprobs), draft))
+            samples, rejected = accept_tokens(samples, failed, self._grammars)
+            self._adjustments.accept(samples)
+        prompts = [
+            self._prompt(row, hidden[end - row.count : end])
+            for row, end in zip(rows, ends, strict=True)
+            if row.prompt_logprobs is not None
+        ]
+        states = tuple(
+            reported_states(row, hidden[end - row.hidden : end])
+            for row, end in zip(rows, ends, strict=True)
+            if row.hidden
+        )
+        return PlanResult(samples, prompts, [], tuple(rejected), states)
+
+    def _prompt(self, row: PlanRow, hidden: Tensor) -> PromptLogprobs:
+        first, targets = row.prompt_targets()
+        entries = prompt_logprobs(
+            hidden[first - row.start - 1 :][: len(targets)], targets, row.prompt_logprobs or 0, self._logits
+        )
+        return PromptLogprobs(row.request, pack_runs(first, entries))
+
+    def _logits(self, hidden: Tensor) -> Tensor:
+        """Hidden states [positions, hidden size] → logits [positions, vocabulary]: one token is certain, and never
+        END."""
+        words = to_words(hidden[:, :16]).cpu().numpy().view(np.uint64)
+        values = mixed(words[:, 0] ^ mixed(words[:, 1]))
+        tokens = (values % np.uint64(self.vocab_size - 1)).astype(np.int64)
+        tokens += tokens >= END
+        logits = torch.zeros(len(tokens), self.vocab_size)
+        logits[torch.arange(len(tokens)), torch.from_numpy(tokens)] = CERTAIN
+        return logits
+
+    def _tokens(self, row: PlanRow) -> NDArray[np.int64]:
+        """The token ids of a row: int64 [count]."""
+        if row.tokens:
+            ids = np.frombuffer(row.tokens, dtype="<i4").astype(np.int64)
+        else:
+            ids = np.array([self._sampled[row.request]] if row.request in self._sampled else [], np.int64)
+        if len(ids) != row.count or row.count < 1:
+            raise ValueError(f"request {row.request} has {len(ids)} tokens for {row.count} positions at {row.start}")
+        return ids
+
+    def _take_time(self, started: float, rows: Sequence[PlanRow]) -> None:
+        """Sleep until the configured time since started has passed."""
+        self._sleep(started, self._due_us(rows))
+
+    def _due_us(self, rows: Sequence[PlanRow]) -> float:
+        """Microseconds that all layers take for these rows, with the random deviation."""
+        jitter = 1 + self._random.uniform(-1, 1) * self._model.jitter_percent / 100
+        tokens = sum(row.count for row in rows)
+        squared = sum(row.count * (2 * row.start + row.count) for row in rows)
+        model = self._model
+        due_us = tokens * model.us_per_token + squared * model.ps_per_token_squared * 1e-6 + model.us_per_plan
+        return due_us * jitter
+
+    def _sleep(self, started: float, due_us: float) -> None:
+        """Sleep until this stage's share of so much time has passed since started. Oversleeping is subtracted from the
+        next sleep."""
+        due_s = due_us * 1e-6 * self._share
+        until = started + due_s - self._overslept_s
+        if (left := until - time.perf_counter()) > LONG_SLEEP_S:
+            for _ in range(self.geometry.layers):
+                time.sleep(left / self.geometry.layers)
+                self.progress.step()
+        elif left > 0:
+            time.sleep(left)
+        self.progress.step()
+        self._overslept_s = min(max(0.0, time.perf_counter() - until), due_s)
+
+
+def _halves(rows: Sequence[PlanRow], cut: int) -> list[list[PlanRow]]:
+    """The rows of the first cut tokens, and those of the rest. A row that samples does so in the half of its end."""
+    parts = halves([row.count for row in rows], cut)
+    return [[_part(rows[part.row], part.first, part.count) for part in half] for half in parts]
+
+
+def _part(row: PlanRow, first: int, count: int) -> PlanRow:
+    if count == row.count:
+        return row
+    tokens = packed.pack(packed.unpack(row.tokens)[first : first + count].tolist())
+    return msgspec.structs.replace(row, start=row.start + first, count=count, tokens=tokens)
+
+
+def _logprob(logits: Tensor, token: int, alternatives: int | None) -> TokenLogprob | None:
+    return None if alternatives is None else token_logprobs(logits[None], [token], [alternatives])[0]

@@ -1,0 +1,1 @@
+"""The gateway of stock SGLang decode engines: HTTP, rooms, handoffs."""

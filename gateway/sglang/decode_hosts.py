@@ -1,0 +1,46 @@
+"""Which addresses are the decode engines': messages that name another one are dropped, since answers go there."""
+
+import contextlib
+import ipaddress
+import socket
+import time
+from collections.abc import Iterable
+from urllib.parse import urlsplit
+
+from headrace.core.types.peers.addresses import is_loopback
+
+LOOK_UP_S = 5.0  # between two lookups of the engines' names
+
+
+class DecodeHosts:
+    """The addresses of the engines at these URLs. Used by one thread, which waits for the lookup of names.
+
+    An engine on this machine names one of the machine's own addresses, whatever its URL says.
+    """
+
+    def __init__(self, urls: Iterable[str]) -> None:
+        self._names = {urlsplit(url).hostname or "" for url in urls}
+        self._here = any(is_loopback(name) for name in self._names)
+        self._known: set[str] = set()
+        self._looked_up = float("-inf")
+
+    def covers(self, address: str) -> bool:
+        """Whether an IP address is one of the engines'."""
+        if address not in self._known and time.monotonic() - self._looked_up > LOOK_UP_S:
+            self._looked_up = time.monotonic()
+            for name in self._names:
+                with contextlib.suppress(OSError):
+                    found = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
+                    self._known |= {str(ipaddress.ip_address(str(one[4][0]).partition("%")[0])) for one in found}
+        return address in self._known or (self._here and _is_own(address))
+
+
+def _is_own(address: str) -> bool:
+    """Whether an IP address is one of this machine's."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    try:
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            probe.bind((address, 0))
+    except OSError:
+        return False
+    return True

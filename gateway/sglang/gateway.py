@@ -1,0 +1,246 @@
+"""A gateway for SGLang decode engines: how it starts, hands over a request, drains and stops. Experimental.
+
+    router ──body──► rooms expect it ──► prefill server computes and holds ──► rooms load and write ──► answer
+       └────body────► decode engine ──room, pages──► rooms ───────────────────────┘
+
+Both sides get the same body at once, as SGLang's routers send it. The decode engine samples no first token: the prefill
+server's goes into its metadata row, so the body goes on to the prefill server with the client's sampling options.
+"""
+
+import asyncio
+import contextlib
+import os
+import secrets
+import socket
+from collections.abc import Mapping
+
+import httpx
+import msgspec
+
+from headrace.core.config import GatewayConfig, TransferConfig
+from headrace.core.messages.frontend import AnyFrontendRequest
+from headrace.core.runtime.clock import Clock
+from headrace.core.stats import Sample, Stats
+from headrace.core.types.errors import (
+    CANCELLED,
+    NOT_READY,
+    ConfigError,
+    ErrorInfo,
+    HeadraceError,
+    unavailable,
+)
+from headrace.core.types.kv.geometry import Geometry
+from headrace.core.types.peers.addresses import host_port, usable_host
+from headrace.core.types.peers.allow_list import allowed_prefills
+from headrace.gateway.base import BaseGateway
+from headrace.gateway.fingerprint import first_answer
+from headrace.gateway.metrics import GatewayMetrics, in_catalog, with_prefix
+from headrace.gateway.pool_size import with_pool
+from headrace.gateway.prefill_sessions import prefill_state, session_command, wait_connected
+from headrace.gateway.sglang.bodies import ListedModels, ServedModel, SglangBody, held_at, without_params
+from headrace.gateway.sglang.decode_hosts import DecodeHosts
+from headrace.gateway.sglang.prefills import PrefillAnswer, PrefillPoster
+from headrace.gateway.sglang_nixl.handover import NEVER_RUN, HandoverOptions, KvHandover
+from headrace.gateway.sglang_nixl.records import RoomLimits
+from headrace.integrations.http_client import bearer, direct_async_client
+from headrace.peer.commands import ServerState
+from headrace.peer.records import PeerLimits
+from headrace.server.config.gateway import decode_urls
+from headrace.server.upstream.discovery_client import DiscoveryClient
+from headrace.server.upstream.prefill_pool import CONNECT_TIMEOUT_S, NO_PREFILL_SERVER, PrefillPool
+from headrace.server.version import headrace_version
+from headrace.transfer.sockets.curve_keys import known_servers
+
+
+class SglangGateway(BaseGateway):
+    """See the module's docstring. Used by the event loop only."""
+
+    def __init__(self, config: GatewayConfig, clock: Clock | None = None) -> None:
+        super().__init__(config, clock)
+        self._loop = asyncio.get_running_loop()
+        timeout = httpx.Timeout(None, connect=CONNECT_TIMEOUT_S)
+        self._http = direct_async_client(headers=bearer(config.prefill_api_key), timeout=timeout)
+        self._keys = known_servers(config.curve_key, config.curve_server_keys)
+        self._prefills = PrefillPool(
+            config.prefill,
+            config.prefill_api_key,
+            self._connect,
+            keys=self._keys,
+            routing="least-load",
+            clock=self.clock,
+        )
+        self._poster = PrefillPoster(self._prefills, self._http, self.front_metrics, self.clock)
+        self._metrics = GatewayMetrics()
+        self._handover: KvHandover | None = None
+        self._rooms: dict[str, asyncio.Future[ErrorInfo | None]] = {}  # by request
+        self._watch: asyncio.Task[None] | None = None
+
+    async def start(self) -> str:
+        """See BaseGateway: prefill servers. Decode engines register themselves."""
+        config = self.config
+        model, longest = await first_answer(config.prefill, self._served)
+        if model.kv_cache is None:
+            raise ConfigError(
+                f"prefill server of {model.model}: GET /v1/handoff tells no shape of keys and values, so that SGLang "
+                "decode engines cannot be served (another kind of cache, or an earlier version)"
+            )
+        shape = model.kv_cache
+        geometry = Geometry(shape.dtype, shape.layers, shape.kv_heads, shape.head_dim, config.sglang_page_size)
+        handover = with_pool(
+            config, geometry, longest, lambda pages: self._make_handover(geometry, model, longest, pages)
+        )
+        self._handover = handover
+        handover.start()
+        self._prefills.start()
+        await wait_connected(self._prefills)
+        self.front_metrics.set_build(headrace_version(), "gateway", model.model)
+        self._watch = asyncio.create_task(self._watch_threads(handover))
+        bootstrap = host_port(usable_host(config.side_channel_host), handover.bootstrap_port)
+        return "\n".join(
+            [
+                f"Headrace {headrace_version()}: gateway for {model.model} and SGLang decode engines "
+                f"({shape.dtype}, pages of {geometry.page_size} tokens)",
+                f"  {NEVER_RUN}",
+                f"  bootstrap  {bootstrap}  (the second value of a router's --prefill URL PORT)",
+            ]
+        )
+
+    async def hand_over(self, rid: str, path: str, body: SglangBody, headers: Mapping[str, str]) -> bytes:
+        """Have a body's prompt computed and its KV written into the decode engine that asks for its room. Returns the
+        answer to the router. Raises HeadraceError. Cancelling it gives up the prompt and the room."""
+        handover = self._require()
+        if body.room is None:
+            return (await self._poster.post(rid, path, msgspec.json.encode(body.fields), headers)).content
+        request, began = secrets.token_hex(16), self.clock.now()
+        ended = self._rooms[request] = self._loop.create_future()
+        handover.expect(request, body.room)
+        why = ErrorInfo(code=CANCELLED, message="the router's connection was closed", status=499)
+        try:
+            answer = await self._computed(rid, path, body.posted(f"sglang-{request}"), headers, ended)
+            held = held_at(answer.content, answer.host, answer.port)
+            handover.hold(request, body.room, held)
+            if (error := await asyncio.shield(ended)) is not None:
+                raise HeadraceError(error)
+            self._metrics.handed_over(held.tokens)
+            self._metrics.took("prefill", self.clock.now() - began)
+            return without_params(answer.content)
+        except HeadraceError as error:
+            why = error.info
+            raise
+        finally:
+            del self._rooms[request]
+            if not ended.done():
+                handover.withdraw(request, body.room, why)
+
+    async def get(self, path: str) -> tuple[int, bytes]:
+        """What a prefill server answers to a router's question. Raises HeadraceError."""
+        self._require()
+        return await self._poster.get(path)
+
+    def not_ready(self) -> ErrorInfo | None:
+        """Why prompts would not be handed over now (503), or None."""
+        if (problem := self._ending()) is not None:
+            return problem
+        text = self._prefills.problem()
+        if self._watch is None:
+            return unavailable(f"the gateway is starting{f': {text}' if text else ''}", code=NOT_READY).info
+        return unavailable(text, code=NO_PREFILL_SERVER).info if text else None
+
+    def statistics(self) -> list[Stats]:
+        """What /metrics shows."""
+        up = Sample("prefill_servers_up", len(self._prefills.up()))
+        found = [self.front_metrics.statistics(), self._metrics.statistics(), Stats((up,))]
+        if self._handover is not None:
+            found += [with_prefix(self._handover.statistics()), self._handover.connections()]
+        return in_catalog(found)
+
+    async def stop(self) -> None:
+        """End all tasks and threads."""
+        await super().stop()
+        if self._watch is not None:
+            self._watch.cancel()
+        await self._prefills.stop()
+        if self._handover is not None:
+            await asyncio.to_thread(self._handover.stop)
+        await self._http.aclose()
+
+    def _make_handover(self, geometry: Geometry, model: ServedModel, longest: int, pages: int) -> KvHandover:
+        """Raises ConfigError for ports that cannot be had, OSError for memory."""
+        config = self.config
+        return KvHandover(
+            geometry,
+            HandoverOptions(
+                host=config.side_channel_host,
+                bootstrap_port=config.bootstrap_port,
+                rank_port=config.side_channel_port,
+                kv_cache_dtype=config.sglang_kv_cache_dtype,
+                rooms=RoomLimits(bootstrap_s=config.bootstrap_timeout_s),
+            ),
+            PeerLimits(
+                fingerprint=model.fingerprint or "",
+                model=model.model,
+                rules=allowed_prefills(config.prefill, ()),
+                pages=pages,
+                page_tokens=geometry.page_size,
+                server_keys=self._keys,
+            ),
+            name=f"{socket.gethostname()}:{config.port} (gateway {os.getpid()})",
+            max_model_len=longest,
+            ended=self._on_thread_ended,
+            server_state=self._on_thread_state,
+            is_decode_host=DecodeHosts(decode_urls(config)).covers,
+            transfer=TransferConfig(curve_key=config.curve_key),
+            api_key=config.prefill_api_key,
+        )
+
+    async def _served(self, url: str) -> tuple[ServedModel, int] | None:
+        """What a prefill server serves, and its longest sequence; None while it loads."""
+        client = DiscoveryClient(self._http, self._http)
+        model = msgspec.json.decode(await client.get(url, "/v1/handoff", key=True), type=ServedModel)
+        if not model.fingerprint:
+            return None
+        listed = msgspec.json.decode(await client.get(url, "/v1/models", key=True), type=ListedModels)
+        return model, listed.data[0].max_model_len
+
+    async def _computed(
+        self, rid: str, path: str, posted: bytes, headers: Mapping[str, str], ended: "asyncio.Future[ErrorInfo | None]"
+    ) -> PrefillAnswer:
+        """A prefill server's answer. Raises HeadraceError, also if the room ends before."""
+        computing = asyncio.ensure_future(self._poster.post(rid, path, posted, headers))
+        try:
+            await asyncio.wait((computing, ended), return_when=asyncio.FIRST_COMPLETED)
+            if ended.done() and (error := ended.result()) is not None:
+                raise HeadraceError(error)
+            return await computing
+        finally:
+            computing.cancel()
+
+    def _require(self) -> KvHandover:
+        """Raises HeadraceError (503) while requests are not handed over."""
+        if (problem := self.not_ready()) is not None:
+            raise HeadraceError(problem)
+        assert self._handover is not None, "it is ready"
+        return self._handover
+
+    async def _watch_threads(self, handover: KvHandover) -> None:
+        while handover.is_alive:
+            await asyncio.sleep(1.0)
+        self._fail("a thread that serves SGLang decode engines has ended")
+
+    def _on_thread_ended(self, request: str, error: ErrorInfo | None) -> None:
+        def resolve() -> None:
+            future = self._rooms.get(request)
+            if future is not None and not future.done():
+                future.set_result(error)
+
+        with contextlib.suppress(RuntimeError):  # the event loop is closed
+            self._loop.call_soon_threadsafe(resolve)
+
+    def _connect(self, message: AnyFrontendRequest) -> None:
+        """As PrefillPool asks a scheduler to."""
+        assert self._handover is not None, "the pool is started after it"
+        self._handover.connect(session_command(message))
+
+    def _on_thread_state(self, state: ServerState) -> None:
+        with contextlib.suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(self._prefills.update, prefill_state(state))

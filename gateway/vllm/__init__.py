@@ -1,0 +1,1 @@
+"""The gateway of stock vLLM decode engines: HTTP, engines, handoffs."""

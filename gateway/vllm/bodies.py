@@ -1,0 +1,131 @@
+"""Request bodies as a gateway reads them: what a handoff depends on. All other fields are the decode engine's."""
+
+from typing import Annotated, Any
+
+import msgspec
+
+from headrace.core.types.errors import HeadraceError, invalid
+from headrace.gateway.metrics import RecomputeReason
+from headrace.server.http.ranges import Priority, TokenId
+
+TEXT_PARTS = ("text", "refusal", "thinking", "input_text", "output_text")
+"""Types of content parts that are text."""
+MAX_CHOICES = 1024
+
+
+class GatewayParams(msgspec.Struct, kw_only=True):
+    """kv_transfer_params: the fields that tell a prefill side what it is asked for."""
+
+    do_remote_decode: bool | None = None
+    do_remote_prefill: bool | None = None
+
+
+class GatewayBody(msgspec.Struct, kw_only=True):
+    """Fields of both routes."""
+
+    model: str | None = None
+    n: Annotated[int, msgspec.Meta(ge=1, le=MAX_CHOICES)] | None = None
+    echo: bool | None = None
+    prompt_logprobs: int | None = None
+    use_beam_search: bool | None = None
+    truncate_prompt_tokens: int | None = None
+    cache_salt: str | None = None
+    priority: Priority | None = None
+    kv_transfer_params: GatewayParams | None = None
+
+    @property
+    def media(self) -> bool:
+        """Whether the prompt is more than text."""
+        return False
+
+    def recompute_reason(self) -> RecomputeReason | None:
+        """Why its prompt's KV cannot be handed over, as far as the body says."""
+        if self.use_beam_search:
+            return "beam_search"
+        if self.echo:
+            return "echo"
+        if self.prompt_logprobs is not None:
+            return "prompt_logprobs"
+        if self.truncate_prompt_tokens is not None:
+            return "truncation"
+        return "media" if self.media else None
+
+
+class GatewayCompletion(GatewayBody, kw_only=True):
+    """Body of POST /v1/completions."""
+
+    prompt: str | list[str | TokenId | list[TokenId]] | None = None
+    prompt_embeds: Any = None
+    suffix: str | None = None
+    add_special_tokens: bool | None = None
+
+    @property
+    def media(self) -> bool:
+        """Whether there are embeddings in the place of a prompt."""
+        return self.prompt_embeds is not None
+
+    def recompute_reason(self) -> RecomputeReason | None:
+        """See GatewayBody."""
+        return "suffix" if self.suffix is not None else super().recompute_reason()
+
+    def texts(self) -> list[str]:
+        """The prompts that are texts. Raises HeadraceError (400) if there are none."""
+        found = self.prompt if isinstance(self.prompt, list) else [self.prompt]
+        texts = [item for item in found if isinstance(item, str)]
+        if not texts:
+            raise invalid("prompt", "prompt is required", code="missing_field")
+        return texts
+
+    def token_ids(self) -> list[list[int]] | None:
+        """The prompts, if they are token ids; None for texts. Raises HeadraceError (400) for a prompt of both."""
+        if not isinstance(self.prompt, list) or not self.prompt:
+            return None
+        kinds = {type(item) for item in self.prompt}
+        if kinds == {int}:
+            return [[item for item in self.prompt if isinstance(item, int)]]
+        if kinds == {list}:
+            return [item for item in self.prompt if isinstance(item, list)]
+        if kinds == {str}:
+            return None
+        raise invalid("prompt", "prompt: the items of a list have to be all texts, all token ids, or all lists of ids")
+
+
+class GatewayMessage(msgspec.Struct):
+    """One message of a conversation."""
+
+    content: str | list[Any] | None = None
+
+
+class GatewayChat(GatewayBody, kw_only=True):
+    """Body of POST /v1/chat/completions."""
+
+    messages: list[GatewayMessage]
+
+    @property
+    def media(self) -> bool:
+        """Whether a part of a message is no text."""
+        return any(
+            isinstance(part, dict) and part.get("type", "text") not in TEXT_PARTS
+            for message in self.messages
+            if isinstance(message.content, list)
+            for part in message.content
+        )
+
+
+def require_remote_decode(body: GatewayBody) -> None:
+    """Raises HeadraceError for a body that asks this gateway for something else than a prefill."""
+    params = body.kv_transfer_params
+    if params is not None and params.do_remote_prefill:
+        message = "kv_transfer_params.do_remote_prefill asks a decode engine; this gateway stands for prefill servers"
+        raise invalid("kv_transfer_params.do_remote_prefill", message)
+    if params is None or not params.do_remote_decode:
+        raise wrong_place()
+
+
+def wrong_place() -> HeadraceError:
+    """The error of a request for a text."""
+    message = (
+        "a gateway decodes nothing: send requests to a router in front of it and of the decode engines, which asks "
+        "here with kv_transfer_params.do_remote_decode"
+    )
+    return invalid("kv_transfer_params", message, code="wrong_role", status=404)

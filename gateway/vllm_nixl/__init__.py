@@ -1,0 +1,1 @@
+"""The protocol of vLLM's NixlConnector, as its decode engines speak it."""

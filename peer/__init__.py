@@ -1,0 +1,1 @@
+"""A decode side as a library: where KV comes from, for engines and gateways of any make."""

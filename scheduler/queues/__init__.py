@@ -1,0 +1,1 @@
+"""The queues of requests, their shares and deadlines."""

@@ -1,0 +1,305 @@
+"""The queues of requests, and the counts by phase that follow from their moves."""
+
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator
+
+from headrace.core.messages.frontend import Submit
+from headrace.core.types.packed import packed_length
+from headrace.scheduler.costs.backlog import UNRANKED, Backlog, RankOf
+from headrace.scheduler.costs.cost_model import NOTHING, CostModel, Load
+from headrace.scheduler.kv.kv_cache import KvCache
+from headrace.scheduler.policies.policy import Policy
+from headrace.scheduler.queues.queued_shares import QueuedShares
+from headrace.scheduler.requests.phase import Phase
+from headrace.scheduler.requests.record import Request
+from headrace.scheduler.telemetry.metrics import QUEUES
+
+NONE_QUEUED = dict.fromkeys(QUEUES, 0)
+STARTED = (Phase.RUNNING, Phase.GENERATING)
+
+
+class Queues:
+    """Who can be planned next. A request in no queue waits for a peer, a stage or a plan in flight.
+
+    policy: waiting ──RUNNING──► prefilling ──all planned──► decoding ──preempt()──► preempting ──requeue()──► policy
+    to_fetch ───────FETCHING───────────────────────────────────▲
+
+    Queues are keyed by arrival number. Only the methods below change them, and keep the counts right.
+    """
+
+    def __init__(
+        self,
+        policy: Policy,
+        to_fetch: Policy,
+        costs: CostModel,
+        cache: KvCache,
+        rank_of: RankOf,
+        awaiting_row: dict[int, Request],
+        tenants: QueuedShares,
+    ) -> None:
+        """to_fetch: another policy of the same kind; not used when prompts are started strictly in order. awaiting_row,
+        tenants: shared with the queues of other replicas."""
+        self.policy = policy
+        """What is to be computed: phase WAITING, and phase RUNNING until it is wholly planned."""
+
+        self.to_fetch = policy if policy.strict else to_fetch
+        """Phase WAITING, and its KV is to be fetched. The same object as policy when all are started in one order."""
+
+        self.prefilling: dict[int, Request] = {}
+        """Phase RUNNING and not wholly planned: has its pages, and may be paused for others."""
+
+        self._costs = costs
+        self._cache = cache
+        self._key_version = costs.key_version
+
+        self.decoding: OrderedDict[int, Request] = OrderedDict()
+        """May get a decode row in the next plan, least recently planned first."""
+
+        self.preempting: dict[int, Request] = {}
+        """Have to give up their pages, once their plans in flight are done."""
+
+        self.awaiting_row = awaiting_row
+        """Were started before a peer reserved; a peer has since, and they need a metadata row. Of all replicas, which
+        share the rows."""
+
+        self.requests = dict.fromkeys(QUEUES, 0)
+        """Requests by phase."""
+
+        self.tokens = dict.fromkeys(QUEUES, 0)
+        """Prompt tokens of the requests in a phase."""
+
+        self.unplanned = 0
+        """Tokens of all requests that are in no plan and not being fetched."""
+
+        self.load = NOTHING
+        """What is left to compute of all requests."""
+
+        self.backlog = Backlog()
+        """The same, by rank."""
+
+        self._rank_of = rank_of
+        self._tenants = tenants
+
+    @property
+    def runnable(self) -> bool:
+        """Whether there may be anything to plan."""
+        return bool(self.policy or self.decoding)
+
+    @property
+    def rows(self) -> int:
+        """Rows that a plan of unlimited size would have."""
+        return len(self.prefilling) + len(self.decoding)
+
+    def admit(self, request: Request, now: float) -> None:
+        """Take in a new request, in the phase that it has."""
+        self._count(request, 1)
+        self.unplanned += request.unplanned
+        if not request.to_fetch and request.cache_version != self._cache.tree_version:
+            self._look_up(request)
+        self.recount(request)
+        if request.phase is Phase.WAITING:
+            self._push(request, now)
+
+    def withdraw(self, request: Request) -> None:
+        """Let go of a request in no queue, which goes to another replica."""
+        self._count(request, -1)
+        self.unplanned -= request.unplanned
+        self.load = self.load.minus(request.counted)
+        self.backlog.move(request.rank, request.counted, UNRANKED, NOTHING)
+        request.counted, request.rank = NOTHING, UNRANKED
+        request.expected_cached, request.cache_version = 0, -1
+
+    def take_over(self, request: Request) -> None:
+        """Count a request that another replica has let go of."""
+        self._count(request, 1)
+        self.unplanned += request.unplanned
+        if not request.to_fetch:
+            self._look_up(request)
+        self.recount(request)
+
+    def cached(self, submit: Submit) -> int:
+        """Positions of a prompt that is not admitted yet which the prefix cache has."""
+        cacheable = submit.sampling.cacheable(packed_length(submit.prompt))
+        return self._cache.cached_positions(submit.prompt, submit.cache_salt, cacheable)
+
+    def move(self, request: Request, phase: Phase, now: float) -> float:
+        """Move a request to another phase, and into the queue of that phase. Returns the seconds that it spent in the
+        phase before."""
+        left, unplanned = request.phase, request.unplanned
+        self._count(request, -1)
+        if left is Phase.WAITING and phase is Phase.RUNNING:
+            self.policy.start(request)
+        elif left is Phase.WAITING:
+            (self.to_fetch if request in self.to_fetch else self.policy).remove(request)
+        elapsed = request.enter(phase, now)
+        if request.ended:
+            self._remove(request)
+            self.unplanned -= unplanned
+            self.recount(request)
+            return elapsed
+        self._count(request, 1)
+        if phase is Phase.WAITING:
+            self._push(request, now)
+        elif phase is Phase.RUNNING:
+            self.prefilling[request.arrival] = request
+        return elapsed
+
+    def plan(self, request: Request, count: int) -> None:
+        """The next count positions of a request are in a plan, found in the cache or being fetched."""
+        if request.planned < request.target:
+            self.unplanned -= count
+        request.planned += count
+        self.recount(request)
+
+    def recount(self, request: Request) -> None:
+        """Count what is left to compute of a request, after anything that it follows from has changed."""
+        load = request.load
+        if load != request.counted:
+            self.load = self.load.minus(request.counted).plus(load)
+            self._rank(request, load)
+            request.counted = load
+
+    def look_up(self, request: Request, now: float) -> bool:
+        """Look a waiting request up in the prefix cache again, if that has changed. Returns whether it has another
+        place in the order now."""
+        if request.cache_version == self._cache.tree_version:
+            return False
+        self._look_up(request)
+        before = request.counted
+        self.recount(request)
+        if request.counted == before:
+            return False
+        self.revise(request, now)
+        return True
+
+    def revise(self, request: Request, now: float) -> None:
+        """Tell the policy what a request that is to be computed has left."""
+        self.policy.revise(request, self._costs.key_s(request.counted), now)
+
+    def renew_keys(self, now: float) -> None:
+        """Tell the policy of every request anew, if seconds are counted otherwise than before."""
+        if self._key_version != self._costs.key_version:
+            self._key_version = self._costs.key_version
+            for request in self.policy:
+                self._rank(request, request.counted)
+                self.revise(request, now)
+
+    def charge(self, request: Request, count: int) -> float:
+        """The tenant of a request is served: the next count positions are planned. Returns their predicted seconds."""
+        seconds = self._costs.load_s(Load.between(request.planned, request.planned + count))
+        self.policy.charge(request, seconds)
+        return seconds
+
+    def end_prefill(self, request: Request) -> None:
+        """The whole prompt is planned."""
+        del self.prefilling[request.arrival]
+        self.policy.remove(request)
+
+    def start_decoding(self, request: Request) -> None:
+        """Let a request have decode rows from the next plan on."""
+        self.decoding[request.arrival] = request
+
+    def decoded(self, request: Request) -> None:
+        """A decode row of the request was planned: it goes to the end of the queue."""
+        self.decoding.move_to_end(request.arrival)
+
+    def stop_decoding(self, request: Request) -> None:
+        """The request's last position is planned."""
+        del self.decoding[request.arrival]
+
+    def preempt(self, request: Request) -> None:
+        """Take a request out of decoding, so that it gives up its pages."""
+        del self.decoding[request.arrival]
+        self.preempting[request.arrival] = request
+
+    def requeue(self, request: Request) -> None:
+        """A preempted request begins again, with all its tokens as the prompt. Its phase is moved by the caller."""
+        del self.preempting[request.arrival]
+        before = request.unplanned
+        request.planned = request.computed = 0
+        self._look_up(request)
+        request.next_token_on_stages = False
+        request.target = request.length
+        self.unplanned += request.unplanned - before
+        self.recount(request)
+
+    def restart(self, request: Request) -> None:
+        """A request that was started, and could not be given its cached pages, begins again. Its phase is moved by the
+        caller."""
+        self.end_prefill(request)
+        self.preempting[request.arrival] = request
+        self.requeue(request)
+
+    def check(self, requests: Iterable[Request]) -> Iterator[str]:
+        """Requests in a queue that is not that of their phase, and counts that are wrong."""
+        counts, tokens = NONE_QUEUED.copy(), NONE_QUEUED.copy()
+        unplanned, squares, left, arrivals = 0, 0, 0, set()
+        for request in requests:
+            arrivals.add(request.arrival)
+            if not request.ended:
+                unplanned += request.unplanned
+                own = request.load
+                squares, left = squares + own.squares, left + own.tokens
+                counts[request.phase] += 1
+                tokens[request.phase] += request.prompt_tokens
+            yield from self._check_request(request)
+        if counts != self.requests or tokens != self.tokens:
+            yield f"queues count {self.requests}, {self.tokens}; there are {counts}, {tokens}"
+        if unplanned != self.unplanned:
+            yield f"{self.unplanned} unplanned tokens counted, {unplanned} found"
+        load = (squares, left)
+        if load != self.load or load != self.backlog.total():
+            yield f"{self.load} counted as to be computed, {self.backlog.total()} by rank, {Load(*load)} found"
+        listed = len(self.policy) + (0 if self.to_fetch is self.policy else len(self.to_fetch))
+        if listed != (expected := counts[Phase.WAITING] + len(self.prefilling)):
+            yield f"{listed} requests are ordered by the policy; {expected} wait or are half done"
+        for queue in (self.prefilling, self.decoding, self.preempting):
+            if queue and (unknown := queue.keys() - arrivals):
+                yield f"requests {unknown} are queued and not known"
+
+    def _check_request(self, request: Request) -> list[str]:
+        """What is wrong with the queues of one request. Runs after every event of a simulation."""
+        phase, arrival, found = request.phase, request.arrival, []
+        ordered = request in self.policy or request in self.to_fetch
+        prefilling, decoding, preempting = (
+            arrival in self.prefilling, arrival in self.decoding, arrival in self.preempting)  # fmt: skip
+        if ordered != (phase is Phase.WAITING or prefilling):
+            found.append(f"is {'' if ordered else 'not '}ordered by the policy")
+        if prefilling and phase is not Phase.RUNNING:
+            found.append("is among the prefills")
+        if decoding and phase not in STARTED:
+            found.append("is among the decoding")
+        if preempting and phase not in STARTED:
+            found.append("is among the preempted")
+        if prefilling + decoding + preempting > 1:
+            found.append("is in several queues")
+        if arrival in self.awaiting_row and (request.lease is None or not request.early_prefill):
+            found.append("waits for a metadata row")
+        return [f"{request.rid} ({phase.value}) {text}" for text in found]
+
+    def _rank(self, request: Request, load: Load) -> None:
+        """Count a request's load under the rank that it has with it."""
+        submit, old = request.submit, request.rank
+        request.rank = self._rank_of(submit.priority, submit.slo_ttft_s, self._costs.key_s(load))
+        self.backlog.move(old, request.counted, request.rank, load)
+
+    def _push(self, request: Request, now: float) -> None:
+        policy = self.to_fetch if request.to_fetch else self.policy
+        policy.push(request, self._costs.key_s(request.counted), now)
+
+    def _look_up(self, request: Request) -> None:
+        """Note how much of a request's prompt is cached."""
+        request.cache_version = self._cache.tree_version
+        request.expected_cached = self._cache.cached_positions(request.tokens, request.salt, request.cacheable)
+
+    def _count(self, request: Request, sign: int) -> None:
+        self.requests[request.phase] += sign
+        self.tokens[request.phase] += sign * request.prompt_tokens
+        self._tenants.count(request, sign)
+
+    def _remove(self, request: Request) -> None:
+        self.awaiting_row.pop(request.arrival, None)
+        if self.prefilling.pop(request.arrival, None) is not None:
+            self.policy.remove(request)
+        self.decoding.pop(request.arrival, None)
+        self.preempting.pop(request.arrival, None)

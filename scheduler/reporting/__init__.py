@@ -1,0 +1,1 @@
+"""What the scheduler tells on demand: statistics, status, traces."""

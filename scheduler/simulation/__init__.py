@@ -1,1 +1,0 @@
-"""The scheduler under a virtual clock, with a simulated engine and network."""

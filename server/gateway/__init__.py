@@ -1,1 +1,0 @@
-"""Gateway: prefill servers on one side, decode engines on which nothing of Headrace is installed on the other."""

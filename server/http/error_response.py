@@ -1,0 +1,81 @@
+"""Error responses in OpenAI's form, with the status, code and field of an ErrorInfo."""
+
+import math
+from collections.abc import Callable
+
+from fastapi import FastAPI, Request
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+from starlette.types import Scope
+
+from headrace.core.types.errors import ErrorInfo, HeadraceError
+from headrace.server.frontend.request_log import RequestRecord
+from headrace.server.http.content_coding import ACCEPTED
+from headrace.server.http.streaming import EventWriter, json_response
+
+_TYPES = {
+    401: "authentication_error",
+    404: "not_found_error",
+    409: "conflict_error",
+    429: "rate_limit_error",
+    499: "cancelled_error",
+}
+_CODES = {404: "not_found", 405: "method_not_allowed"}
+
+
+def error_body(info: ErrorInfo) -> dict[str, object]:
+    """The JSON object of an error."""
+    kind = _TYPES.get(info.status, "server_error" if info.status >= 500 else "invalid_request_error")
+    body: dict[str, object] = {"message": info.message, "type": kind, "param": info.field, "code": info.code}
+    if info.stage is not None:
+        body["stage"] = info.stage
+    return {"error": body}
+
+
+def error_response(info: ErrorInfo) -> Response:
+    """An error as a whole HTTP response."""
+    headers = {}
+    if info.retry_after_s is not None:
+        headers["Retry-After"] = str(max(1, math.ceil(info.retry_after_s)))
+    if info.status == 415:
+        headers["Accept-Encoding"] = ACCEPTED
+    if info.status == 401:
+        headers["WWW-Authenticate"] = "Bearer"
+    return json_response(error_body(info), status=info.status, headers=headers)
+
+
+async def write_error_event(events: EventWriter, info: ErrorInfo) -> None:
+    """End a stream that failed after its first event."""
+    await events.data(error_body(info))
+    await events.done()
+
+
+def install_handlers(app: FastAPI, allowed: Callable[[Scope], str]) -> None:
+    """Answer every failure of a route in the same form. allowed: the methods of a path."""
+
+    @app.exception_handler(HeadraceError)
+    async def headrace_error(request: Request, error: HeadraceError) -> Response:
+        record: RequestRecord | None = request.scope.get("state", {}).get("record")
+        if record is not None:
+            record.answered(error.info)
+        return error_response(error.info)
+
+    @app.exception_handler(HTTPException)
+    async def http_error(request: Request, error: HTTPException) -> Response:
+        """Unknown paths and methods. OPTIONS is answered with the methods, and with no word for pages of other
+        origins (CORS), which therefore cannot use the API."""
+        if error.status_code == 405 or request.scope["path"] == "*":
+            headers = {"Allow": allowed(request.scope)}
+            if request.method == "OPTIONS":
+                return Response(status_code=204, headers=headers)
+            error = HTTPException(error.status_code, error.detail, headers)
+        code = _CODES.get(error.status_code, "http_error")
+        message = f"{request.method} {request.url.path}: {error.detail}"
+        response = error_response(ErrorInfo(code=code, message=message, status=error.status_code))
+        response.headers.update(error.headers or {})
+        return response
+
+    @app.exception_handler(Exception)
+    async def bug(_request: Request, _error: Exception) -> Response:
+        """Starlette logs the traceback; the client gets a plain 500."""
+        return error_response(ErrorInfo(code="internal_error", message="internal error; see the log", status=500))

@@ -1,0 +1,337 @@
+"""The simulated engine: a pipeline of stages whose "KV" shows every mistake.
+
+The "KV" of a position is a hash of all tokens up to it, kept in the slot that the page table names, on every stage.
+A wrong page, a page that was freed too early, a lost or misplaced token: each changes the tokens that are sampled.
+"""
+
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+
+from headrace.core.messages.orders import (
+    CancelReceive,
+    CancelSend,
+    CloseSession,
+    DropPages,
+    Forward,
+    LoadPages,
+    Order,
+    PlanRow,
+    PrepareReceive,
+    ReleaseRequest,
+    SendChunk,
+    StorePages,
+)
+from headrace.core.messages.stage_events import (
+    AnyStageEvent,
+    ChunkAcked,
+    ChunkReceived,
+    KvReceived,
+    PlanDone,
+    ReceiveCancelled,
+    ReceivePrepared,
+    SampledToken,
+    SendCancelled,
+    SessionClosed,
+    StageReady,
+)
+from headrace.core.types.kv.geometry import Geometry
+from headrace.core.types.packed import unpack
+from headrace.testing.chunk import PendingReceive, SimulatedChunk
+from headrace.testing.exchange import SimulatedExchange
+from headrace.testing.model import NAN, NAN_TOKEN, VOCABULARY, extend, next_token
+from headrace.testing.tiers import SimulatedDisk, SimulatedTiers
+from headrace.testing.world import Channel, World
+
+IDLE_S = 1e-5  # mean seconds of a pass in which a replica is idle
+
+
+class SimulatedPipeline:
+    """The stages of one replica of an engine."""
+
+    def __init__(
+        self,
+        world: World,
+        ranks: Sequence[int],
+        pages: int,
+        page_size: int,
+        token_s: float,
+        report: Callable[[AnyStageEvent], None],
+        ship: Callable[[SimulatedChunk], None],
+        has_nan_token: bool = False,
+        checks_chunks: bool = True,
+        disks: Sequence[SimulatedDisk] = (),
+        tier_faults: float = 0.0,
+        replica: int = 0,
+        exchange: SimulatedExchange | None = None,
+    ) -> None:
+        """ranks: in the order of their stages. token_s: seconds that a stage takes for a token. report: takes events,
+        in order for each stage. ship: takes chunks that are sent. has_nan_token: KV of NAN_TOKEN is NaN. checks_chunks:
+        the last stage also reports rows that are not sampled as nonfinite. disks: of the stages, where there are tiers.
+        tier_faults: as in SimulatedTiers. exchange: where lockstep replicas meet; None where they share nothing."""
+        self.world = world
+        self.replica = replica
+        self.exchange = exchange
+        self.has_nan_token = has_nan_token
+        self.checks_chunks = checks_chunks
+        self.report = report
+        self.ship = ship
+        self.token_s = token_s
+        self.page_size = page_size
+        self.sampled: dict[tuple[int, int], int] = {}
+        """Tokens that this pipeline sampled, by request and position."""
+
+        self.computed: list[set[int]] = [set() for _ in ranks]
+        """Order numbers of the Forwards that each stage has computed."""
+
+        self.disks = disks
+        self.tier_faults = tier_faults
+        self.stages = [SimulatedStage(self, index, rank, pages, page_size) for index, rank in enumerate(ranks)]
+        self.dead = False
+        """It has crashed: nothing is reported any more."""
+
+    @property
+    def last(self) -> int:
+        """Index of the last stage."""
+        return len(self.stages) - 1
+
+    def start(self, pages: int, page_size: int, host_pages: int = 0, disk_pages: int = 0) -> None:
+        """Have every stage report that it is ready, and then what is on its disk."""
+        geometry = Geometry("float32", 1, 1, 1, page_size)
+        for stage in self.stages:
+            stage.report(
+                StageReady(
+                    stage=stage.rank,
+                    geometry=geometry,
+                    fingerprint="simulated",
+                    data_port=1,
+                    kv_pages=pages,
+                    vocab_size=VOCABULARY,
+                    host_pages=host_pages,
+                    disk_pages=disk_pages,
+                )
+            )
+            if stage.tiers is not None and disk_pages:
+                stage.tiers.scan()
+
+    def order(self, order: Order) -> None:
+        """Send an order to every stage."""
+        for stage in self.stages:
+            stage.inbox.put(lambda stage=stage: stage.execute(order))  # type: ignore[misc]
+
+    def wake(self) -> None:
+        """A Forward was computed: stages that wait for its results may go on."""
+        for stage in self.stages:
+            stage.compute()
+
+    def token_of(self, row: PlanRow) -> list[int] | None:
+        """The input tokens of a row; None while the pipeline has not sampled the one it needs."""
+        if row.tokens:
+            return list(unpack(row.tokens))
+        token = self.sampled.get((row.request, row.start))
+        return None if token is None else [token]
+
+
+class SimulatedStage:
+    """One stage: Forwards in stream order, a sender, a receiver."""
+
+    def __init__(self, pipeline: SimulatedPipeline, index: int, rank: int, pages: int, page_size: int) -> None:
+        self.pipeline = pipeline
+        self.index = index
+        self.rank = rank
+        self.page_size = page_size
+        self.pool = [[-1] * page_size for _ in range(pages)]
+        self.log: list[Order] = []
+        self.inbox = Channel(pipeline.world, 0.001)
+        self._outbox = Channel(pipeline.world, 0.001)
+        self._queue: deque[Forward] = deque()
+        self._waiting_sends: list[SendChunk] = []  # wait for the Forward that computes their pages
+        self._busy = False
+        self._cancelled: set[int] = set()
+        self._cancel_asked: set[int] = set()
+        self._sending: Counter[int] = Counter()
+        self._pending: dict[tuple[str, str, int], PendingReceive] = {}
+        self.tiers: SimulatedTiers | None = None
+        if pipeline.disks:
+            disk, faults = pipeline.disks[index], pipeline.tier_faults
+            self.tiers = SimulatedTiers(pipeline.world, rank, self.pool, disk, faults, self.report)
+        self.revoked: set[str] = set()  # sessions through which nothing can be written any more
+
+    def report(self, event: AnyStageEvent) -> None:
+        """Send an event to the scheduler, unless the engine has crashed meanwhile."""
+        pipeline = self.pipeline
+        self._outbox.put(lambda: None if pipeline.dead else pipeline.report(event))
+
+    def execute(self, order: Order) -> None:
+        """Act on an order, as a stage does."""
+        if self.pipeline.dead:
+            return
+        self.log.append(order)
+        match order:
+            case Forward():
+                if self.pipeline.exchange is not None:
+                    self.pipeline.exchange.ordered(self.pipeline.replica, order)
+                self._queue.append(order)
+                self.compute()
+            case SendChunk() if order.after not in self.pipeline.computed[self.index]:
+                self._waiting_sends.append(order)
+            case SendChunk():
+                self._start_sending(order)
+            case ReleaseRequest():
+                self._cancelled.discard(order.request)
+                self._drop_receive(order.request)
+            case CancelSend():
+                self._cancelled.add(order.request)
+                self._cancel_asked.add(order.request)
+                self._report_cancelled(order.request)
+            case PrepareReceive():
+                self._pending[(order.session, order.ticket, order.generation)] = PendingReceive(order)
+                self.report(ReceivePrepared(stage=self.rank, request=order.request))
+            case CancelReceive():
+                self._drop_receive(order.request)
+                self.report(ReceiveCancelled(stage=self.rank, request=order.request))
+            case StorePages() | LoadPages() | DropPages() if self.tiers is not None:
+                self.tiers.execute(order)
+            case CloseSession():  # as long as the sender may go on writing
+                self.pipeline.world.after(0.05, lambda: self._revoke(order.session))
+            case _:
+                pass
+
+    def compute(self) -> None:
+        """Start the next Forward, unless one is running or its input is missing."""
+        if not self._queue or self._busy or not self._can_start(self._queue[0]):
+            return
+        self._busy = True
+        order = self._queue.popleft()
+        seconds = self.pipeline.token_s * sum(row.count for row in order.rows)
+
+        def run() -> None:
+            self.pipeline.world.after(seconds or IDLE_S, lambda: self._computed(order, seconds))
+
+        if self.pipeline.exchange is None:
+            run()
+        else:
+            self.pipeline.exchange.enter(self.index, order.seq, self.pipeline.replica, run)
+
+    def write(self, send: SendChunk, values: list[int]) -> None:
+        """Put the KV of a chunk into the pages that were reserved for it."""
+        pages = unpack(send.dst_pages)
+        base = send.start // self.page_size
+        for offset, value in enumerate(values, send.start):
+            self.pool[pages[offset // self.page_size - base]][offset % self.page_size] = value
+
+    def receive(self, chunk: SimulatedChunk) -> None:
+        """Take in a chunk from a prefill stage: write it, unless it has been written, and acknowledge it. A chunk that
+        is not expected any more is ignored."""
+        send = chunk.order
+        pending = self._pending.get((send.session, send.ticket, send.generation))
+        if pending is None or self.pipeline.dead:
+            return
+        if not chunk.written:
+            self.write(send, chunk.values)
+        pending.seen.add((chunk.stage, send.chunk))
+        if send.last is not None:
+            pending.totals[chunk.stage] = send.chunk + 1
+            pending.first = send.last
+        chunk.receivers -= 1
+        if chunk.receivers == 0:
+            chunk.acked()
+        self.report(ChunkReceived(stage=self.rank, request=pending.order.request))
+        self._arrived(pending, chunk.stages)
+
+    def _arrived(self, pending: PendingReceive, stages: int) -> None:
+        if len(pending.totals) < stages or len(pending.seen) < sum(pending.totals.values()):
+            return
+        assert pending.first is not None, "the last chunk carries it"
+        self._drop_receive(pending.order.request)
+        chunks = len(pending.seen)
+        request = pending.order.request
+        self.report(KvReceived(stage=self.rank, request=request, first=pending.first, bytes=chunks, chunks=chunks))
+
+    def left(self) -> set[int]:
+        """Requests that the stage still does something for, or remembers."""
+        waiting = {order.request for order in self._waiting_sends}
+        prepared = {pending.order.request for pending in self._pending.values()}
+        return waiting | prepared | self._cancelled | self._cancel_asked | set(+self._sending)
+
+    def _revoke(self, session: str) -> None:
+        self.revoked.add(session)
+        self.report(SessionClosed(stage=self.rank, session=session))
+
+    def _drop_receive(self, request: int) -> None:
+        for key in [key for key, pending in self._pending.items() if pending.order.request == request]:
+            del self._pending[key]
+
+    def _can_start(self, order: Forward) -> bool:
+        upstream = self.index == 0 or order.seq in self.pipeline.computed[self.index - 1]
+        return upstream and all(self.pipeline.token_of(row) is not None for row in order.rows)
+
+    def _computed(self, order: Forward, seconds: float) -> None:
+        if self.pipeline.dead:
+            return
+        self._busy = False
+        states = [(row, self._run(row)) for row in order.rows]
+        samples: list[SampledToken] = []
+        nonfinite: list[int] = []
+        for row, state in states if self.index == self.pipeline.last else ():
+            if row.sample and row.feeds:
+                self.pipeline.sampled[(row.request, row.start + row.count)] = next_token(state)
+            if state == NAN and (row.sample or self.pipeline.checks_chunks):
+                nonfinite.append(row.request)
+            elif row.sample:
+                samples.append(SampledToken(row.request, next_token(state)))
+        self.pipeline.computed[self.index].add(order.seq)
+        for send in [send for send in self._waiting_sends if send.after == order.seq]:
+            self._waiting_sends.remove(send)
+            self._start_sending(send)
+        self.report(
+            PlanDone(
+                stage=self.rank,
+                seq=order.seq,
+                duration_s=seconds,
+                samples=tuple(samples),
+                nonfinite=tuple(nonfinite),
+            )
+        )
+        self.pipeline.wake()
+
+    def _run(self, row: PlanRow) -> int:
+        """Compute a row: extend the hash of the prefix in the pool by the row's tokens. Returns the last hash."""
+        size, pages = self.page_size, unpack(row.pages)
+        tokens = self.pipeline.token_of(row)
+        assert tokens is not None, "checked before the plan started"
+        before = row.start - 1
+        state = self.pool[pages[before // size]][before % size] if row.start else 0
+        for position, token in enumerate(tokens, row.start):
+            state = NAN if self.pipeline.has_nan_token and token == NAN_TOKEN else extend(state, token)
+            self.pool[pages[position // size]][position % size] = state
+        return state
+
+    def _start_sending(self, order: SendChunk) -> None:
+        if order.request not in self._cancelled:
+            self._sending[order.request] += 1
+            self.pipeline.world.after(0.003, lambda: self._sent(order))
+
+    def _sent(self, order: SendChunk) -> None:
+        """Ship the chunk as the pages are now: until then they must not have been changed."""
+        pipeline = self.pipeline
+        if pipeline.dead:
+            return
+        size, pages = self.page_size, unpack(order.pages)
+        base = order.start // size
+        positions = range(order.start, order.start + order.count)
+        values = [self.pool[pages[position // size - base]][position % size] for position in positions]
+        event = ChunkAcked(stage=self.rank, request=order.request, chunk=order.chunk, bytes=4 * order.count)
+
+        def acked() -> None:
+            for _ in range(1 if pipeline.world.random.random() < 0.9 else 2):
+                self.report(event)
+
+        pipeline.ship(SimulatedChunk(self.index, len(pipeline.stages), self.rank, order, values, acked))
+        self._sending[order.request] -= 1
+        self._report_cancelled(order.request)
+
+    def _report_cancelled(self, request: int) -> None:
+        if request in self._cancel_asked and not self._sending[request]:
+            self._cancel_asked.discard(request)
+            del self._sending[request]
+            self.report(SendCancelled(stage=self.rank, request=request))

@@ -1,0 +1,306 @@
+"""The simulator: runs schedulers under virtual time with random delays, cancels, lost peers and crashed stages.
+
+    colocated:   clients ─► server (some requests are dropped after the first token)
+    pair:        clients ─► decode server ─► its front end ─► prefill server ─► chunks ─► decode server
+
+A run follows from its seed. All that must hold whatever the schedule is checked as it happens, and violations are
+collected.
+"""
+
+import random
+from collections.abc import Callable
+
+import msgspec
+
+from headrace.core.config import SchedulerConfig
+from headrace.core.messages.frontend import Abort, AddPrefill, Submit
+from headrace.core.messages.peers import AskCancel, AskRenew, AskReserve, ConnectPrefill
+from headrace.core.messages.replies import RequestFailed, Reserved, SchedulerReply
+from headrace.core.types.errors import ErrorInfo
+from headrace.core.types.kv.backends import SHM, ZMQ
+from headrace.core.types.packed import pack
+from headrace.core.types.requests.request import AnyRoute, DecodeHere, Discard, FetchFrom, SamplingParams, SendTo
+from headrace.scheduler.scheduler import Effect
+from headrace.server.routing.failover import PrefillAttempts
+from headrace.testing.link import SimulatedLinks
+from headrace.testing.model import NAN_TOKEN, VOCABULARY
+from headrace.testing.scenario import Scenario, draw_config
+from headrace.testing.server import SimulatedClient, SimulatedServer, SimulationReport
+from headrace.testing.world import World
+
+MAX_EVENTS = 200_000
+
+
+def simulate(scenario: Scenario) -> SimulationReport:
+    """Run one schedule to its end."""
+    return Simulation(scenario).run()
+
+
+class Simulation:
+    """One run: servers and clients are drawn from the scenario's seed."""
+
+    def __init__(self, scenario: Scenario) -> None:
+        self._scenario = scenario
+        self._world = World(scenario.seed)
+        self._random = self._world.random
+        self._skipped = frozenset(scenario.skipped)
+        self._clients = random.Random(scenario.seed)  # the requests must not depend on how fast they are served
+        self._report = SimulationReport()
+        self._server = self._new_server("decode" if scenario.shape == "pair" else "colocated")
+        self._servers = [self._server]
+        self._crashed = False
+        self._links: dict[str, SimulatedLinks] = {}
+        self._prefills: dict[str, SimulatedServer] = {}
+        self._attempts: dict[str, PrefillAttempts] = {}  # by rid
+        if scenario.shape == "pair":
+            backend = (ZMQ, SHM)[scenario.seed % 2]
+            for number in range(scenario.prefills):
+                self._add_prefill("prefill" if number == 0 else f"prefill{number}", backend)
+            self._server.on_output = self._on_decode_output
+            self._server.on_peer = self._on_peer
+            if backend == SHM:
+                self._server.on_restart = self._lose_all  # its hellos describe other pools
+        self._texts = [
+            tuple(self._clients.randrange(VOCABULARY) for _ in range(60 // scenario.scale)) for _ in range(3)
+        ]
+
+    def run(self) -> SimulationReport:
+        """Run until nothing happens any more."""
+        when = 0.0
+        for number in range(self._scenario.requests):
+            when += self._random.expovariate(1 / self._scenario.arrivals_s)
+            self._world.at(when, lambda number=number: self._arrive(number))  # type: ignore[misc]
+        for what, chance, act in (
+            ("connection breaks", self._scenario.lost_peer, self._lose_peer),
+            ("stage fails", self._scenario.crash, self._crash),
+        ):
+            if self._random.random() < chance:
+                self._act(what, act, self._random.uniform(0.01, 2 * when))
+        if not self._world.run(MAX_EVENTS):
+            self._server.violation("the schedule does not end")
+        for server in self._servers:
+            server.finish()
+            if not self._crashed and f"{server.name}:stage_failed" in self._report.outcomes:
+                server.violation("the watchdog declared a stage silent that was not")
+        self._report.seconds = self._world.now
+        return self._report
+
+    def _add_prefill(self, name: str, backend: str) -> None:
+        prefill = self._prefills[name] = self._new_server(name, self._server.config)
+        self._servers.append(prefill)
+        self._links[name] = SimulatedLinks(self._world, prefill, self._server, self._scenario.stall, backend)
+        self._server.send(AddPrefill(name=name, endpoint="simulated"))
+        prefill.on_output = lambda output: self._on_prefill_output(name, output)
+
+    def _new_server(self, name: str, other: SchedulerConfig | None = None) -> SimulatedServer:
+        scenario, rng = self._scenario, self._random
+        config = draw_config(scenario, rng, other)
+        host_pages = disk_pages = 0
+        if scenario.tiers:
+            host_pages, disk_pages = rng.choice([(4, 0), (30, 0), (0, 30), (4, 10), (10, 40), (200, 200)])
+            config = msgspec.structs.replace(config, disk_admission_turn=rng.choice([0, 0, 1]))
+        return SimulatedServer(
+            self._world,
+            name,
+            config,
+            scenario.token_s,
+            self._report,
+            has_nan_token=scenario.has_nan_token,
+            checks_chunks=scenario.seed % 3 > 0,
+            host_pages=host_pages,
+            disk_pages=disk_pages,
+            tier_faults=scenario.tier_faults,
+        )
+
+    def _act(self, what: str, action: Callable[[], None], at: float | None = None, mean_s: float | None = None) -> None:
+        """Do something that comes from outside, under a number, unless that is to be skipped. at: when. mean_s: mean of
+        the random delay, which is drawn even if it is skipped. Neither of them: now."""
+        number = len(self._report.actions)
+        self._report.actions.append(what)
+        if mean_s is not None:
+            at = self._world.delayed(mean_s)
+        if number in self._skipped:
+            return
+        if at is None:
+            action()
+        else:
+            self._world.at(at, action)
+
+    def _arrive(self, number: int) -> None:
+        rng = self._clients
+        prompt = self._draw_prompt()
+        pair = self._scenario.shape == "pair"
+        sampling = SamplingParams(
+            max_tokens=rng.choice([1, 2, 8, 20, 60] if self._scenario.scale == 1 else [1, 2, 3, 5, 12]),
+            min_tokens=rng.choice([0, 0, 3]),
+            stop_token_ids=tuple(rng.sample(range(VOCABULARY), rng.choice([0, 0, 3, 20]))),
+        )
+        submit = Submit(
+            rid=f"r{number}",
+            prompt=pack(prompt),
+            sampling=sampling,
+            route=self._draw_route(number),
+            deadline_s=rng.uniform(0.01, 2.0) if rng.random() < 0.1 else None,
+            cache_salt=rng.choice(["", "", "tenant"]),
+            progress=rng.random() < 0.5,
+            priority=number % 5 % 3,
+            tenant=("", "", "other")[number % 3],
+            slo_ttft_s=(None, 0.01, 0.1)[number % 7 % 3],
+            replica=number // 7 % self._scenario.dp if number % 7 == 5 else None,
+        )
+        client = SimulatedClient(submit, prompt)
+        if pair and self._scenario.rooms and rng.random() < self._scenario.rooms:
+            self._call_both(client)
+            return
+        alone, rid = self._scenario.prefills == 1, submit.rid
+        if pair and alone and rng.random() < self._scenario.hold:
+            self._post(client, hold=True)
+        else:
+            self._act(f"submit {rid}", lambda: self._server.submit(client))
+        if rng.random() < self._scenario.cancel:
+            finish = rng.random() < 0.3
+            mean_s = rng.choice([0.002, 0.02, 0.1])
+            self._act(f"cancel {rid}", lambda: self._cancel(client, finish), mean_s=mean_s)
+        if pair and alone and rng.random() < 0.3:  # a router that calls both sides at once
+            self._post(client)
+
+    def _call_both(self, client: SimulatedClient) -> None:
+        """As a router that sends the request to both servers at once, under a room."""
+        submit = client.submit
+        route = msgspec.structs.replace(submit.route, posting="external")
+        client.submit = msgspec.structs.replace(submit, route=route)
+        self._act(f"submit {submit.rid}", lambda: self._server.submit(client))
+        if self._random.random() >= self._scenario.abandon:
+            self._post(client)
+        if self._clients.random() < self._scenario.cancel:
+            mean_s = self._clients.choice([0.002, 0.02, 0.1, 1.0])
+            self._act(f"cancel {submit.rid}", lambda: self._cancel(client, finish=False), mean_s=mean_s)
+
+    def _draw_route(self, number: int) -> AnyRoute:
+        """In a pair every request is fetched; alone, some are dropped after the first token."""
+        if self._scenario.shape == "pair":
+            return FetchFrom(list(self._prefills)[number % len(self._prefills)], f"t{number}")
+        return DecodeHere() if self._clients.random() < 0.8 else Discard()
+
+    def _draw_prompt(self) -> tuple[int, ...]:
+        """A prefix of a common text and an ending of its own, so that prompts share pages."""
+        rng = self._clients
+        scale = self._scenario.scale
+        lengths = [0, 5, 16, 33, 50] if scale == 1 or not self._scenario.tiers else [0, 32, 40, 48, 48]
+        shared = rng.choice(self._texts)[: rng.choice(lengths) // scale]
+        own = [rng.randrange(VOCABULARY) for _ in range(rng.choice([1, 2, 7, 13]) // scale or 1)]
+        prompt = [*shared, *own]
+        if self._scenario.has_nan_token and self._scenario.small and rng.random() < 0.4:  # else short ones have none
+            prompt[rng.randrange(len(prompt))] = NAN_TOKEN
+        return tuple(prompt)
+
+    def _cancel(self, client: SimulatedClient, finish: bool) -> None:
+        client.finished_early = finish
+        self._server.send(Abort(rid=client.submit.rid, finish=finish))
+
+    def _post(self, client: SimulatedClient, hold: bool = False, local: bool = False) -> None:
+        """Post the prompt to the prefill server, once: as a router, or (local) as the decode server's front end."""
+        submit = client.submit
+        assert isinstance(submit.route, FetchFrom), "in a pair every request is fetched"
+        prefill = self._prefills[submit.route.prefill]
+        if submit.rid in prefill.clients:
+            return
+        there = msgspec.structs.replace(submit, route=SendTo(_ticket(client), hold))
+        prompt = client.prompt
+        if self._scenario.other_prompt and not local and self._random.random() < self._scenario.other_prompt:
+            prompt = (*prompt, 1)
+            there = msgspec.structs.replace(there, prompt=pack(prompt))
+        posted = SimulatedClient(there, prompt)
+        self._act(f"post {submit.rid}", lambda: self._posted(prefill, posted), mean_s=0.002)
+        if hold:
+            self._follow_hold(client)
+
+    def _follow_hold(self, client: SimulatedClient) -> None:
+        """Renew the ticket of a held prompt or not, and fetch, release or abort it early or late, or do nothing."""
+        rng = self._random
+        ticket, rid, link = _ticket(client), client.submit.rid, self._links["prefill"]
+        for _ in range(rng.choice([0, 0, 1, 6])):
+            self._act(f"renew {ticket}", lambda: link.renew(ticket), mean_s=rng.choice([0.02, 0.2]))
+        fate = rng.random()
+        if fate < 0.7:
+            mean_s = rng.choice([0.001, 0.02, 0.1, 0.5])
+            self._act(f"fetch {rid}", lambda: self._server.submit(client), mean_s=mean_s)
+        elif fate < 0.8:
+            self._act(f"release {ticket}", lambda: link.release(ticket), mean_s=0.05)
+        elif fate < 0.9:
+            prefill = self._prefills["prefill"]
+            self._act(f"abort {rid} at the prefill server", lambda: prefill.send(Abort(rid=rid)), mean_s=0.05)
+
+    def _posted(self, prefill: SimulatedServer, client: SimulatedClient) -> None:
+        if client.submit.rid not in prefill.clients:
+            prefill.submit(client)
+
+    def _on_peer(self, effect: Effect) -> None:
+        """Lead an effect of the decode server to the connection that it is for."""
+        match effect:
+            case ConnectPrefill(name=name):
+                self._links[name].from_control_client(effect)
+            case AskReserve() | AskCancel() | AskRenew():
+                known = (link for link in self._links.values() if link.knows(effect.session))
+                next(known, self._links["prefill"]).from_control_client(effect)
+            case _:
+                pass
+
+    def _on_decode_output(self, output: SchedulerReply) -> None:
+        if isinstance(output, Reserved):
+            route = self._server.clients[output.rid].submit.route
+            if isinstance(route, FetchFrom) and route.posting != "local":
+                return  # its router posts it
+            if self._random.random() >= self._scenario.abandon:
+                self._post(self._server.clients[output.rid], local=True)
+        elif isinstance(output, RequestFailed):
+            route = self._server.clients[output.rid].submit.route
+            assert isinstance(route, FetchFrom), "in a pair every request is fetched"
+            if self._random.random() < 0.8:
+                self._prefills[route.prefill].send(Abort(rid=output.rid))
+            if len(self._prefills) > 1:
+                self._move(output, route)
+
+    def _move(self, failed: RequestFailed, route: FetchFrom) -> None:
+        """Submit a request again as the front end does, if its prefill server failed it and there is another one."""
+        client = self._server.clients[failed.rid]
+        attempts = self._attempts.setdefault(failed.rid, PrefillAttempts())
+        attempts.failed(route.prefill, failed.error)
+        others = [name for name in self._prefills if name not in attempts.servers]
+        if client.tokens or not attempts.may_move or not others:
+            return
+        client.ends.clear()
+        again = FetchFrom(self._random.choice(others), f"{route.ticket}+")
+        client.submit = msgspec.structs.replace(client.submit, route=again, moved=True)
+        self._report.moves += 1
+        self._server.send(client.submit)
+
+    def _on_prefill_output(self, name: str, output: SchedulerReply) -> None:
+        """The front end learns from its POST that the prefill server has failed a prompt."""
+        if isinstance(output, RequestFailed):
+            client = self._server.clients.get(output.rid)
+            if client is not None and client.submit.route != FetchFrom(name, _ticket(client)):
+                return  # it was moved: the POST was given up
+            code, text = f"prefill_{output.error.code}", output.error.message
+            error = ErrorInfo(code=code, message=text, status=502, at_prefill=True)
+            self._server.send(Abort(rid=output.rid, error=error))
+
+    def _lose_peer(self) -> None:
+        if self._links:
+            names = list(self._links)
+            self._links[names[0] if len(names) == 1 else self._random.choice(names)].lose()
+
+    def _lose_all(self) -> None:
+        for link in self._links.values():
+            link.lose()
+
+    def _crash(self) -> None:
+        self._crashed = True
+        server: SimulatedServer = self._random.choice(self._servers)
+        server.crash()
+
+
+def _ticket(client: SimulatedClient) -> str:
+    route = client.submit.route
+    assert isinstance(route, FetchFrom), "in a pair every request is fetched"
+    return route.ticket

@@ -1,0 +1,1 @@
+"""headrace simulate: what a deployment would do with a trace, on real Schedulers in virtual time."""

@@ -1,0 +1,192 @@
+"""`headrace simulate`: reads the trace, replays every point of the sweep, prints the table."""
+
+import argparse
+import gc
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import msgspec
+
+from headrace.core.runtime.output import say
+from headrace.core.types.errors import ConfigError
+from headrace.scheduler.costs.chunking import Cost
+from headrace.tools.simulate import options, plot
+from headrace.tools.simulate.objectives import OBJECTIVES
+from headrace.tools.simulate.options import Point
+from headrace.tools.simulate.progress import Progress
+from headrace.tools.simulate.replay.costs import split_evenly
+from headrace.tools.simulate.replay.offered_work import offered_work
+from headrace.tools.simulate.replay.replay import Replay, ReplaySettings
+from headrace.tools.simulate.replay.replica import HostTier
+from headrace.tools.simulate.replay.routing import ROUTERS
+from headrace.tools.simulate.replay.workload import TraceRequest
+from headrace.tools.simulate.report import Report, Row, as_json, as_text
+from headrace.tools.simulate.summary import summarise
+from headrace.tools.simulate.trace_file import read_trace
+
+
+class _Engine(msgspec.Struct, frozen=True):
+    """What forward passes take, and how it is known."""
+
+    costs: tuple[Cost, ...]
+    """One for all stages together, or one for each."""
+    kv_tokens: int
+    """Size of the KV pool; 0 where it is not known."""
+    latency_s: float
+    origin: str
+    """Where the costs are from, for the report."""
+
+    @property
+    def total(self) -> Cost:
+        """The cost of all stages together."""
+        a, b, c = (sum(values) for values in zip(*self.costs, strict=True))
+        return a, b, c
+
+    def stages(self, count: int) -> tuple[Cost, ...]:
+        """The cost of each of so many stages."""
+        return self.costs if len(self.costs) == count else split_evenly(self.total, count)
+
+
+class _Around(msgspec.Struct, frozen=True):
+    """What clients and decode peers do, and host memory."""
+
+    fetch_rate: float | None
+    """Tokens a second whose KV is fetched from each server; None: at once."""
+    host_rate: float | None
+    """Tokens a second whose KV is copied to and from each host tier; None: at once."""
+    retries: int
+    send_objective: bool
+
+
+def main(given: argparse.Namespace, environ: Mapping[str, str]) -> int:
+    """Run the command. Returns 0; raises ConfigError for a wrong flag, trace or file."""
+    values = vars(given)
+    objective = options.parse_choice("--objective", given.objective, OBJECTIVES)
+    fetch_rate = options.parse_rate("--fetch-rate", given.fetch_rate)
+    host_rate = options.parse_rate("--host-rate", given.host_rate)
+    limit = options.parse_whole("--limit", given.limit)
+    retries = options.parse_whole("--retries", given.retries) or 0
+    json_file = options.check_output("--json", given.json)
+    plot_file = options.check_output("--plot", given.plot, ".png")
+    if plot_file is not None:
+        plot.check_installed()
+    requests = read_trace(Path(given.trace), limit)
+    asked = options.points(values, environ, max(request.tokens for request in requests))
+    engine = _engine(given, environ)
+    asked = [_with_pool(point, engine) for point in asked]
+    gc.collect()
+    gc.freeze()  # hundreds of thousands of segments, which no later collection need look at
+    progress = Progress(sys.stderr, len(asked), len(requests))
+    rows = []
+    work_s = _work(requests, asked[0], engine)
+    around = _Around(fetch_rate, host_rate, retries, given.send_objective)
+    for point in asked:
+        rows.append(_replay(point, requests, engine, work_s, around, objective, progress))
+    progress.close()
+    report = Report(
+        trace=Path(given.trace).name,
+        requests=len(requests),
+        tokens=sum(request.tokens for request in requests),
+        trace_s=requests[-1].arrival_s,
+        engine=engine.origin,
+        costs=engine.costs,
+        latency_s=engine.latency_s,
+        objective=objective,
+        objective_sent=given.send_objective,
+        retries=retries,
+        rows=rows,
+    )
+    say(as_text(report))
+    if json_file is not None:
+        _write(json_file, as_json(report))
+    if plot_file is not None:
+        plot.draw(report, plot_file)
+    return 0
+
+
+def _engine(given: argparse.Namespace, environ: Mapping[str, str]) -> _Engine:
+    if given.cost is not None:
+        return _Engine((options.parse_cost(given.cost),), 0, 0.0, f"cost {given.cost}")
+    if given.calibrate is not None:
+        from headrace.tools.simulate.calibrate import calibrate  # torch takes seconds to load
+
+        found = calibrate(given.calibrate, environ)
+        return _Engine(found.costs, found.kv_tokens, found.latency_s, found.text)
+    name = options.parse_choice("--preset", given.preset or options.DEFAULT_PRESET, options.PRESETS)
+    preset = options.PRESETS[name]
+    return _Engine((preset.cost,), preset.kv_tokens, 0.0, f"preset {name}")
+
+
+def _with_pool(point: Point, engine: _Engine) -> Point:
+    """The point with the engine's pool, if it has none of its own."""
+    scheduler = point.scheduler
+    if scheduler.kv_pages:
+        return point
+    if not engine.kv_tokens:
+        raise ConfigError("--kv-pages is needed beside --cost: the pages of each server's KV pool")
+    pages = max(1, engine.kv_tokens // scheduler.page_size)
+    return msgspec.structs.replace(point, scheduler=msgspec.structs.replace(scheduler, kv_pages=pages))
+
+
+def _work(requests: Sequence[TraceRequest], point: Point, engine: _Engine) -> float:
+    """Engine seconds of the trace; loads of all points refer to those of the first, so that arrivals are equal."""
+    scheduler = point.scheduler
+    return offered_work(
+        requests,
+        engine.stages(scheduler.stages),
+        pages=scheduler.kv_pages,
+        page_size=scheduler.page_size,
+        chunk_tokens=scheduler.chunk_tokens,
+        prefix_cache=scheduler.prefix_cache,
+    ).seconds
+
+
+def _replay(
+    point: Point,
+    requests: Sequence[TraceRequest],
+    engine: _Engine,
+    work_s: float,
+    around: _Around,
+    objective: str,
+    progress: Progress,
+) -> Row:
+    duration_s = requests[-1].arrival_s
+    if point.load is not None and not (duration_s and work_s):
+        raise ConfigError("--load needs requests at different times, which take some time: there is nothing to scale")
+    scale = 1.0 if point.load is None else work_s / (point.load * duration_s)
+    costs = engine.stages(point.scheduler.stages)
+    settings = ReplaySettings(
+        scheduler=point.scheduler,
+        costs=costs,
+        replicas=point.replicas,
+        router=ROUTERS[point.router],
+        time_scale=scale,
+        fetch_tokens_s=around.fetch_rate,
+        host=HostTier(point.host_pages, around.host_rate),
+        retries=around.retries,
+        objective_s=(lambda tokens: OBJECTIVES[objective](tokens, engine.total)) if around.send_objective else None,
+        latency_s=engine.latency_s,
+    )
+    progress.begin()
+    result = Replay(settings, requests, progress.update).run()
+    load = work_s / (duration_s * scale) if duration_s else None
+    return Row(
+        load=load,
+        swept=point.swept,
+        replicas=point.replicas,
+        policy=point.scheduler.policy,
+        chunk_tokens=point.scheduler.chunk_tokens,
+        kv_pages=point.scheduler.kv_pages,
+        host_pages=point.host_pages,
+        page_size=point.scheduler.page_size,
+        plans=result.plans,
+        summary=summarise(result, OBJECTIVES[objective], engine.total),
+    )
+
+
+def _write(path: Path, content: bytes) -> None:
+    try:
+        path.write_bytes(content)
+    except OSError as error:
+        raise ConfigError(f"cannot write {path}: {error.strerror}") from error

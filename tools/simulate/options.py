@@ -1,0 +1,302 @@
+"""The flags of `headrace simulate`, and the replays that they ask for.
+
+Flags of the scheduler and of the KV pool are those of `headrace serve`, with their defaults. Where a list is given,
+separated by commas, every combination is replayed.
+"""
+
+import argparse
+import math
+from collections.abc import Callable, Iterator, Mapping
+from itertools import product
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+
+from headrace.core.config import SchedulerConfig
+from headrace.core.config.flag import KV_CACHE, SCHEDULING, STAGES
+from headrace.core.types.errors import ConfigError
+from headrace.scheduler.costs.chunking import Cost
+from headrace.server.config.flags import add_flag
+from headrace.server.config.load import load
+from headrace.server.config.settings import BY_KEY, SETTINGS, Setting
+from headrace.server.config.values import parse_value
+from headrace.tools.simulate.objectives import OBJECTIVES
+from headrace.tools.simulate.replay.routing import ROUTERS
+
+T = TypeVar("T")
+DESCRIPTION = "answer capacity questions: replay a trace of requests through the scheduler in virtual time"
+PAGE_SIZE = 512  # of Mooncake's blocks; large pages make replays quick
+MOST_REPLICAS = 1024
+NEVER_S = 1e9  # of deadlines: modelled stages and peers do not fail
+
+
+class Preset(msgspec.Struct, frozen=True):
+    """A model on its machine, as published or measured."""
+
+    cost: Cost
+    kv_tokens: int
+    """Tokens that fit its KV pool."""
+
+
+# a, b, c: Llama 3 70B in bfloat16 on 8 H100 at about half of peak; the pool is what 640 GB leave beside the weights.
+PRESETS: Mapping[str, Preset] = {"llama-3-70b-8xh100": Preset((3.3e-10, 35.7e-6, 8e-3), 2700 * 512)}
+DEFAULT_PRESET = "llama-3-70b-8xh100"
+
+HOST_PAGES = "host-pages"
+_EXCLUDED = ("stage-timeout", "start-timeout", "dp", "tp")
+_KEYS = ("page-size", "kv-pages", HOST_PAGES)
+REPLAYED = tuple(
+    setting
+    for setting in SETTINGS
+    if setting.key in _KEYS
+    or (
+        setting.slice == "scheduler"
+        and setting.flag.group in (SCHEDULING, KV_CACHE, STAGES)
+        and setting.key not in _EXCLUDED
+    )
+)
+"""Settings of `headrace serve` that a replay takes."""
+
+
+class Point(msgspec.Struct, frozen=True, kw_only=True):
+    """One replay of the sweep."""
+
+    swept: dict[str, Any]
+    """Values of the flags that were given as lists, by key."""
+
+    scheduler: SchedulerConfig
+    """Without the costs' pool: kv_pages is 0 where it was not given."""
+
+    host_pages: int
+    """Of each server's host tier."""
+
+    replicas: int
+    router: str
+    load: float | None
+    """Engine seconds offered per second; None: as in the trace."""
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the positional TRACE and all flags."""
+    parser.add_argument("trace", metavar="TRACE", help="requests: JSON lines as of Mooncake, or CSV (FILE.csv)")
+    ours = parser.add_argument_group("replay")
+    ours.add_argument("--limit", metavar="N", help="replay the first N requests only")
+    ours.add_argument("--load", metavar="X,X,...", help=_LOAD_HELP)
+    ours.add_argument(
+        "--replicas", metavar="N,N,...", default="1", help="servers; also a range such as 1..4 (default: 1)"
+    )
+    ours.add_argument("--router", metavar="NAME,...", default="score", help=_ROUTER_HELP)
+    ours.add_argument(
+        "--fetch-rate",
+        metavar="TOKENS",
+        help="tokens a second whose KV decode peers fetch from each server (default: all at once)",
+    )
+    ours.add_argument("--host-rate", metavar="TOKENS", help=_HOST_RATE_HELP)
+    ours.add_argument("--objective", metavar="{" + ",".join(OBJECTIVES) + "}", default="prop", help=_OBJECTIVE_HELP)
+    ours.add_argument(
+        "--send-objective", action="store_true", help="every request asks for its objective, as by slo_ttft_ms"
+    )
+    ours.add_argument("--retries", metavar="N", help=_RETRIES_HELP)
+    ours.add_argument("--json", metavar="FILE", help="also write all figures to this file")
+    ours.add_argument("--plot", metavar="FILE.png", help="also draw them; needs pip install 'headrace[plot]'")
+    engine = parser.add_argument_group("engine (one of)").add_mutually_exclusive_group()
+    engine.add_argument(
+        "--preset", metavar="NAME", help=f"{', '.join(PRESETS)} (default: {DEFAULT_PRESET}), with its KV pool"
+    )
+    engine.add_argument("--cost", metavar="A,B,C", help=_COST_HELP)
+    engine.add_argument(
+        "--calibrate", metavar="URL", help="measure A,B,C on a running server, which should be idle otherwise (20 s)"
+    )
+    server = parser.add_argument_group(
+        "server",
+        "As in headrace serve. Values separated by commas are all replayed, in every combination.",
+    )
+    server.add_argument("--config", metavar="FILE", help="TOML file of a server, whose settings are the defaults")
+    for setting in REPLAYED:
+        add_flag(server, _shown(setting))
+
+
+def _shown(setting: Setting) -> Setting:
+    """The setting as this command's help shows it: pages have another default, and pools another source."""
+    if setting.key == "page-size":
+        return msgspec.structs.replace(setting, default=PAGE_SIZE)
+    if setting.key == "kv-pages":
+        flag = msgspec.structs.replace(setting.flag, help="pages in the KV pool; 0: as many as the engine's above has")
+        return msgspec.structs.replace(setting, flag=flag)
+    return setting
+
+
+_LOAD_HELP = (
+    "scale time so that so many engine seconds of work come a second: 0.8 keeps one server 80%% busy, 1.6 two "
+    "(default: as in the trace)"
+)
+_HOST_RATE_HELP = (
+    "tokens a second whose KV is copied to the host tier, and as many from it, see --host-pages (default: all at once)"
+)
+_ROUTER_HELP = f"how a server is chosen where there are several: {', '.join(ROUTERS)} (default: score)"
+_OBJECTIVE_HELP = (
+    "time to first token that counts as good: prop: 1 s + 5 x computing the prompt alone; class: 2, 8, 30 s up to "
+    "4,096, 32,768, more tokens; flat: 30 s (default: prop)"
+)
+_RETRIES_HELP = (
+    "how often a client comes again when it is refused with 429, after Retry-After seconds (default: 0); times count "
+    "from its first attempt"
+)
+_COST_HELP = (
+    "seconds of a forward pass: A per squared token, B per token, C besides; of all pipeline stages together, which "
+    "take equal shares"
+)
+OPTIONS = (
+    "limit",
+    "load",
+    "replicas",
+    "router",
+    "fetch-rate",
+    "host-rate",
+    "objective",
+    "send-objective",
+    "retries",
+    "json",
+    "plot",
+    "preset",
+    "cost",
+    "calibrate",
+    "config",
+)
+"""Names of the flags that only this command has, and of --config."""
+
+
+def points(given: Mapping[str, Any], environ: Mapping[str, str], longest_prompt: int) -> list[Point]:
+    """The replays that were asked for, the last flag varying fastest. Raises ConfigError for a bad value."""
+    base = load({"config": given["config"]} if given.get("config") else {}, environ)
+    page_size = base.engine.page_size if given.get("config") else PAGE_SIZE
+    fixed = msgspec.structs.replace(
+        base.scheduler,
+        page_size=page_size,
+        max_model_len=longest_prompt + 2,
+        vocab_size=0,
+        kv_events=False,
+        bootstrap_timeout_s=NEVER_S,
+        transfer_timeout_s=NEVER_S,
+        stage_timeout_s=NEVER_S,
+    )
+    settings = {setting.key: _listed(setting.key, given[setting.key]) for setting in REPLAYED if setting.key in given}
+    lists: dict[str, tuple[Any, ...]] = {
+        **settings,
+        "router": _choices("--router", given["router"], ROUTERS),
+        "replicas": _replicas(given["replicas"]),
+        "load": (None,) if given["load"] is None else _numbers("--load", given["load"]),
+    }
+    swept = [key for key, values in lists.items() if len(values) > 1]
+    found = []
+    for chosen in _combinations(lists):
+        changed = {BY_KEY[key].field: chosen[key] for key in settings if key != HOST_PAGES}
+        found.append(
+            Point(
+                swept={key: chosen[key] for key in swept if key != "load"},
+                scheduler=msgspec.structs.replace(fixed, **changed),
+                host_pages=chosen.get(HOST_PAGES, base.engine.host_pages),
+                replicas=chosen["replicas"],
+                router=chosen["router"],
+                load=chosen["load"],
+            )
+        )
+    return found
+
+
+def parse_cost(text: str) -> Cost:
+    """The value of --cost. Raises ConfigError."""
+    parts = text.split(",")
+    values = [_number(part) for part in parts]
+    if len(values) != 3 or not all(value >= 0 for value in values) or not any(values):
+        raise ConfigError(f"--cost: expected three numbers of seconds such as 3.3e-10,35.7e-6,8e-3, got {text!r}")
+    return values[0], values[1], values[2]
+
+
+def parse_choice(option: str, text: str, known: Mapping[str, object]) -> str:
+    """One of the known names. Raises ConfigError."""
+    if text not in known:
+        raise ConfigError(f"{option}: expected one of {', '.join(known)}, got {text!r}")
+    return text
+
+
+def parse_whole(option: str, text: str | None) -> int | None:
+    """A whole number, at least 1; None where the flag was not given. Raises ConfigError."""
+    if text is None:
+        return None
+    if not (text.isascii() and text.isdigit() and int(text) > 0):
+        raise ConfigError(f"{option}: expected a whole number, at least 1, got {text!r}")
+    return int(text)
+
+
+def parse_rate(option: str, text: str | None) -> float | None:
+    """A number above 0; None where the flag was not given. Raises ConfigError."""
+    return None if text is None else _numbers(option, text, single=True)[0]
+
+
+def check_output(option: str, text: str | None, suffix: str = "") -> Path | None:
+    """A file that can be written later. Raises ConfigError."""
+    if text is None:
+        return None
+    path = Path(text)
+    if suffix and path.suffix.lower() != suffix:
+        raise ConfigError(f"{option}: expected a file name that ends in {suffix}, got {text!r}")
+    if path.is_dir() or not path.absolute().parent.is_dir():
+        raise ConfigError(f"{option}: {path} {'is a folder' if path.is_dir() else 'is in no folder that exists'}")
+    return path
+
+
+def _combinations(lists: Mapping[str, tuple[Any, ...]]) -> Iterator[dict[str, Any]]:
+    for values in product(*lists.values()):
+        yield dict(zip(lists, values, strict=True))
+
+
+def _listed(key: str, given: object) -> tuple[Any, ...]:
+    """The values of one setting. Switches, and settings that are lists themselves, have one."""
+    setting = BY_KEY[key]
+    parts: list[object] = [given]
+    if isinstance(given, str) and setting.kind not in ("list", "integers", "choices"):
+        parts = [part.strip() for part in given.split(",")]
+    return _distinct(setting.option, [parse_value(setting, part, setting.option) for part in parts])
+
+
+def _replicas(text: str) -> tuple[int, ...]:
+    low, dots, high = text.partition("..")
+    parts = [low, high] if dots else text.split(",")
+    if not all(part.isascii() and part.isdigit() and 1 <= int(part) <= MOST_REPLICAS for part in parts):
+        raise ConfigError(
+            f"--replicas: expected whole numbers from 1 to {MOST_REPLICAS}, or a range such as 1..4, got {text!r}"
+        )
+    if not dots:
+        return _distinct("--replicas", [int(part) for part in parts])
+    if int(low) > int(high):
+        raise ConfigError(f"--replicas: the range {text} is empty")
+    return tuple(range(int(low), int(high) + 1))
+
+
+def _choices(option: str, text: str, known: Mapping[str, Callable[..., object]]) -> tuple[str, ...]:
+    return _distinct(option, [parse_choice(option, part.strip(), known) for part in text.split(",")])
+
+
+def _numbers(option: str, text: str, *, single: bool = False) -> tuple[float, ...]:
+    values = [_number(part) for part in ([text] if single else text.split(","))]
+    if not all(value > 0 for value in values):
+        expected = "a number above 0" if single else "numbers above 0, separated by commas"
+        raise ConfigError(f"{option}: expected {expected}, got {text!r}")
+    return _distinct(option, values)
+
+
+def _number(text: str) -> float:
+    """A finite number; nan for anything else."""
+    try:
+        value = float(text)
+    except ValueError:
+        return math.nan
+    return value if math.isfinite(value) else math.nan
+
+
+def _distinct(option: str, values: list[T]) -> tuple[T, ...]:
+    if len(set(values)) != len(values):
+        raise ConfigError(f"{option}: a value is given twice")
+    return tuple(values)

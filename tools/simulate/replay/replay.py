@@ -1,0 +1,190 @@
+"""The replay of a trace: arrivals in virtual time, the choice of a replica for each, and what became of it."""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from math import ceil
+
+import msgspec
+
+from headrace.core.config import SchedulerConfig
+from headrace.core.messages.kv_events import KvEventMessage
+from headrace.core.types.errors import ErrorInfo
+from headrace.scheduler.costs.chunking import Cost
+from headrace.testing.world import World
+from headrace.tools.simulate.replay.replica import HostTier, Replica
+from headrace.tools.simulate.replay.routing import Router, RouterFactory
+from headrace.tools.simulate.replay.workload import TraceRequest, prompt
+
+REFUSED = 429
+STUCK = "not_ended"  # code of a request that no event can end any more
+
+
+class ReplaySettings(msgspec.Struct, frozen=True, kw_only=True):
+    """What a trace is replayed on."""
+
+    scheduler: SchedulerConfig
+    """Of every replica. Its kv_pages are the pool."""
+
+    costs: tuple[Cost, ...]
+    """Of each stage."""
+
+    replicas: int = 1
+    router: RouterFactory
+    time_scale: float = 1.0
+    """Every arrival time is multiplied by it."""
+
+    fetch_tokens_s: float | None = None
+    """Tokens a second whose KV decode peers fetch from each replica; None: at once."""
+
+    host: HostTier = HostTier()
+
+    retries: int = 0
+    """How often a client that is refused with 429 comes again, after the seconds that Retry-After says."""
+
+    objective_s: Callable[[int], float] | None = None
+    """Seconds that a prompt of so many tokens asks for as slo_ttft_ms; None: it asks for nothing."""
+
+    latency_s: float = 0.0
+    """Seconds until a request reaches the scheduler. What an answer takes to its client is little, and counted here."""
+
+
+class Outcome(msgspec.Struct, gc=False):
+    """What became of one request."""
+
+    tokens: int
+    arrival_s: float
+    """Virtual seconds since the start."""
+
+    replica: int = 0
+    first_token_s: float | None = None
+    """Seconds from the first arrival to the first token; None if there was none."""
+
+    cached_tokens: int = 0
+    error: str = ""
+    """Code of the error that it ended with."""
+
+    attempts: int = 1
+    """How often it was submitted."""
+
+    tenant: str = ""
+
+
+class ReplayResult(msgspec.Struct, frozen=True):
+    """A finished replay."""
+
+    outcomes: tuple[Outcome, ...]
+    """In the order of the trace."""
+
+    busy_s: tuple[float, ...]
+    """Seconds of computing of the busiest stage, by replica."""
+
+    seconds: float
+    """Virtual time from the first arrival to the last first token."""
+
+    plans: int
+    """Forward passes of all replicas."""
+
+
+class Replay:
+    """One run of a trace through Schedulers. Deterministic: equal settings and requests give equal results."""
+
+    def __init__(
+        self,
+        settings: ReplaySettings,
+        requests: Sequence[TraceRequest],
+        progress: Callable[[int], None] = lambda _ended: None,
+    ) -> None:
+        """requests: by arrival. progress: called with the number of requests that have ended."""
+        self._settings = settings
+        self._requests = requests
+        self._progress = progress
+        self._world = World(0)
+        self._outcomes: list[Outcome] = []
+        self._open = len(requests)
+        self._last_token_at = 0.0
+        scheduler = msgspec.structs.replace(settings.scheduler, kv_events=settings.replicas > 1)
+        self._router: Router | None = None
+        self._replicas = [
+            Replica(
+                self._world,
+                scheduler,
+                settings.costs,
+                settings.fetch_tokens_s,
+                settings.host,
+                self._first_token,
+                self._ended,
+                partial(self._cached, number),
+            )
+            for number in range(settings.replicas)
+        ]
+        if settings.replicas > 1:
+            self._router = settings.router(self._replicas, scheduler.page_size)
+
+    def run(self) -> ReplayResult:
+        """Run until every request has ended."""
+        self._await_arrival(0)
+        while self._open and self._world.step():
+            pass
+        for outcome in self._outcomes:
+            if outcome.first_token_s is None and not outcome.error:
+                outcome.error = STUCK
+        began = self._outcomes[0].arrival_s if self._outcomes else 0.0
+        return ReplayResult(
+            tuple(self._outcomes),
+            tuple(max(replica.pipeline.busy_s) for replica in self._replicas),
+            max(0.0, self._last_token_at - began),
+            sum(replica.pipeline.plans for replica in self._replicas),
+        )
+
+    def _await_arrival(self, number: int) -> None:
+        if number < len(self._requests):
+            at = self._requests[number].arrival_s * self._settings.time_scale
+            self._world.at(at, lambda: self._arrive(number))
+
+    def _arrive(self, number: int) -> None:
+        request = self._requests[number]
+        self._await_arrival(number + 1)
+        self._outcomes.append(Outcome(request.tokens, self._world.now, tenant=request.tenant))
+        self._send(number)
+
+    def _send(self, number: int) -> None:
+        """The client of a request sends it, for the first time or again."""
+        outcome, tokens = self._outcomes[number], prompt(self._requests[number])
+        if self._router is not None:
+            outcome.replica = self._router.choose(str(number), tokens, self._world.now)
+        replica, objective_s = self._replicas[outcome.replica], self._settings.objective_s
+        slo = None if objective_s is None else objective_s(outcome.tokens)
+
+        def submit() -> None:
+            replica.submit(str(number), tokens, outcome.tenant, slo, outcome.attempts)
+
+        if self._settings.latency_s:
+            self._world.at(self._world.now + self._settings.latency_s, submit)
+        else:
+            submit()
+
+    def _cached(self, replica: int, event: KvEventMessage) -> None:
+        if self._router is not None:
+            self._router.observe(replica, event)
+
+    def _first_token(self, rid: str) -> None:
+        if self._router is not None:
+            self._router.answered(rid)
+        outcome = self._outcomes[int(rid)]
+        if outcome.first_token_s is None:
+            self._last_token_at = self._world.now
+            outcome.first_token_s = self._world.now - outcome.arrival_s
+
+    def _ended(self, rid: str, cached_tokens: int, error: ErrorInfo | None) -> None:
+        if self._router is not None:
+            self._router.answered(rid)
+        outcome = self._outcomes[int(rid)]
+        retry_s = error.retry_after_s if error is not None and error.status == REFUSED else None
+        if retry_s is not None and outcome.attempts <= self._settings.retries:
+            outcome.attempts += 1
+            wait_s = max(1, ceil(retry_s))  # as HTTP has it
+            self._world.at(self._world.now + wait_s, lambda: self._send(int(rid)))
+            return
+        outcome.cached_tokens, outcome.error = cached_tokens, "" if error is None else error.code
+        self._open -= 1
+        self._progress(len(self._requests) - self._open)

@@ -1,0 +1,141 @@
+"""One replica of a replay: a real Scheduler on modelled stages, its clients and its decode peer."""
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from headrace.core.config import SchedulerConfig
+from headrace.core.messages.frontend import Submit
+from headrace.core.messages.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KvEventMessage, ReplicaKvEvent
+from headrace.core.messages.orders import Order
+from headrace.core.messages.peers import PeerJoined, PeerReserved
+from headrace.core.messages.replies import RequestFailed, RequestFinished, Tokens
+from headrace.core.types.errors import ErrorInfo
+from headrace.core.types.kv.geometry import Geometry, ceil_div
+from headrace.core.types.packed import ITEM_BYTES, pack
+from headrace.core.types.requests.request import Discard, SamplingParams, SendTo
+from headrace.scheduler.costs.chunking import Cost
+from headrace.scheduler.scheduler import Effect, Scheduler
+from headrace.server.routing.replica_load import LoadReport
+from headrace.server.routing.score import Candidate
+from headrace.testing.driver import SchedulerDriver
+from headrace.testing.world import World
+from headrace.tools.simulate.replay.costs import row_seconds, slowest
+from headrace.tools.simulate.replay.host_tier import TimedHostTier
+from headrace.tools.simulate.replay.pipeline import TimedPipeline
+
+PEER = "peer"
+ANSWERED = SamplingParams(temperature=0.0, max_tokens=1)
+HANDED_OVER = SamplingParams(temperature=0.0, max_tokens=2)  # a request of one token hands no KV over
+
+
+class HostTier(NamedTuple):
+    """Host tier of each replica."""
+
+    pages: int = 0
+    """0: none."""
+
+    tokens_s: float | None = None
+    """Tokens a second whose KV is copied to it and from it; None: at once."""
+
+
+class Replica:
+    """Takes prompts and reports what becomes of them, at the virtual times at which it does.
+
+    first_token: called with rid. ended: called with rid, cached tokens and the error, if there was one. cached: called
+    with what the prefix cache gained or lost, if the configuration has kv_events.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        config: SchedulerConfig,
+        costs: Sequence[Cost],
+        fetch_tokens_s: float | None,
+        host: HostTier,
+        first_token: Callable[[str], None],
+        ended: Callable[[str, int, ErrorInfo | None], None],
+        cached: Callable[[KvEventMessage], None] = lambda _event: None,
+    ) -> None:
+        """fetch_tokens_s: as in TimedPipeline; None: KV is dropped when its prompt is computed."""
+        self._config = config
+        self._cost = slowest(costs, config.chunk_tokens)
+        self._hands_over = fetch_tokens_s is not None
+        self._first_token = first_token
+        self._ended = ended
+        self._cached = cached
+        self._scheduler = Scheduler(config)
+        self._driver = SchedulerDriver(world, self._scheduler, self._perform)
+        self._work: dict[str, float] = {}  # predicted seconds of requests without a first token
+        self._queued_s = 0.0
+        copies = TimedHostTier(world, len(costs), config.page_size, host.tokens_s, self._driver.handle)
+        self.pipeline = TimedPipeline(world, costs, fetch_tokens_s, copies, self._driver.handle)
+        self.pipeline.start(config.kv_pages, config.page_size, host.pages)
+        if self._hands_over:
+            pools = (Geometry("float32", 1, 1, 1, config.page_size),)
+            self._driver.handle(PeerJoined(session=PEER, name=PEER, geometries=pools, window_bytes=1 << 30))
+
+    @property
+    def open_requests(self) -> int:
+        """Requests without a first token."""
+        return len(self._work)
+
+    def candidate(self, prompt: bytes) -> Candidate:
+        """What a router that knows everything sees when this prompt arrives."""
+        return Candidate(self._queued_s, self._uncached_s(prompt))
+
+    def load(self) -> LoadReport:
+        """What the server reports of its load."""
+        return LoadReport(*self._scheduler.load())
+
+    def submit(
+        self, rid: str, prompt: bytes, tenant: str = "", slo_ttft_s: float | None = None, attempt: int = 1
+    ) -> None:
+        """Take in a request, and the reservation of its peer if KV is handed over. attempt: 2 for the first retry."""
+        self._work[rid] = seconds = self._uncached_s(prompt)
+        self._queued_s += seconds
+        route = SendTo(rid) if self._hands_over else Discard()
+        sampling = HANDED_OVER if self._hands_over else ANSWERED
+        if self._hands_over:
+            tokens = len(prompt) // ITEM_BYTES
+            pages = pack(range(ceil_div(tokens, self._config.page_size)))
+            self._driver.handle(
+                PeerReserved(
+                    session=PEER,
+                    ticket=rid,
+                    generation=attempt,
+                    prompt_tokens=tokens,
+                    cached_tokens=0,
+                    pages=pages,
+                    row=0,
+                )
+            )
+        self._driver.handle(
+            Submit(rid=rid, prompt=prompt, sampling=sampling, route=route, tenant=tenant, slo_ttft_s=slo_ttft_s)
+        )
+
+    def _uncached_s(self, prompt: bytes) -> float:
+        cached = self._scheduler.cached_tokens(prompt)
+        return row_seconds(self._cost, cached, len(prompt) // ITEM_BYTES - cached)
+
+    def _perform(self, effects: list[Effect]) -> None:
+        for effect in effects:
+            match effect:
+                case ReplicaKvEvent():
+                    self._cached(effect.event)
+                case BlockStored() | BlockRemoved() | AllBlocksCleared():
+                    self._cached(effect)
+                case Order():
+                    self.pipeline.order(effect)
+                case Tokens():
+                    self._leave_queue(effect.rid)
+                    self._first_token(effect.rid)
+                case RequestFinished():
+                    self._ended(effect.rid, effect.usage.cached_tokens, None)
+                case RequestFailed():
+                    self._leave_queue(effect.rid)
+                    self._ended(effect.rid, 0, effect.error)
+                case _:
+                    pass
+
+    def _leave_queue(self, rid: str) -> None:
+        self._queued_s -= self._work.pop(rid, 0.0)

@@ -1,0 +1,135 @@
+"""The report of a sweep, as a table and as JSON."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from headrace.scheduler.costs.chunking import Cost
+from headrace.tools.simulate.objectives import CLASSES
+from headrace.tools.simulate.summary import Summary
+
+NOTHING = "-"
+MOST_TENANTS = 12  # columns; JSON has all
+
+
+class Row(msgspec.Struct, frozen=True, kw_only=True):
+    """One replay."""
+
+    load: float | None
+    """Engine seconds of work offered per second; None where all requests come at once."""
+    swept: dict[str, Any]
+    """Values of the flags that vary, by key; load is not among them."""
+    policy: str
+    replicas: int
+    chunk_tokens: int
+    kv_pages: int
+    host_pages: int
+    page_size: int
+    plans: int
+    """Forward passes of all replicas."""
+    summary: Summary
+
+
+class Report(msgspec.Struct, frozen=True, kw_only=True):
+    """A sweep over one trace."""
+
+    trace: str
+    """Name of the file."""
+    requests: int
+    tokens: int
+    """Prompt tokens of all requests."""
+    trace_s: float
+    """Seconds from the first to the last arrival in the trace."""
+    engine: str
+    """Where the costs are from."""
+    costs: Sequence[Cost]
+    """Seconds per squared token, per token, and per forward pass: of all stages together, or of each."""
+    latency_s: float
+    """Seconds that every request takes outside the scheduler and the stages."""
+    objective: str
+    objective_sent: bool
+    """Every request asked for its objective."""
+    retries: int
+    """How often a refused client came again."""
+    rows: Sequence[Row]
+
+
+def as_json(report: Report) -> bytes:
+    """All figures, indented."""
+    return msgspec.json.format(msgspec.json.encode(report), indent=2) + b"\n"
+
+
+def as_text(report: Report) -> str:
+    """What was replayed, and a table with a line for each replay."""
+    costs = "; ".join(f"{a:.3g} l² + {b:.3g} l + {c:.3g} s" for a, b, c in report.costs)
+    about = (
+        f"{report.trace}: {report.requests:,} requests, {report.tokens:,} prompt tokens, {report.trace_s:,.0f} s; "
+        f"{report.engine}: {costs}; objective {report.objective}"
+    )
+    swept = list(report.rows[0].swept)
+    header = ["load", *swept, *(f"{name} P50 P99" for name in CLASSES), *_SHARES]
+    rows = [[_load(row), *(str(row.swept[key]) for key in swept), *_figures(row.summary)] for row in report.rows]
+    if report.retries:
+        header += _RETRIES
+        rows = [[*cells, *_retries(row.summary)] for cells, row in zip(rows, report.rows, strict=True)]
+    return f"{about}\nTime to first token in seconds, shares in %.\n\n{_table(header, rows)}{_by_tenant(report, swept)}"
+
+
+def _by_tenant(report: Report, swept: Sequence[str]) -> str:
+    """A table of goodput by tenant; nothing where the trace has no tenants."""
+    tenants = list(report.rows[0].summary.tenants)[:MOST_TENANTS]
+    if not tenants:
+        return ""
+    rows = [
+        [
+            _load(row),
+            *(str(row.swept[key]) for key in swept),
+            *(f"{100 * row.summary.tenants[tenant]:.1f}" for tenant in tenants),
+        ]
+        for row in report.rows
+    ]
+    header = ["load", *swept, *(tenant or NOTHING for tenant in tenants)]
+    return f"\n\nGoodput by tenant, those of most requests first, in %.\n\n{_table(header, rows)}"
+
+
+_SHARES = ("longest", "goodput", "by tokens", "busy", "hits", "tokens/s", "refused")
+
+
+_RETRIES = ("retried", "1st retry")
+
+
+def _load(row: Row) -> str:
+    return NOTHING if row.load is None else f"{row.load:.2f}"
+
+
+def _figures(summary: Summary) -> list[str]:
+    times = [f"{_seconds(summary.ttft[name].p50_s)} {_seconds(summary.ttft[name].p99_s):>6}" for name in CLASSES]
+    shares = (summary.goodput, summary.goodput_tokens, summary.utilisation, summary.hits)
+    refused = sum(summary.refused.values())
+    return [
+        *times,
+        _seconds(summary.longest_s),
+        *(f"{100 * share:.1f}" for share in shares),
+        f"{summary.tokens_per_s:,.0f}",
+        f"{refused:,}" if refused else NOTHING,
+    ]
+
+
+def _retries(summary: Summary) -> list[str]:
+    share = summary.first_retry_accepted
+    return [f"{summary.retried:,}", NOTHING if share is None else f"{100 * share:.1f}"]
+
+
+def _seconds(value: float | None) -> str:
+    """Three digits."""
+    if value is None:
+        return NOTHING
+    return f"{value:,.0f}" if value >= 100 else f"{value:.1f}" if value >= 10 else f"{value:.2f}"
+
+
+def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Right-aligned columns."""
+    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
+    lines = ["  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in (header, *rows)]
+    return "\n".join(lines)

@@ -1,0 +1,124 @@
+"""What a replay comes to: time to first token by length, goodput, utilisation and cache hits."""
+
+from collections import Counter
+from collections.abc import Sequence
+
+import msgspec
+
+from headrace.scheduler.costs.chunking import Cost
+from headrace.tools.simulate.objectives import CLASSES, Objective, length_class
+from headrace.tools.simulate.replay.replay import Outcome, ReplayResult
+
+
+class Latency(msgspec.Struct, frozen=True):
+    """Time to first token of the requests of a class that got one, seconds; None where none did."""
+
+    requests: int
+    """All of the class, those without a first token included."""
+
+    p50_s: float | None
+    p99_s: float | None
+
+
+class Summary(msgspec.Struct, frozen=True, kw_only=True):
+    """The figures of one replay."""
+
+    ttft: dict[str, Latency]
+    """By length class, and of all."""
+
+    mean_s: float | None
+    """Mean time to first token."""
+
+    longest_s: float | None
+    """Longest time to first token."""
+
+    goodput: float
+    """Share of all offered requests whose first token came within its objective."""
+
+    goodput_tokens: float
+    """The same, each request weighted by its prompt tokens."""
+
+    tenants: dict[str, float]
+    """Goodput by tenant, those of most requests first; empty where the trace has none."""
+
+    refused: dict[str, int]
+    """Requests that ended with an error, by code."""
+
+    retried: int
+    """Requests that came again after they had been refused."""
+
+    first_retry_accepted: float | None
+    """Share of those that were accepted when they first came again; None of none."""
+
+    utilisation: float
+    """Share of the time in which the busiest stage computed, mean of the replicas."""
+
+    hits: float
+    """Share of prompt tokens that were found in the prefix cache."""
+
+    tokens_per_s: float
+    """Prompt tokens of requests with a first token, per second of the replay, all replicas."""
+
+    seconds: float
+    """Virtual time from the first arrival to the last first token."""
+
+
+def quantile(ordered: Sequence[float], share: float) -> float | None:
+    """The value below which this share of ordered values lies, interpolated; None of no values."""
+    if not ordered:
+        return None
+    place = share * (len(ordered) - 1)
+    low = int(place)
+    high = min(low + 1, len(ordered) - 1)
+    return ordered[low] + (place - low) * (ordered[high] - ordered[low])
+
+
+def summarise(result: ReplayResult, objective: Objective, cost: Cost) -> Summary:
+    """cost: of the whole engine, which the objective may refer to."""
+    outcomes = result.outcomes
+    served = [outcome for outcome in outcomes if outcome.first_token_s is not None]
+    times = sorted(outcome.first_token_s for outcome in served if outcome.first_token_s is not None)
+    good = [outcome for outcome in outcomes if _is_good(outcome, objective, cost)]
+    tokens = sum(outcome.tokens for outcome in outcomes)
+    refused: dict[str, int] = {}
+    for outcome in outcomes:
+        if outcome.error:
+            refused[outcome.error] = refused.get(outcome.error, 0) + 1
+    retried = [outcome for outcome in outcomes if outcome.attempts > 1]
+    groups = {name: [each for each in outcomes if length_class(each.tokens) == name] for name in CLASSES}
+    seconds = result.seconds
+    return Summary(
+        ttft={name: _latency(group) for name, group in groups.items()} | {"all": _latency(outcomes)},
+        mean_s=sum(times) / len(times) if times else None,
+        longest_s=times[-1] if times else None,
+        goodput=len(good) / len(outcomes),
+        tenants=_tenants(outcomes, good),
+        goodput_tokens=sum(outcome.tokens for outcome in good) / tokens,
+        refused=refused,
+        retried=len(retried),
+        first_retry_accepted=sum(each.attempts == 2 and not each.error for each in retried) / len(retried)
+        if retried
+        else None,
+        utilisation=sum(result.busy_s) / len(result.busy_s) / seconds if seconds else 0.0,
+        hits=sum(outcome.cached_tokens for outcome in served) / tokens,
+        tokens_per_s=sum(outcome.tokens for outcome in served) / seconds if seconds else 0.0,
+        seconds=seconds,
+    )
+
+
+def _tenants(outcomes: Sequence[Outcome], good: Sequence[Outcome]) -> dict[str, float]:
+    """Goodput by tenant, those of most requests first."""
+    offered = Counter(outcome.tenant for outcome in outcomes)
+    if set(offered) == {""}:
+        return {}
+    within = Counter(outcome.tenant for outcome in good)
+    return {tenant: within[tenant] / count for tenant, count in offered.most_common()}
+
+
+def _is_good(outcome: Outcome, objective: Objective, cost: Cost) -> bool:
+    return outcome.first_token_s is not None and outcome.first_token_s <= objective(outcome.tokens, cost)
+
+
+def _latency(outcomes: Sequence[Outcome]) -> Latency:
+    times = sorted(outcome.first_token_s for outcome in outcomes if outcome.first_token_s is not None)
+    return Latency(len(outcomes), quantile(times, 0.5), quantile(times, 0.99))
