@@ -21,6 +21,7 @@ from headrace.core.types.packed import pack
 from headrace.core.types.requests.constraint import Constraint, GrammarStart
 from headrace.core.types.requests.request import SamplingParams
 from headrace.engine.grammar.compiler import Vocabulary, compile_constraint, load_vocabulary
+from headrace.engine.load_plan import plan_rank
 from headrace.engine.model.source import load_spec, resolve_source
 from headrace.engine.runner import ModelRunner
 
@@ -136,7 +137,7 @@ def main(arguments: Sequence[str]) -> int:
     pages = 2 * largest * -(-(PROMPT + given.steps + 1) // PAGE)
     length = PROMPT + given.steps + 1
     model = ModelConfig(model=given.model, dtype=given.dtype, device="cpu", max_model_len=length)
-    runner = ModelRunner(model, EngineConfig(page_size=PAGE, kv_pages=pages, threads=given.threads))
+    runner = ModelRunner(plan_rank(model, EngineConfig(page_size=PAGE, kv_pages=pages, threads=given.threads)))
     runner.warm_up()
     rows = []
     for batch in given.batches:

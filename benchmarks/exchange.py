@@ -28,6 +28,7 @@ from headrace.engine.collectives.alone import ALONE
 from headrace.engine.collectives.torch_collectives import TorchCollectives, make_group
 from headrace.engine.layers.exchange.make import make_exchange
 from headrace.engine.layers.exchange.ways import Way
+from headrace.engine.load_plan import plan_rank
 from headrace.engine.model.moe_spec import MoeSpec
 from headrace.engine.runner import ModelRunner
 
@@ -53,9 +54,10 @@ def replica(rank: Rank, model: str, moe: MoeSpec) -> Callable[[tuple[Way, int, i
     group = TimedCollectives(TorchCollectives(make_group(range(rank.size), TIMEOUT_S)))
     engine = EngineConfig(page_size=PAGE, kv_pages=ceil_div(MAX_TOKENS, PAGE), threads=rank.threads)
     config = ModelConfig(model=model, dtype="float32", device="cpu")
+    exchanges = {way: make_exchange(way, moe, ALONE, group, group) for way in WAYS}
     runners = {
-        way: ModelRunner(config, engine, MAX_TOKENS, exchange=make_exchange(way, moe, ALONE, group, group))
-        for way in WAYS
+        way: ModelRunner(plan_rank(config, engine, MAX_TOKENS, experts=len(each.own)), exchanges=[each])
+        for way, each in exchanges.items()
     }
     keep_freed_memory()
 

@@ -26,7 +26,7 @@ from benchmarks.vllm_server import Vllm
 from headrace.engine.kv.memory_plan import weight_count
 from headrace.engine.layers.exchange.ways import own_experts
 from headrace.engine.model.config import ModelSpec
-from headrace.engine.model.sharding import split_model
+from headrace.engine.model.sharding import part_of, split_model
 
 EXPERT_PARALLEL = ("--dp", "2", "--expert-parallel", "--exchange")
 WAYS = {
@@ -80,7 +80,7 @@ def weight_bytes(spec: ModelSpec, ranks: int) -> int:
     assert spec.moe is not None
     [shard] = split_model(spec, 1)
     held = max(len(own_experts(spec.moe.experts, ranks, rank)) for rank in range(ranks))
-    return FLOAT32_BYTES * weight_count(spec, None, shard, held)
+    return FLOAT32_BYTES * weight_count(part_of(spec, None, shard, held))
 
 
 def main(arguments: Sequence[str]) -> int:

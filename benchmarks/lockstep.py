@@ -26,6 +26,7 @@ from headrace.core.messages.stage_events import PlanDone
 from headrace.core.types.packed import pack
 from headrace.core.types.requests.request import Discard, SamplingParams
 from headrace.engine.collectives.torch_collectives import TorchCollectives, make_group
+from headrace.engine.load_plan import plan_rank
 from headrace.engine.stub.runner import StubRunner
 
 TOKENS = 64  # of a prompt, and of a replica in a pass
@@ -47,7 +48,8 @@ def replica(rank: Rank, pass_ms: int) -> Callable[[Pass], PlanDone]:
     group = TorchCollectives(make_group(range(rank.size), TIMEOUT_S))
     model = f"stub:layers=1,vocab={VOCABULARY},us_per_token=0,us_per_plan={1000 * pass_ms}"
     engine = EngineConfig(page_size=16, kv_pages=KV_PAGES)
-    runner = StubRunner(ModelConfig(model=model, device="cpu", dtype="float32", max_model_len=TOKENS), engine)
+    config = ModelConfig(model=model, device="cpu", dtype="float32", max_model_len=TOKENS)
+    runner = StubRunner(plan_rank(config, engine))
 
     def compute(given: Pass) -> PlanDone:
         began = time.perf_counter()

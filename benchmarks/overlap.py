@@ -28,6 +28,7 @@ from headrace.core.types.ranks.coordinate import Rules, coordinate, vote
 from headrace.core.types.ranks.layout import Layout
 from headrace.engine.layers.exchange.make import make_exchange
 from headrace.engine.layers.exchange.ways import Way
+from headrace.engine.load_plan import plan_rank
 from headrace.engine.model.stub import parse_stub
 from headrace.engine.parallel.groups import leave_groups, make_groups
 from headrace.engine.stub.runner import StubRunner
@@ -64,7 +65,7 @@ def serve(setup: Setup, orders: Connection) -> None:
     )
     pages = ceil_div(setup.tokens, PAGE)
     model = ModelConfig(model=setup.model, dtype="float32", device="cpu")
-    runner = StubRunner(model, EngineConfig(page_size=PAGE, kv_pages=pages), None, None, exchanges)
+    runner = StubRunner(plan_rank(model, EngineConfig(page_size=PAGE, kv_pages=pages)), exchanges=exchanges)
     runner.warm_up()
     rows = [PlanRow(1, 0, setup.tokens, pack(range(pages)), pack([index % 250 for index in range(setup.tokens)]))]
     orders.send(None)  # ready

@@ -24,6 +24,7 @@ from headrace.core.types import packed
 from headrace.core.types.kv.geometry import ceil_div
 from headrace.core.types.requests.request import SamplingParams
 from headrace.engine.attention.base import Attention, AttentionPass, AttentionSpan
+from headrace.engine.load_plan import plan_rank
 from headrace.engine.runner import ModelRunner
 from headrace.server.launch.local_server import LocalServer
 
@@ -120,7 +121,7 @@ def main(arguments: Sequence[str]) -> int:
     add_rounds(parser, 3)
     given = parser.parse_args(arguments)
     engine = EngineConfig(page_size=PAGE, kv_pages=ceil_div(MAX_TOKENS, PAGE), threads=given.threads)
-    runner = ModelRunner(ModelConfig(model=given.model, dtype=given.dtype, device="cpu"), engine, MAX_TOKENS)
+    runner = ModelRunner(plan_rank(ModelConfig(model=given.model, dtype=given.dtype, device="cpu"), engine, MAX_TOKENS))
     keep_freed_memory()  # as a stage does
     runner.warm_up()
     flags = ("--role", "prefill", "--model", given.model, "--dtype", given.dtype, "--threads", str(given.threads))

@@ -20,6 +20,7 @@ from headrace.core.messages.orders import PlanRow
 from headrace.core.types import packed
 from headrace.core.types.kv.geometry import ceil_div
 from headrace.core.types.requests.request import SamplingParams
+from headrace.engine.load_plan import plan_rank
 from headrace.engine.runner import ModelRunner
 from headrace.server.tokenizer.tokenizer import load_tokenizer
 
@@ -79,7 +80,8 @@ class Differences:
 def make_runner(model: str, dtype: Dtype, quantize: Quantize, threads: int, length: int) -> ModelRunner:
     """A model for prompts of this length. Raises ConfigError for an unknown model."""
     engine = EngineConfig(page_size=PAGE, kv_pages=ceil_div(length, PAGE), threads=threads)
-    return ModelRunner(ModelConfig(model=model, dtype=dtype, device="cpu", quantize=quantize), engine, length)
+    config = ModelConfig(model=model, dtype=dtype, device="cpu", quantize=quantize)
+    return ModelRunner(plan_rank(config, engine, length))
 
 
 def main(arguments: Sequence[str]) -> int:

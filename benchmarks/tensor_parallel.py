@@ -21,6 +21,7 @@ from headrace.core.runtime.process import keep_freed_memory
 from headrace.core.types.kv.geometry import ceil_div
 from headrace.engine.collectives.shared_memory import on_one_machine
 from headrace.engine.collectives.torch_collectives import TorchCollectives, make_group
+from headrace.engine.load_plan import plan_rank
 from headrace.engine.runner import ModelRunner
 
 WAYS = ("shared memory", "Gloo")
@@ -40,7 +41,7 @@ def shard(rank: Rank, model: str, dtype: str, chunk: int, shared: bool) -> Calla
     group = TimedCollectives(on_one_machine(over_gloo, TIMEOUT_S) if shared else over_gloo)
     engine = EngineConfig(page_size=PAGE, kv_pages=ceil_div(MAX_TOKENS, PAGE), threads=rank.threads)
     config = ModelConfig(model=model, dtype=dtype, device="cpu")  # type: ignore[arg-type]  # one of DTYPES
-    runner = ModelRunner(config, engine, MAX_TOKENS, tp=group)
+    runner = ModelRunner(plan_rank(config, engine, MAX_TOKENS, tp=group.size, shard=group.rank), tp=group)
     keep_freed_memory()
     runner.warm_up()
 

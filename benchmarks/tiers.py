@@ -34,6 +34,7 @@ from headrace.engine.kv.tiers.disk_store import DiskStore
 from headrace.engine.kv.tiers.host_store import HostStore
 from headrace.engine.kv.tiers.pool_pages import PoolPages
 from headrace.engine.kv.tiers.record import HEADER_BYTES, Origin
+from headrace.engine.load_plan import plan_rank
 from headrace.engine.runner import ModelRunner
 from headrace.server.config.load import find_cpuinfo
 
@@ -158,7 +159,9 @@ def main(arguments: Sequence[str]) -> int:
         size = EngineConfig().page_size
         pages = -(-given.tokens // size)
         engine = EngineConfig(kv_pages=pages, threads=given.threads, cpuinfo=find_cpuinfo(os.environ))
-        runner = ModelRunner(ModelConfig(model=given.model, dtype=given.dtype, device="cpu"), engine, given.tokens)
+        runner = ModelRunner(
+            plan_rank(ModelConfig(model=given.model, dtype=given.dtype, device="cpu"), engine, given.tokens)
+        )
         runner.warm_up()
     asked = Prompt(prompt(given.tokens, 1), given.chunk_tokens, size, pages - 1)
     with tempfile.TemporaryDirectory(dir=given.folder or None) as folder:

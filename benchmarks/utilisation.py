@@ -24,6 +24,7 @@ from headrace.core.runtime.process import keep_freed_memory
 from headrace.core.types.kv.geometry import ceil_div
 from headrace.engine.device import resolve_device
 from headrace.engine.dtypes import TORCH_DTYPES
+from headrace.engine.load_plan import plan_rank
 from headrace.engine.model.config import ModelSpec
 from headrace.engine.model.source import load_spec, resolve_source
 from headrace.engine.parallel.layer_split import head_flops, layer_flops
@@ -96,7 +97,9 @@ def measure(shape: str, given: argparse.Namespace, device: torch.device, folder:
         spec = load_spec(resolve_source(str(folder)))
         longest = max(given.chunks)
         engine = EngineConfig(page_size=PAGE, kv_pages=ceil_div(longest, PAGE), threads=given.threads)
-        runner = ModelRunner(ModelConfig(model=str(folder), dtype=given.dtype, device=str(device)), engine, longest)
+        runner = ModelRunner(
+            plan_rank(ModelConfig(model=str(folder), dtype=given.dtype, device=str(device)), engine, longest)
+        )
         keep_freed_memory()  # as a stage does
         runner.warm_up()
 

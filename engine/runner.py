@@ -9,7 +9,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from headrace.core.config import EngineConfig, ModelConfig
 from headrace.core.messages.orders import PlanRow
 from headrace.core.runtime.progress import LoadProgress, Progress
 from headrace.core.types import packed
@@ -23,27 +22,19 @@ from headrace.engine.collectives.alone import ALONE
 from headrace.engine.collectives.base import Collectives
 from headrace.engine.collectives.startup import check_equal_sums, least
 from headrace.engine.decoder import Decoder
-from headrace.engine.device import (
-    available_memory,
-    has_bfloat16_vectors,
-    has_int8_vectors,
-    has_wide_vectors,
-    resolve_computation,
-)
+from headrace.engine.device import has_bfloat16_vectors, has_int8_vectors, has_wide_vectors
 from headrace.engine.dtypes import TORCH_DTYPES, Precision
 from headrace.engine.grammar.compiler import GrammarCompiler
 from headrace.engine.kv.device_copies import place
-from headrace.engine.kv.memory_plan import plan_memory, stage_geometry, weight_count
 from headrace.engine.kv.pool import Allocate, KVPool
 from headrace.engine.layers.exchange.base import Exchange
 from headrace.engine.layers.exchange.replicated import Replicated
 from headrace.engine.layers.expert_rows import ExpertRows
+from headrace.engine.load_plan import LoadPlan
 from headrace.engine.model.arithmetic import TorchArithmetic
 from headrace.engine.model.checkpoint import CountedCheckpoint, open_checkpoint
 from headrace.engine.model.compiled import choose_arithmetic
 from headrace.engine.model.fingerprint import fingerprint
-from headrace.engine.model.sharding import split_model
-from headrace.engine.model.source import load_spec, resolve_source
 from headrace.engine.native import Kernels, load_kernels
 from headrace.engine.row_sampler import PlanResult, RowSampler
 
@@ -149,93 +140,60 @@ class ModelRunner:
 
     def __init__(
         self,
-        model: ModelConfig,
-        engine: EngineConfig,
-        max_model_len: int = 0,
-        layer_range: range | None = None,
-        allocate: Allocate | None = None,
-        exchange: Exchange | None = None,
-        exchange_bytes: int = 0,
+        plan: LoadPlan,
         *,
-        second_exchange: Exchange | None = None,
+        allocate: Allocate | None = None,
+        exchanges: Sequence[Exchange] = (),
         tp: Collectives = ALONE,
         loading: LoadProgress | None = None,
     ) -> None:
         """Load the weights and allocate the pool.
 
-        max_model_len: 0 takes the configured length, or the model's limit. layer_range: this stage's layers; None takes
-        all. allocate: see KVPool. exchange: how the ranks of the stage share experts; None divides them among the
-        shards. exchange_bytes: kept free for it. second_exchange: of the second halves of passes that are cut; None
-        where none is. tp: the shards of this stage. loading: counts the weights that are read. Raises ConfigError for a
-        model, device, sizes, compilation or number of shards that do not work here, LinkBroken when another shard is
-        gone.
+        allocate: see KVPool. exchanges: how the ranks of the stage share experts, one for each half of passes that are
+        cut; without any, the shards divide them. tp: the shards of this stage. loading: counts the weights that are
+        read. Raises ConfigError for files or a compilation that do not work, LinkBroken when another shard is gone.
         """
+        (terms, part, memory), loading = plan, loading or LoadProgress()
+        engine, spec, (device, dtype, native) = terms.engine, terms.spec, terms.computation
         if engine.threads:
             torch.set_num_threads(engine.threads)
-        source = resolve_source(model.model)
-        spec = load_spec(source)
-        shard = split_model(spec, tp.size)[tp.rank]
-        if exchange is None and spec.moe is not None and tp.size > 1:
-            exchange = Replicated(spec.moe.experts, tp)
-        layers = layer_range or range(spec.layers)
-        computation = resolve_computation(model, engine.cpuinfo)
-        device, dtype, native = computation
-        length = spec.resolve_length(max_model_len or model.max_model_len)
-        int8 = model.quantize == "int8"
+        if not exchanges and spec.moe is not None and tp.size > 1:
+            exchanges = [Replicated(spec.moe.experts, tp)]
         kernels = _kernels(engine.cpuinfo) if device == "cpu" and (dtype != "float16" or not native) else None
-        own_experts = len(exchange.own) if exchange is not None else None
-        plan = plan_memory(
-            spec,
-            dtype,
-            engine.page_size,
-            engine.kv_pages,
-            available_memory(device),
-            max_model_len=length,
-            layers=layers,
-            native_units=native,
-            int8=int8,
-            shard=shard,
-            experts=own_experts,
-            exchange_bytes=exchange_bytes,
-        )
-        compute = TORCH_DTYPES[computation.compute_dtype]
+        compute = TORCH_DTYPES[terms.computation.compute_dtype]
         check_equal_sums(tp, spec.hidden_size, compute, device)
-        kv_pages = least(tp, plan.kv_pages, device)  # the same pages on all shards, whose heads may differ in number
-        checkpoint = open_checkpoint(source, spec)
-        loading = loading or LoadProgress()
-        loading.begin(weight_count(spec, layers, shard, own_experts), plan.weight_bytes)
-        self._first, self._last = layers.start == 0, layers.stop == spec.layers
-        self._max_model_len = length
-        precision = Precision(TORCH_DTYPES[dtype], TORCH_DTYPES[plan.weight_dtype], compute, int8)
+        kv_pages = least(tp, memory.kv_pages, device)  # the same on all shards, whose heads may differ in number
+        checkpoint = open_checkpoint(terms.source, spec)
+        loading.begin(plan.weights, memory.weight_bytes)
+        self._part, self._max_model_len = part, terms.length
         self._decoder = Decoder(
             spec,
             CountedCheckpoint(checkpoint, loading),
-            layers,
-            positions=length,
-            precision=precision,
+            part.layers,
+            positions=terms.length,
+            precision=Precision(TORCH_DTYPES[dtype], TORCH_DTYPES[memory.weight_dtype], compute, terms.int8),
             arithmetic=choose_arithmetic(engine.compile, device, kernels or TorchArithmetic()),
             device=device,
-            shard=shard,
+            shard=part.shard,
             tp=tp,
-            exchanges=[each for each in (exchange, second_exchange) if each is not None],
+            exchanges=exchanges,
             mla_form=resolve_form(engine.mla, device),
         )
         loading.end()
         self.expert_rows = self._decoder.expert_rows
         self.progress = self._decoder.progress
-        self.fingerprint = fingerprint(spec, checkpoint, model.quantize)
+        self.fingerprint = fingerprint(spec, checkpoint, terms.model.quantize)
         self.vocab_size = spec.vocab_size
-        self.hidden_spec = HiddenSpec(spec.hidden_size, precision.compute, torch.device(device))
-        self.geometry = stage_geometry(spec, dtype, engine.page_size, layers, shard)
+        self.hidden_spec = HiddenSpec(spec.hidden_size, compute, torch.device(device))
+        self.geometry = plan.geometry
         self.pool = KVPool(self.geometry, kv_pages, device, allocate)
         self._attention = (
             latent_attention(spec.mla, self.pool, engine.mla, kernels=kernels)
             if spec.mla is not None
             else choose_attention(self.pool, native_units=native, kernels=kernels)
         )
-        self._sampler = RowSampler(
-            self._decoder, tp.rank, tp.size, partial(GrammarCompiler, model.model, engine.cache_dir, spec.vocab_size)
-        )
+        compiler = partial(GrammarCompiler, terms.model.model, engine.cache_dir, spec.vocab_size)
+        self._sampler = RowSampler(self._decoder, tp.rank, tp.size, compiler)
 
     def warm_up(self, most: int = WARM_UP_TOKENS) -> None:
         """See Runner. Runs a chunk and a decoding row, so that kernels and threads exist before the first plan."""
@@ -247,11 +205,11 @@ class ModelRunner:
             PlanRow(WARM_UP_REQUEST, count - 1, 1, pages, packed.pack([0]), sample=greedy),
         ):
             incoming = None
-            if not self._first:
+            if not self._part.first:
                 form = self.hidden_spec
                 incoming = torch.zeros(row.count, form.size, dtype=form.dtype, device=form.device)
             hidden = self.forward([row], incoming)
-            if self._last:
+            if self._part.last:
                 self.sample([row], hidden)
         self.release(WARM_UP_REQUEST)
 
@@ -281,7 +239,7 @@ class ModelRunner:
             self._decoder.begin(tokens or (count,), padded or count, cut)
             if not rows:
                 return self._decoder.take_part()
-            if self._last:
+            if self._part.last:
                 self._sampler.begin(rows)
             spans = [AttentionSpan(row.start, row.count, self._page_ids(row)) for row in rows]
             ranges = [np.arange(row.start, row.start + row.count) for row in rows]

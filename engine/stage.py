@@ -41,6 +41,7 @@ from headrace.engine.kv.kv_memory import KvMemory
 from headrace.engine.kv.tiers.tiers import open_tiers
 from headrace.engine.layers.exchange.base import Exchange
 from headrace.engine.layers.exchange.make import make_exchange
+from headrace.engine.load_plan import plan_rank
 from headrace.engine.loop import StageLoop
 from headrace.engine.model.source import load_spec, resolve_source
 from headrace.engine.model.stub import is_stub
@@ -217,27 +218,24 @@ def _send(control: OrderConnection, event: StageLoading) -> None:
 
 def _make_runner(config: StageConfig, memory: KvMemory, groups: Groups, loading: LoadProgress) -> Runner:
     """A warmed-up runner of this rank's layers and heads. Raises ConfigError, and LinkBroken."""
-    stage = config.layout.place(config.rank).stage
-    layers = ranges(config.engine.pp_layers)[stage] if config.engine.pp_layers else None
+    stage, tp = config.layout.place(config.rank).stage, groups.tp
     spec = load_spec(resolve_source(config.model.model))
     experts = plan_experts(config.model, config.engine, config.layout, spec, config.member)
-    exchange, second = _exchanges(config, experts, groups)
+    exchanges = _exchanges(config, experts, groups)
+    plan = plan_rank(
+        config.model,
+        config.engine,
+        layers=ranges(config.engine.pp_layers)[stage] if config.engine.pp_layers else None,
+        tp=tp.size,
+        shard=tp.rank,
+        experts=len(exchanges[0].own) if exchanges else None,
+        exchange_bytes=experts.exchange_bytes if experts else 0,
+    )
     runner: Runner
     if is_stub(config.model.model):
-        exchanges = [each for each in (exchange, second) if each is not None]
-        runner = StubRunner(config.model, config.engine, layers, memory.allocate, exchanges, tp=groups.tp)
+        runner = StubRunner(plan, allocate=memory.allocate, exchanges=exchanges, tp=tp)
     else:
-        runner = ModelRunner(
-            config.model,
-            config.engine,
-            layer_range=layers,
-            allocate=memory.allocate,
-            exchange=exchange,
-            exchange_bytes=experts.exchange_bytes if experts else 0,
-            second_exchange=second,
-            tp=groups.tp,
-            loading=loading,
-        )
+        runner = ModelRunner(plan, allocate=memory.allocate, exchanges=exchanges, tp=tp, loading=loading)
     keep_freed_memory()  # after loading, so that the buffers of loading go back to the system
     # Ranks that share experts enter the same exchanges, each replica for as many tokens. Those of several servers may
     # have other pools, and load in other times.
@@ -248,15 +246,13 @@ def _make_runner(config: StageConfig, memory: KvMemory, groups: Groups, loading:
     return runner
 
 
-def _exchanges(
-    config: StageConfig, experts: ExpertPlan | None, groups: Groups
-) -> tuple[Exchange | None, Exchange | None]:
-    """The exchanges of both halves of a pass; None where experts are not divided, or passes not cut."""
+def _exchanges(config: StageConfig, experts: ExpertPlan | None, groups: Groups) -> tuple[Exchange, ...]:
+    """The exchanges of both halves of a pass, or of passes that are not cut; none where experts are not divided."""
     if experts is None:
-        return None, None
+        return ()
     exchange = make_exchange(experts.way, experts.moe, groups.tp, groups.dp, groups.ep)
     if not config.engine.overlap:
-        return exchange, None
+        return (exchange,)
     return exchange, make_exchange(experts.way, experts.moe, groups.tp, groups.second_dp, groups.second_ep)
 
 

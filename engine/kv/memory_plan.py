@@ -4,8 +4,7 @@ import msgspec
 
 from headrace.core.types.errors import ConfigError
 from headrace.core.types.kv.geometry import ITEM_BYTES, Geometry
-from headrace.engine.model.config import ModelSpec
-from headrace.engine.model.sharding import Shard, attention_weights, whole_model
+from headrace.engine.model.sharding import RankPart, attention_weights
 
 DEFAULT_KV_TOKENS = 65536
 WIDE_SHARE = 0.25  # of the available memory, at most, for 16-bit weights held in float32
@@ -39,14 +38,12 @@ class MemoryPlan(msgspec.Struct, frozen=True, kw_only=True):
         return self.page_bytes * self.host_pages
 
 
-def stage_geometry(
-    spec: ModelSpec, dtype: str, page_size: int, layers: range | None = None, shard: Shard | None = None
-) -> Geometry:
-    """Shape of the KV pool for these layers and a shard's KV heads; None takes all."""
-    layers = layers or range(spec.layers)
+def stage_geometry(part: RankPart, dtype: str, page_size: int) -> Geometry:
+    """Shape of the KV pool of a rank."""
+    spec, layers = part.spec, part.layers
     if spec.mla:
         return spec.mla.geometry(dtype, page_size, layers)
-    kv_heads = (shard or whole_model(spec)).kv_heads
+    kv_heads = part.shard.kv_heads
     return Geometry(
         dtype=dtype,
         layers=len(layers),
@@ -58,78 +55,63 @@ def stage_geometry(
     )
 
 
-def weight_count(
-    spec: ModelSpec, layers: range | None = None, shard: Shard | None = None, experts: int | None = None
-) -> int:
-    """Number of parameters on a stage with these layers, or on a shard of it; None takes all. experts: how many of an
-    MoE layer's routed ones are held; None for all."""
-    layers, shard = layers or range(spec.layers), shard or whole_model(spec)
+def weight_count(part: RankPart) -> int:
+    """Number of parameters that a rank holds."""
+    spec, layers, shard = part.spec, part.layers, part.shard
     query, kv = len(shard.heads) * spec.head_dim, len(shard.kv_heads) * spec.head_dim
     biases = (query + 2 * kv) * spec.qkv_bias + spec.hidden_size * (spec.output_bias and shard.first)
     norms = 2 * spec.hidden_size + 2 * spec.head_dim * spec.qk_norm
     if spec.mla:
         biases = spec.mla.biases(spec.hidden_size if shard.first else 0) * spec.output_bias
         norms = 2 * spec.hidden_size + spec.mla.norms()
-    first, last = layers.start == 0, layers.stop == spec.layers
-    tables = int(first) + int(last and not (spec.tied and first))
-    total = linear_count(spec, layers, shard, experts) + len(layers) * (biases + norms)
+    tables = int(part.first) + int(part.last and not (spec.tied and part.first))
+    total = linear_count(part) + len(layers) * (biases + norms)
     if spec.moe is not None:
-        total += _moe_layers(spec, layers) * spec.moe.router_weights(spec.hidden_size)
-    return total + tables * shard.vocabulary_block * spec.hidden_size + last * spec.hidden_size
+        total += _moe_layers(part) * spec.moe.router_weights(spec.hidden_size)
+    return total + tables * shard.vocabulary_block * spec.hidden_size + part.last * spec.hidden_size
 
 
-def linear_count(
-    spec: ModelSpec, layers: range | None = None, shard: Shard | None = None, experts: int | None = None
-) -> int:
-    """Number of weights of the linear layers, apart from the output head and routers, in these layers; None takes all.
-    experts: as for weight_count()."""
-    layers, shard = layers or range(spec.layers), shard or whole_model(spec)
-    routed = _moe_layers(spec, layers)
-    dense = (len(layers) - routed) * 3 * spec.hidden_size * len(shard.columns)
-    moe = routed * spec.moe.stored_weights(spec.hidden_size, experts) if spec.moe is not None else 0
-    return len(layers) * attention_weights(spec, shard) + dense + moe
+def linear_count(part: RankPart) -> int:
+    """Number of weights of a rank's linear layers, apart from the output head and routers."""
+    spec, shard, routed = part.spec, part.shard, _moe_layers(part)
+    dense = (len(part.layers) - routed) * 3 * spec.hidden_size * len(shard.columns)
+    moe = routed * spec.moe.stored_weights(spec.hidden_size, part.experts) if spec.moe is not None else 0
+    return len(part.layers) * attention_weights(spec, shard) + dense + moe
 
 
-def _moe_layers(spec: ModelSpec, layers: range) -> int:
-    return sum(spec.layer_kinds[layer] == "moe" for layer in layers)
+def _moe_layers(part: RankPart) -> int:
+    return sum(part.spec.layer_kinds[layer] == "moe" for layer in part.layers)
 
 
-def _never_in_8_bits(spec: ModelSpec, layers: range | None, shard: Shard | None) -> int:
+def _never_in_8_bits(part: RankPart) -> int:
     """Weights of linear layers that stay in the dtype of computation: those of MLA that multiply latents from both
     sides."""
-    heads = len((shard or whole_model(spec)).heads)
-    return len(layers or range(spec.layers)) * (spec.mla.up_weights(heads) if spec.mla else 0)
+    return len(part.layers) * (part.spec.mla.up_weights(len(part.shard.heads)) if part.spec.mla else 0)
 
 
 def plan_memory(
-    spec: ModelSpec,
+    part: RankPart,
     dtype: str,
     page_size: int,
     kv_pages: int,
     available_bytes: int,
     *,
     max_model_len: int = 0,
-    layers: range | None = None,
     native_units: bool = True,
     int8: bool = False,
-    shard: Shard | None = None,
-    experts: int | None = None,
-    exchange_bytes: int = 0,
     kv_copies: float = 1.0,
 ) -> MemoryPlan:
-    """Decide in which dtype weights are held and how many KV pages to allocate.
+    """Decide in which dtype a rank holds its weights and how many KV pages it allocates.
 
     kv_pages: 0 takes pages for 65,536 tokens or 40% of the available memory, whichever is less. max_model_len: 0 takes
-    the model's limit. layers: None takes all. native_units: the device multiplies this dtype in hardware; where it does
-    not, weights are held in float32 if there is room, so that no forward pass converts them. int8: linear layers are in
-    8 bits. shard: the part of weights and KV heads that is held; None takes all. experts: how many of an MoE layer's
-    routed ones are held; None for all. exchange_bytes: kept free for the exchange of tokens between ranks that share
-    experts. kv_copies: how often the memory holds each page, in ranks that share it. Raises ConfigError when the
-    weights and one request of max_model_len do not fit, or the configured pages do not.
+    the model's limit. native_units: the device multiplies this dtype in hardware; where it does not, weights are held
+    in float32 if there is room, so that no forward pass converts them. int8: linear layers are in 8 bits. kv_copies:
+    how often the memory holds each page, in ranks that share it. Raises ConfigError when the weights and one request of
+    max_model_len do not fit, or the configured pages do not.
     """
-    length = spec.resolve_length(max_model_len)
-    geometry = stage_geometry(spec, dtype, page_size, layers, shard)
-    weights, weight_dtype = _weights(spec, dtype, available_bytes, layers, native_units, int8, shard, experts)
+    length, exchange_bytes = part.spec.resolve_length(max_model_len), part.exchange_bytes
+    geometry = stage_geometry(part, dtype, page_size)
+    weights, weight_dtype = _weights(part, dtype, available_bytes, native_units, int8)
     room = int((available_bytes - weights - exchange_bytes) / kv_copies)
     if room < geometry.page_bytes:
         taken = f"the weights take {_mib(weights)}"
@@ -171,20 +153,11 @@ def plan_memory(
     )
 
 
-def _weights(
-    spec: ModelSpec,
-    dtype: str,
-    available_bytes: int,
-    layers: range | None,
-    native_units: bool,
-    int8: bool,
-    shard: Shard | None,
-    experts: int | None,
-) -> tuple[int, str]:
+def _weights(part: RankPart, dtype: str, available_bytes: int, native_units: bool, int8: bool) -> tuple[int, str]:
     """Bytes of weights, and the dtype of those that are not in 8 bits. All as in plan_memory()."""
-    count = weight_count(spec, layers, shard, experts)
-    kept = _never_in_8_bits(spec, layers, shard) if int8 else 0
-    in_8_bits = linear_count(spec, layers, shard, experts) - kept if int8 else 0
+    count = weight_count(part)
+    kept = _never_in_8_bits(part) if int8 else 0
+    in_8_bits = linear_count(part) - kept if int8 else 0
     wide = not (native_units or int8 or 4 * count > WIDE_SHARE * available_bytes)
     item_bytes = ITEM_BYTES["float32" if wide else dtype]
     weights = (count - in_8_bits) * item_bytes + in_8_bits

@@ -1,4 +1,4 @@
-"""Tensor-parallel split of a dense model: which heads, MLP columns and vocabulary rows each shard holds.
+"""Tensor-parallel split of a model: which heads, MLP columns and vocabulary rows each shard holds; the part of a rank.
 
     SmolLM2 (9 query heads, 3 KV heads, MLP 1536 wide) on two shards:
 
@@ -11,6 +11,7 @@ same KV head and divide its query heads. Pure arithmetic.
 """
 
 from itertools import accumulate, pairwise
+from typing import NamedTuple
 
 import msgspec
 
@@ -82,6 +83,40 @@ def split_model(spec: ModelSpec, tp: int) -> tuple[Shard, ...]:
 def whole_model(spec: ModelSpec) -> Shard:
     """All of a model, as its only shard."""
     return split_model(spec, 1)[0]
+
+
+class RankPart(NamedTuple):
+    """What one rank holds of a model."""
+
+    spec: ModelSpec
+    layers: range
+    shard: Shard
+    """Its share of these layers' heads and columns, and of the vocabulary."""
+    experts: int | None = None
+    """How many of an MoE layer's routed experts; None for all."""
+    exchange_bytes: int = 0
+    """Memory that is kept free for the exchange of tokens between ranks that share experts."""
+
+    @property
+    def first(self) -> bool:
+        """It embeds tokens."""
+        return self.layers.start == 0
+
+    @property
+    def last(self) -> bool:
+        """It has the output head."""
+        return self.layers.stop == self.spec.layers
+
+
+def part_of(
+    spec: ModelSpec,
+    layers: range | None = None,
+    shard: Shard | None = None,
+    experts: int | None = None,
+    exchange_bytes: int = 0,
+) -> RankPart:
+    """The part of a rank with these layers, shard and experts; None takes all of them."""
+    return RankPart(spec, layers or range(spec.layers), shard or whole_model(spec), experts, exchange_bytes)
 
 
 def _check(spec: ModelSpec, tp: int) -> None:

@@ -21,7 +21,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from headrace.core.config import EngineConfig, ModelConfig
 from headrace.core.messages.orders import PlanRow
 from headrace.core.messages.stage_events import PromptLogprobs, SampledToken
 from headrace.core.runtime.progress import Progress
@@ -33,15 +32,13 @@ from headrace.core.types.requests.request import SamplingParams, TokenLogprob
 from headrace.engine.collectives.alone import ALONE
 from headrace.engine.collectives.base import Collectives
 from headrace.engine.collectives.steps import Steps, finish, take_turns
-from headrace.engine.device import available_memory, resolve_device, resolve_dtype
 from headrace.engine.dtypes import TORCH_DTYPES
 from headrace.engine.grammar.compiler import GrammarCompiler
 from headrace.engine.grammar.states import GrammarStates
-from headrace.engine.kv.memory_plan import plan_memory, stage_geometry
 from headrace.engine.kv.pool import Allocate, KVPool
 from headrace.engine.layers.exchange.base import Exchange
 from headrace.engine.layers.expert_rows import ExpertRows
-from headrace.engine.model.sharding import split_model
+from headrace.engine.load_plan import LoadPlan
 from headrace.engine.model.stub import END, parse_stub
 from headrace.engine.row_sampler import PlanResult, reported_states
 from headrace.engine.runner import WARM_UP_REQUEST, HiddenSpec
@@ -62,47 +59,36 @@ class StubRunner:
 
     def __init__(
         self,
-        model: ModelConfig,
-        engine: EngineConfig,
-        layer_range: range | None = None,
+        plan: LoadPlan,
+        *,
         allocate: Allocate | None = None,
         exchanges: Sequence[Exchange] = (),
-        *,
         tp: Collectives = ALONE,
         clock: StubTime | None = None,
     ) -> None:
         """Allocate the pool; there are no weights.
 
-        layer_range: this stage's layers; None takes all. allocate: see KVPool. exchanges: how ranks share experts, one
-        for each half of passes that are cut; none where they share none, whose results are then not computed. tp: the
-        shards of this stage. Raises ConfigError for a bad model name, sizes that do not fit, or a number of shards that
-        the heads do not.
+        allocate: see KVPool. exchanges: how ranks share experts, one for each half of passes that are cut; none where
+        they share none, whose results are then not computed. tp: the shards of this stage.
         """
-        self._model = parse_stub(model.model)
-        spec = self._model.spec()
-        shard = split_model(spec, tp.size)[tp.rank]
-        layers = layer_range or range(spec.layers)
-        device = resolve_device(model.device)
-        dtype = resolve_dtype(model.dtype, device, engine.cpuinfo)
-        length = spec.resolve_length(model.max_model_len)
-        memory = available_memory(device)
-        plan = plan_memory(
-            spec, dtype, engine.page_size, engine.kv_pages, memory, max_model_len=length, layers=layers, shard=shard
-        )  # fmt: skip
+        (terms, part, memory), spec = plan, plan.part.spec
+        layers, shard, (device, dtype, _) = part.layers, part.shard, terms.computation
+        self._model = parse_stub(terms.model.model)
         self.fingerprint = self._model.fingerprint()
         self.vocab_size = spec.vocab_size
         self.hidden_spec = HiddenSpec(spec.hidden_size, TORCH_DTYPES[dtype], torch.device(device))
-        self.geometry = stage_geometry(spec, dtype, engine.page_size, layers, shard)
-        self.pool = KVPool(self.geometry, plan.kv_pages, device, allocate)
+        self.geometry = plan.geometry
+        self.pool = KVPool(self.geometry, memory.kv_pages, device, allocate)
         self.expert_rows: ExpertRows | None = None
         self.progress = Progress()
-        self._first, self._last = layers.start == 0, layers.stop == spec.layers
+        self._first, self._last = part.first, part.last
         self._tp = tp
         self._share = len(layers) / spec.layers * len(shard.heads) / spec.heads
-        self._states = StubStates(self.pool, layers, shard, spec.heads // spec.kv_heads, length)
+        self._states = StubStates(self.pool, layers, shard, spec.heads // spec.kv_heads, terms.length)
         self._sampler = Sampler(random.SystemRandom())
         self._random = random.Random(layers.start)
-        self._grammars = GrammarStates(partial(GrammarCompiler, model.model, engine.cache_dir, spec.vocab_size))
+        compiler = partial(GrammarCompiler, terms.model.model, terms.engine.cache_dir, spec.vocab_size)
+        self._grammars = GrammarStates(compiler)
         self._adjustments = LogitAdjustments()
         self._sampled: dict[int, int] = {}  # request → its last sampled token
         self._overslept_s = 0.0  # by the last sleep

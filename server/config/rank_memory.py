@@ -1,43 +1,23 @@
 """Memory of the local ranks of a server, and in words what each rank holds of the model."""
 
-from collections.abc import Callable, Sequence
-from functools import partial
-from typing import Protocol
+from collections.abc import Sequence
 
 from headrace.core.types.ranks.layout import Layout, Place
 from headrace.engine.device import available_memory, own_device
 from headrace.engine.kv.memory_plan import MemoryPlan, add_host_tier
-from headrace.engine.model.sharding import Shard
+from headrace.engine.load_plan import ModelTerms
+from headrace.engine.model.sharding import RankPart, Shard, part_of
 from headrace.engine.parallel.expert_plan import ExpertPlan
 from headrace.engine.parallel.layer_split import ranges
 
 
-class Plan(Protocol):
-    """plan_memory() of a model, but for what differs between ranks."""
-
-    def __call__(
-        self,
-        kv_pages: int,
-        available_bytes: int,
-        *,
-        layers: range | None = None,
-        shard: Shard | None = None,
-        experts: int | None = None,
-        exchange_bytes: int = 0,
-        kv_copies: float = 1.0,
-    ) -> MemoryPlan:
-        """See plan_memory()."""
-        ...
-
-
 def plan_ranks(
-    plan: Plan,
+    terms: ModelTerms,
     layout: Layout,
     layers: Sequence[int],
     shards: Sequence[Shard],
     experts: ExpertPlan | None = None,
     *,
-    device: str,
     kv_pages: int,
     host_pages: int,
 ) -> tuple[MemoryPlan, ...]:
@@ -46,43 +26,43 @@ def plan_ranks(
     layers: of each stage. experts: None where each rank holds all of its layers' experts. kv_pages, host_pages: as
     configured. Raises ConfigError when something does not fit.
     """
-    held = [_plan_of(plan, place, layers, shards, experts) for place in map(layout.place, layout.ranks)]
-    if device != "cpu" and len(held) > 1:
+    device = terms.computation.device
+    parts = [_part_of(terms, place, layers, shards, experts) for place in map(layout.place, layout.ranks)]
+    if device != "cpu" and len(parts) > 1:
         rooms = [available_memory(own_device(device, rank)) for rank in layout.ranks]
-        pages = min(each(kv_pages, room).kv_pages for each, room in zip(held, rooms, strict=True))
+        planned = [terms.plan(part, kv_pages, room) for part, room in zip(parts, rooms, strict=True)]
+        pages = min(each.memory.kv_pages for each in planned)
         host_room = available_memory("cpu")
     else:
         # Ranks share the machine's memory, so the plan of the whole model decides how many pages fit. Each shard that
         # does not offer its KV heads, or its latents, holds what another one has too.
         copies = len(shards) / sum(len(shard.offered) > 0 for shard in shards)
         available = available_memory(device) // (layout.dp if device == "cpu" else 1)
-        whole = plan(
-            kv_pages,
-            available,
+        whole_model = part_of(
+            terms.spec,
             experts=experts.held_by_replica if experts is not None else None,
             exchange_bytes=experts.exchange_bytes * layout.pp * layout.tp if experts is not None else 0,
-            kv_copies=copies,
         )
-        pages, rooms = whole.kv_pages, [available] * len(held)
+        whole = terms.plan(whole_model, kv_pages, available, kv_copies=copies).memory
+        pages, rooms = whole.kv_pages, [available] * len(parts)
         used = whole.weight_bytes + int(whole.kv_bytes * copies)
         host_room = (available - used) * layout.dp if device == "cpu" else available_memory("cpu")
-        if len(held) == 1:
+        if len(parts) == 1:
             return (add_host_tier(whole, host_pages, host_room),)
-    plans = [each(pages, room) for each, room in zip(held, rooms, strict=True)]
+    plans = [terms.plan(part, pages, room).memory for part, room in zip(parts, rooms, strict=True)]
     total = sum(each.page_bytes for each in plans)
     return tuple(add_host_tier(each, host_pages, host_room * each.page_bytes // total) for each in plans)
 
 
-def _plan_of(
-    plan: Plan, place: Place, layers: Sequence[int], shards: Sequence[Shard], experts: ExpertPlan | None
-) -> Callable[[int, int], MemoryPlan]:
-    """plan_memory() of one rank, for so many pages and bytes of available memory."""
-    return partial(
-        plan,
-        layers=ranges(layers)[place.stage],
-        shard=shards[place.shard],
-        experts=len(experts.own(place)) if experts is not None else None,
-        exchange_bytes=experts.exchange_bytes if experts is not None else 0,
+def _part_of(
+    terms: ModelTerms, place: Place, layers: Sequence[int], shards: Sequence[Shard], experts: ExpertPlan | None
+) -> RankPart:
+    return part_of(
+        terms.spec,
+        ranges(layers)[place.stage],
+        shards[place.shard],
+        len(experts.own(place)) if experts is not None else None,
+        experts.exchange_bytes if experts is not None else 0,
     )
 
 

@@ -1,6 +1,5 @@
 """Resolves what a configuration leaves to the model and the machine: dtype, device, lengths, threads, KV pages."""
 
-from functools import partial
 
 import msgspec
 
@@ -8,8 +7,8 @@ from headrace.core.config import Config, EngineConfig, ModelConfig
 from headrace.core.runtime.cpu import usable_cores
 from headrace.core.types.errors import ConfigError
 from headrace.core.types.ranks.coordinate import Rules
-from headrace.engine.device import resolve_computation
-from headrace.engine.kv.memory_plan import MemoryPlan, plan_memory
+from headrace.engine.kv.memory_plan import MemoryPlan
+from headrace.engine.load_plan import model_terms
 from headrace.engine.model.config import ModelSpec
 from headrace.engine.model.sharding import split_model
 from headrace.engine.model.source import load_spec, resolve_source
@@ -43,34 +42,23 @@ class Resolved(msgspec.Struct, frozen=True):
 def resolve(config: Config) -> Resolved:
     """Inspect the model and the machine. Raises ConfigError for a model that cannot be served here."""
     check_keys(config)
-    spec = load_spec(resolve_source(config.model.model))
     if config.group.start == "external":
-        return _resolve_external(config, spec)
-    device, dtype, native = resolve_computation(config.model, config.engine.cpuinfo)
-    length = spec.resolve_length(config.model.max_model_len)
+        return _resolve_external(config, load_spec(resolve_source(config.model.model)))
+    terms = model_terms(config.model, config.engine)
+    spec, device, dtype = terms.spec, terms.computation.device, terms.computation.dtype
     layers = _layers(config, spec)
     layout, shards = config.scheduler.layout, split_model(spec, config.scheduler.tp)
     check_offers(layout, shards, receives=config.server.role == "decode")
-    plan = partial(
-        plan_memory,
-        spec,
-        dtype,
-        config.engine.page_size,
-        max_model_len=length,
-        native_units=native,
-        int8=config.model.quantize == "int8",
-    )
     member = config.group.member
     if config.group.dp_sync == "device" and device == "cpu":
         raise ConfigError("--dp-sync device is for GPUs and --device is cpu: leave it out, or write --dp-sync cpu")
     experts = plan_experts(config.model, config.engine, layout, spec, member)
     memory = plan_ranks(
-        plan, layout, layers, shards, experts,
-        device=device, kv_pages=config.engine.kv_pages, host_pages=config.engine.host_pages,
-    )  # fmt: skip
+        terms, layout, layers, shards, experts, kv_pages=config.engine.kv_pages, host_pages=config.engine.host_pages
+    )
     threads = config.engine.threads or max(1, usable_cores() // len(layout.ranks))
     engine = msgspec.structs.replace(config.engine, kv_pages=memory[0].kv_pages, threads=threads, pp_layers=layers)
-    model = msgspec.structs.replace(config.model, device=device, dtype=dtype, max_model_len=length)
+    model = msgspec.structs.replace(config.model, device=device, dtype=dtype, max_model_len=terms.length)
     completed = _completed(_coordinated(config, experts), spec, model, engine)
     return Resolved(completed, memory, rank_parts(layout, layers, shards, experts))
 

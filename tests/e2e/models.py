@@ -16,6 +16,7 @@ from headrace.core.config import EngineConfig, ModelConfig
 from headrace.core.messages.orders import PlanRow
 from headrace.core.types.packed import pack
 from headrace.core.types.requests.request import SamplingParams
+from headrace.engine.load_plan import plan_rank
 from headrace.engine.stub.runner import StubRunner
 from headrace.server.tokenizer.detokenizer import TextStream
 from headrace.server.tokenizer.tokenizer import Tokenizer, load_tokenizer
@@ -34,7 +35,7 @@ class StubOracle:
     def __init__(self, sizes: str, room: int) -> None:
         """room: positions of the longest prompt with its tokens."""
         settings = ModelConfig(model=f"{sizes},us_per_token=0", dtype="float32", device="cpu", max_model_len=room)
-        self._runner = StubRunner(settings, EngineConfig(page_size=room, kv_pages=1))
+        self._runner = StubRunner(plan_rank(settings, EngineConfig(page_size=room, kv_pages=1)))
         self._tokenizer = load_tokenizer(sizes, "")
 
     @property

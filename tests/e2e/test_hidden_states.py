@@ -10,6 +10,7 @@ import torch
 from headrace.core.config import EngineConfig, ModelConfig
 from headrace.core.messages.orders import PlanRow
 from headrace.core.types.packed import pack
+from headrace.engine.load_plan import plan_rank
 from headrace.engine.stub.runner import StubRunner
 from tests.e2e.harness import Server, pages_in_use, pair, wait_until
 
@@ -21,7 +22,7 @@ PROMPTS = [[(7 * index + number) % 250 for index in range(length)] for number, l
 def expected(tokens: Sequence[int]) -> list[list[float]]:
     """One runner, in one pass and one page."""
     settings = ModelConfig(model=SIZES, dtype="float32", device="cpu")
-    runner = StubRunner(settings, EngineConfig(page_size=1024, kv_pages=1))
+    runner = StubRunner(plan_rank(settings, EngineConfig(page_size=1024, kv_pages=1)))
     row = PlanRow(0, 0, len(tokens), pack([0]), pack(tokens), hidden=len(tokens))
     states = runner.execute([row]).hidden[0].states
     found: list[list[float]] = torch.frombuffer(bytearray(states.data), dtype=torch.float32).view(-1, 64).tolist()

@@ -2,6 +2,7 @@
 
 import os
 import tempfile
+from collections.abc import Sequence
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
@@ -34,6 +35,7 @@ from headrace.core.types.requests.request import SamplingParams
 from headrace.engine.collectives.alone import ALONE
 from headrace.engine.collectives.base import Collectives
 from headrace.engine.layers.exchange.base import Exchange
+from headrace.engine.load_plan import plan_rank
 from headrace.engine.model.source import resolve_source
 from headrace.engine.runner import ModelRunner
 from headrace.server.config.load import find_cpuinfo
@@ -171,22 +173,22 @@ def make_runner(
     quantize: Any = "none",
     tp: Collectives = ALONE,
     mla: Any = "auto",
-    exchange: Exchange | None = None,
-    second_exchange: Exchange | None = None,
+    exchanges: Sequence[Exchange] = (),
 ) -> ModelRunner:
     """A runner whose pool is full of NaN: what was not written must not be read. cpuinfo: of the CPU that this one is
     taken for, by default that of the test run."""
-    runner = ModelRunner(
+    plan = plan_rank(
         ModelConfig(model=str(folder), dtype=dtype, device="cpu", quantize=quantize),
         EngineConfig(
             page_size=page_size, kv_pages=kv_pages, threads=1, cpuinfo=cpuinfo or find_cpuinfo(os.environ), mla=mla
         ),
         max_model_len,
-        layers,
-        tp=tp,
-        exchange=exchange,
-        second_exchange=second_exchange,
+        layers=layers,
+        tp=tp.size,
+        shard=tp.rank,
+        experts=len(exchanges[0].own) if exchanges else None,
     )
+    runner = ModelRunner(plan, exchanges=exchanges, tp=tp)
     runner.pool.tensor.fill_(float("nan"))
     return runner
 

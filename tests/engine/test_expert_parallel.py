@@ -89,7 +89,7 @@ def test_replicas_that_share_experts_compute_what_one_rank_does(
 
     def work(replica: int, shard: int, groups: Groups) -> Computed:
         exchange = make_exchange(way, moe, *groups)
-        runner = make_runner(model.folder, exchange=exchange)
+        runner = make_runner(model.folder, exchanges=[exchange])
         assert runner.expert_rows is not None
         assert runner.expert_rows.first == exchange.own.start
         return compute(runner, replica, counts)
@@ -112,7 +112,7 @@ def test_shards_that_divide_experts_compute_what_one_rank_does(saved: Callable[[
     counts = [[sum(row.count for row in rows)] for rows in plans_of(0)]
 
     def work(replica: int, shard: int, groups: Groups) -> Computed:
-        return compute(make_runner(model.folder, exchange=make_exchange("replicated", moe, *groups)), 0, counts)
+        return compute(make_runner(model.folder, exchanges=[make_exchange("replicated", moe, *groups)]), 0, counts)
 
     for found in run_stage(1, tp, work):
         for one, other in zip((*found.logprobs, *found.kv), (*expected.logprobs, *expected.kv), strict=True):

@@ -17,6 +17,7 @@ from headrace.core.types.ranks.layout import Layout
 from headrace.core.types.requests.request import SamplingParams
 from headrace.engine.agreement import PassSource
 from headrace.engine.io_thread import ComputedPlan, EventOutbox
+from headrace.engine.load_plan import plan_rank
 from headrace.engine.loop import StageLoop
 from headrace.engine.parallel.pipeline import PipelineLinks
 from headrace.engine.stub.runner import StubRunner
@@ -61,7 +62,7 @@ def computed(
 @pytest.fixture
 def runner() -> StubRunner:
     model = ModelConfig(model=STUB, device="cpu", dtype="float32")
-    return StubRunner(model, EngineConfig(page_size=16, kv_pages=8))
+    return StubRunner(plan_rank(model, EngineConfig(page_size=16, kv_pages=8)))
 
 
 def row(*tokens: int) -> PlanRow:
@@ -86,10 +87,8 @@ def test_nothing_passes_between_the_stages_of_an_idle_replica(runner: StubRunner
 
 
 def test_an_idle_replica_takes_the_time_of_the_busiest(runner: StubRunner) -> None:
-    slow = StubRunner(
-        ModelConfig(model=f"{STUB},us_per_token=1000", device="cpu", dtype="float32"),
-        EngineConfig(page_size=16, kv_pages=8),
-    )
+    model = ModelConfig(model=f"{STUB},us_per_token=1000", device="cpu", dtype="float32")
+    slow = StubRunner(plan_rank(model, EngineConfig(page_size=16, kv_pages=8)))
     links = PipelineLinks(Layout(), 0, slow.hidden_spec, None, 2)
     [done] = computed(0, slow, links, Forward(seq=5, rows=(), agreement=Agreement((0, 30, 10))))
     assert done.done.duration_s >= 0.03

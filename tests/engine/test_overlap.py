@@ -17,6 +17,7 @@ from headrace.engine.layers.exchange.all_gather import AllGather
 from headrace.engine.layers.exchange.all_to_all import AllToAll
 from headrace.engine.layers.exchange.base import Exchange, Mixture
 from headrace.engine.layers.exchange.ways import TILE_TOKENS, Way
+from headrace.engine.load_plan import plan_rank
 from headrace.engine.model.source import load_spec, resolve_source
 from headrace.engine.runner import ModelRunner
 from headrace.engine.stub.experts import StubTime
@@ -117,12 +118,8 @@ def by_ranks(saved: Saved, tp: int, way: Way, *, cut: bool) -> list[Computed]:
         for name, group in zip(("tp", "dp", "ep", "dp2", "ep2"), (*groups, *second[1:]), strict=True):
             assert isinstance(group, ThreadCollectives)
             group.name, group.log = name, log
-        runner = make_runner(
-            saved.folder,
-            tp=groups[0],
-            exchange=exchange_of(way, moe.experts, groups),
-            second_exchange=exchange_of(way, moe.experts, second) if cut else None,
-        )
+        exchanges = [exchange_of(way, moe.experts, each) for each in ((groups, second) if cut else (groups,))]
+        runner = make_runner(saved.folder, tp=groups[0], exchanges=exchanges)
         log.clear()  # of the start
         return Computed(*compute(runner, replica, agreed), [each.cut for each in agreed], log)
 
@@ -184,12 +181,10 @@ class VirtualTime:
 def stub_runner(
     exchanges: Sequence[Exchange], virtual: VirtualTime, tp: Collectives = ALONE, model: str = STUB
 ) -> StubRunner:
+    config = ModelConfig(model=model, dtype="float32", device="cpu")
     made = StubRunner(
-        ModelConfig(model=model, dtype="float32", device="cpu"),
-        EngineConfig(page_size=PAGE, kv_pages=15),
-        None,
-        None,
-        exchanges,
+        plan_rank(config, EngineConfig(page_size=PAGE, kv_pages=15), tp=tp.size, shard=tp.rank),
+        exchanges=exchanges,
         tp=tp,
         clock=StubTime(lambda: virtual.now, virtual.sleep),
     )

@@ -16,7 +16,7 @@ from headrace.engine.layers.exchange.ways import own_experts
 from headrace.engine.model.arithmetic import TorchArithmetic
 from headrace.engine.model.checkpoint import Checkpoint, open_checkpoint
 from headrace.engine.model.int8 import Int8Weight
-from headrace.engine.model.sharding import split_model
+from headrace.engine.model.sharding import part_of, split_model
 from headrace.engine.model.source import load_spec, resolve_source
 from tests.engine.collectives.threads import ThreadCollectives, run_ranks
 from tests.engine.models import CONFIGS, Saved, make_runner
@@ -75,7 +75,8 @@ def test_weights_of_shards_are_counted_exactly(reshaped: Models, name: str) -> N
         return sum(held.values())
 
     own = [len(own_experts(spec.moe.experts, 2, rank)) if spec.moe else None for rank in range(2)]
-    counted = [weight_count(spec, None, shard, held) for shard, held in zip(split_model(spec, 2), own, strict=True)]
+    parts = [part_of(spec, None, shard, held) for shard, held in zip(split_model(spec, 2), own, strict=True)]
+    counted = [weight_count(part) for part in parts]
     assert run_ranks(2, work) == counted
 
 
@@ -125,4 +126,4 @@ def test_a_shard_reads_its_part_only(reshaped: Models, name: str) -> None:
             device="cpu", shard=shard,
         )  # fmt: skip
         padding = shard.vocabulary_block - len(shard.vocabulary)
-        assert counting.numbers == weight_count(spec, None, shard) - 2 * padding * spec.hidden_size
+        assert counting.numbers == weight_count(part_of(spec, None, shard)) - 2 * padding * spec.hidden_size

@@ -10,6 +10,7 @@ from headrace.core.config import TransferConfig
 from headrace.core.types.errors import ConfigError
 from headrace.core.types.peers.allow_list import allowed_prefills
 from headrace.engine.kv.memory_plan import stage_geometry
+from headrace.engine.model.sharding import part_of
 from headrace.engine.model.source import load_spec, resolve_source
 from headrace.integrations.vllm.settings import read_settings
 from headrace.peer.commands import Loaded, LoadFailed, LoadKv, ReleaseLoad, TicketRef
@@ -47,7 +48,7 @@ class Client:
     def __init__(self, server: Server, key: Path | None, server_keys: tuple[str, ...]) -> None:
         about = server.get("/v1/handoff").json()
         self.server, self.control_port = server, about["control_port"]
-        self.staging = Staging(stage_geometry(load_spec(resolve_source(MODEL)), "float32", 1), 256)
+        self.staging = Staging(stage_geometry(part_of(load_spec(resolve_source(MODEL))), "float32", 1), 256)
         limits = PeerLimits(
             fingerprint=about["fingerprint"],
             rules=allowed_prefills((), ("127.0.0.1",)),

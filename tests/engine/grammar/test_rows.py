@@ -7,6 +7,7 @@ from headrace.core.messages.orders import PlanRow
 from headrace.core.types.packed import pack
 from headrace.core.types.requests.constraint import Constraint, GrammarStart
 from headrace.core.types.requests.request import SamplingParams, TokenHistory
+from headrace.engine.load_plan import plan_rank
 from headrace.engine.model.stub import END
 from headrace.engine.stub.runner import StubRunner
 
@@ -19,7 +20,7 @@ def runner() -> StubRunner:
     settings = ModelConfig(
         model="stub:layers=1,hidden=16,us_per_token=0,vocab=300,max_len=100", dtype="float32", device="cpu"
     )
-    return StubRunner(settings, EngineConfig(page_size=4, kv_pages=40))
+    return StubRunner(plan_rank(settings, EngineConfig(page_size=4, kv_pages=40)))
 
 
 def row(request: int, start: int, tokens: str, *, params: SamplingParams | None = PARAMS, **fields: object) -> PlanRow:

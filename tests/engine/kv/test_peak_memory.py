@@ -20,6 +20,7 @@ from headrace.core.config import EngineConfig, ModelConfig
 from headrace.core.messages.orders import PlanRow
 from headrace.core.types import packed
 from headrace.core.types.requests.request import SamplingParams
+from headrace.engine.load_plan import plan_rank
 from headrace.engine.runner import ModelRunner
 
 def status(field):
@@ -32,7 +33,7 @@ def peak(work):
 
 def make_runner(pages, length):
     model = ModelConfig(model=sys.argv[1], dtype="float32", device="cpu")
-    return ModelRunner(model, EngineConfig(page_size={PAGE}, kv_pages=pages, threads=1), length)
+    return ModelRunner(plan_rank(model, EngineConfig(page_size={PAGE}, kv_pages=pages, threads=1), length))
 
 def compute(runner, length, chunk):
     for start in range(0, length, chunk):

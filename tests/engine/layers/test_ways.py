@@ -15,6 +15,7 @@ from headrace.engine.layers.exchange.replicated import Replicated
 from headrace.engine.layers.exchange.ways import Way, choose_way, exchange_bytes
 from headrace.engine.layers.moe import MoeMlp
 from headrace.engine.model.config import spec_from_config
+from headrace.engine.model.sharding import part_of
 from tests.engine.collectives.threads import ThreadCollectives
 from tests.engine.layers.mixtures import HIDDEN, SPECS, Groups, make_mixture, random_rows, run_stage
 from tests.engine.model.test_moe_spec import QWEN3
@@ -118,10 +119,11 @@ def test_memory_is_kept_for_a_tile_of_each_half(way: Way, tokens: int) -> None:
 
 def test_the_memory_plan_keeps_it_and_counts_own_experts_only() -> None:
     spec = spec_from_config(QWEN3)
-    whole = plan_memory(spec, "float32", 16, 0, 1 << 24, max_model_len=64)
-    part = plan_memory(spec, "float32", 16, 0, 1 << 24, max_model_len=64, experts=2, exchange_bytes=1 << 20)
-    assert whole.weight_bytes - part.weight_bytes == 4 * (weight_count(spec) - weight_count(spec, experts=2))
+    whole = plan_memory(part_of(spec), "float32", 16, 0, 1 << 24, max_model_len=64)
+    part = plan_memory(part_of(spec, experts=2, exchange_bytes=1 << 20), "float32", 16, 0, 1 << 24, max_model_len=64)
+    fewer = weight_count(part_of(spec)) - weight_count(part_of(spec, experts=2))
+    assert whole.weight_bytes - part.weight_bytes == 4 * fewer
     assert "exchange 1.0 MiB" in part.explanation
     assert "exchange" not in whole.explanation
     with pytest.raises(ConfigError, match=r"the exchange of tokens between experts 16.0 MiB, and 16.0 MiB are"):
-        plan_memory(spec, "float32", 16, 0, 1 << 24, max_model_len=64, exchange_bytes=1 << 24)
+        plan_memory(part_of(spec, exchange_bytes=1 << 24), "float32", 16, 0, 1 << 24, max_model_len=64)

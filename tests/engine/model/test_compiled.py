@@ -13,6 +13,7 @@ from torch._dynamo.utils import counters
 from headrace.core.config import Compile, EngineConfig, ModelConfig
 from headrace.core.messages.orders import PlanRow
 from headrace.core.types.errors import ConfigError
+from headrace.engine.load_plan import plan_rank
 from headrace.engine.model import compiled
 from headrace.engine.model.arithmetic import TorchArithmetic
 from headrace.engine.model.compiled import CompiledArithmetic, choose_arithmetic
@@ -71,7 +72,7 @@ def test_any_number_of_rows(traced: CompiledArithmetic, rows: int, seed: int, wi
 
 def make(folder: Path, compile: Compile) -> ModelRunner:
     model = ModelConfig(model=str(folder), dtype="float32", device="cpu")
-    runner = ModelRunner(model, EngineConfig(kv_pages=80, threads=1, compile=compile), 512)
+    runner = ModelRunner(plan_rank(model, EngineConfig(kv_pages=80, threads=1, compile=compile), 512))
     runner.pool.tensor.fill_(float("nan"))  # what was not written must not be read
     runner.warm_up()
     return runner

@@ -17,6 +17,7 @@ from headrace.engine.device import computes_in
 from headrace.engine.kv.memory_plan import plan_memory
 from headrace.engine.model.checkpoint import open_checkpoint
 from headrace.engine.model.int8 import Int8Weight
+from headrace.engine.model.sharding import part_of
 from headrace.engine.model.source import load_spec, resolve_source
 from headrace.engine.native import PackedInt8
 from headrace.engine.runner import ModelRunner
@@ -139,7 +140,7 @@ def test_a_q8_file_computes_what_its_weights_say(q8_file: Path) -> None:
 def test_memory_counts_linear_layers_as_bytes() -> None:
     spec = load_spec(resolve_source("smollm2"))
     plans = {
-        int8: plan_memory(spec, "bfloat16", 16, 512, 8 << 30, max_model_len=512, native_units=False, int8=int8)
+        int8: plan_memory(part_of(spec), "bfloat16", 16, 512, 8 << 30, max_model_len=512, native_units=False, int8=int8)
         for int8 in (False, True)
     }
     table = spec.vocab_size * spec.hidden_size

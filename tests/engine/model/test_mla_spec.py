@@ -10,7 +10,7 @@ from headrace.core.types.kv.geometry import Component, Geometry
 from headrace.engine.kv.memory_plan import plan_memory, stage_geometry, weight_count
 from headrace.engine.model.config import spec_from_config
 from headrace.engine.model.mla_spec import MlaSpec
-from headrace.engine.model.sharding import attention_weights, whole_model
+from headrace.engine.model.sharding import attention_weights, part_of, whole_model
 from headrace.engine.parallel.layer_split import layer_flops
 
 YARN = {"factor": 40, "original_max_position_embeddings": 4096, "mscale": 0.707, "mscale_all_dim": 0.707}
@@ -44,14 +44,15 @@ def test_sizes_of_a_published_model() -> None:
     assert (spec.heads, spec.kv_heads, spec.head_dim, spec.rotary_dim) == (16, 16, 192, 64)
     attention = 2048 * 16 * 192 + 2048 * 576 + 512 * 16 * 256 + 16 * 128 * 2048
     assert layer_flops(spec) == 2 * (attention + 3 * 2048 * 10944)
-    assert weight_count(spec, range(1, 3)) == 2 * (attention + 3 * 2048 * 10944 + 512 + 2 * 2048)
+    assert weight_count(part_of(spec, range(1, 3))) == 2 * (attention + 3 * 2048 * 10944 + 512 + 2 * 2048)
 
 
 def test_a_pool_holds_a_latent_per_token() -> None:
     spec = spec_from_config(LITE)
     latent = Component("latent", "bfloat16", 7, kv_heads=1, head_dim=576, planes=1, layer_start=5)
-    assert stage_geometry(spec, "bfloat16", 16, range(5, 12)) == Geometry("bfloat16", 0, 0, 0, 16, components=(latent,))
-    plan = plan_memory(spec, "bfloat16", 16, 1000, 1 << 40, max_model_len=16000)
+    geometry = stage_geometry(part_of(spec, range(5, 12)), "bfloat16", 16)
+    assert geometry == Geometry("bfloat16", 0, 0, 0, 16, components=(latent,))
+    plan = plan_memory(part_of(spec), "bfloat16", 16, 1000, 1 << 40, max_model_len=16000)
     assert plan.page_bytes == 16 * 27 * 576 * 2
     assert "31104 bytes per token" in plan.explanation
 
@@ -63,9 +64,9 @@ def test_matrices_between_latents_and_heads_are_never_in_8_bits() -> None:
     linear = 27 * (attention_weights(spec, whole_model(spec)) + 3 * 2048 * 10944)
     for native_units, size in ((True, 2), (False, 4)):
         plan = plan_memory(
-            spec, "bfloat16", 16, 1000, 1 << 40, max_model_len=16000, native_units=native_units, int8=True
+            part_of(spec), "bfloat16", 16, 1000, 1 << 40, max_model_len=16000, native_units=native_units, int8=True
         )
-        assert plan.weight_bytes == (linear - kept) + size * kept + 2 * (weight_count(spec) - linear)
+        assert plan.weight_bytes == (linear - kept) + size * kept + 2 * (weight_count(part_of(spec)) - linear)
 
 
 def test_both_notations_mean_the_same() -> None:

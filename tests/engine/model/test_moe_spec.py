@@ -12,6 +12,7 @@ from headrace.engine.model.config import spec_from_config
 from headrace.engine.model.config_fields import Fields
 from headrace.engine.model.fingerprint import fingerprint
 from headrace.engine.model.moe_spec import MoeSpec, read_moe
+from headrace.engine.model.sharding import part_of
 from headrace.engine.model.source import load_spec, resolve_source
 from headrace.engine.parallel.layer_split import head_flops, layer_flops, stage_layers
 from tests.engine.layers.mixtures import RandomWeights
@@ -137,7 +138,7 @@ def test_mistakes_of_deepseek_are_named(family: str, change: dict[str, Any], mes
 def test_weights_are_counted_as_a_model_has_them(saved: Callable[[str], Saved], name: str) -> None:
     model = saved(name)
     spec = load_spec(resolve_source(str(model.folder)))
-    assert weight_count(spec) == sum(parameter.numel() for parameter in model.model.parameters())
+    assert weight_count(part_of(spec)) == sum(parameter.numel() for parameter in model.model.parameters())
 
 
 def test_layers_count_by_their_kind() -> None:
@@ -145,10 +146,10 @@ def test_layers_count_by_their_kind() -> None:
     moe = spec.moe
     assert moe is not None
     attention = 64 * 2 * (4 + 4) * 16
-    assert linear_count(spec, range(3)) == 3 * (attention + 3 * 64 * 96)
-    assert linear_count(spec, range(3, 6)) == 3 * (attention + 8 * 3 * 64 * 16)
-    assert linear_count(spec, range(3, 6), experts=2) == 3 * (attention + 2 * 3 * 64 * 16)
-    assert weight_count(spec) - weight_count(spec, experts=7) == 3 * 3 * 64 * 16
+    assert linear_count(part_of(spec, range(3))) == 3 * (attention + 3 * 64 * 96)
+    assert linear_count(part_of(spec, range(3, 6))) == 3 * (attention + 8 * 3 * 64 * 16)
+    assert linear_count(part_of(spec, range(3, 6), experts=2)) == 3 * (attention + 2 * 3 * 64 * 16)
+    assert weight_count(part_of(spec)) - weight_count(part_of(spec, experts=7)) == 3 * 3 * 64 * 16
     assert layer_flops(spec, 0) == 2 * (attention + 3 * 64 * 96)
     assert layer_flops(spec, 5) == 2 * (attention + 2 * 3 * 64 * 16 + 8 * 64)
     shared = deepseek("deepseek_v2")

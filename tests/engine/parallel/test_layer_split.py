@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from headrace.core.types.errors import ConfigError
 from headrace.engine.kv.memory_plan import weight_count
 from headrace.engine.model.config import spec_from_config
+from headrace.engine.model.sharding import part_of
 from headrace.engine.parallel.layer_split import layer_flops, ranges, split, stage_layers
 from tests.engine.models import CONFIGS
 
@@ -60,7 +61,7 @@ def test_the_head_counts_for_rows_that_are_sampled() -> None:
 def test_a_layer_costs_two_operations_per_weight() -> None:
     spec = spec_from_config(CONFIGS["llama"].to_dict())
     norms = 2 * spec.hidden_size
-    assert layer_flops(spec) == 2 * (weight_count(spec, range(1, 2)) - norms)
+    assert layer_flops(spec) == 2 * (weight_count(part_of(spec, range(1, 2))) - norms)
 
 
 def test_more_stages_than_layers_are_refused() -> None:

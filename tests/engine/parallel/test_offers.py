@@ -6,7 +6,7 @@ from headrace.core.types.errors import ConfigError
 from headrace.core.types.kv.geometry import Geometry
 from headrace.core.types.ranks.layout import Layout
 from headrace.engine.kv.memory_plan import stage_geometry
-from headrace.engine.model.sharding import split_model
+from headrace.engine.model.sharding import part_of, split_model
 from headrace.engine.model.stub import parse_stub
 from headrace.engine.parallel.layer_split import ranges
 from headrace.engine.parallel.offers import check_offers, offer
@@ -21,7 +21,7 @@ def test_offering_ranks_have_each_head_once_and_are_numbered_in_order(pp: int, t
     layout = Layout(pp=pp, tp=tp)
     shards, layers = split_model(SPEC, tp), ranges((4 // pp,) * pp)
     pools = [
-        stage_geometry(SPEC, "float32", 16, layers[place.stage], shards[place.shard])
+        stage_geometry(part_of(SPEC, layers[place.stage], shards[place.shard]), "float32", 16)
         for place in map(layout.place, layout.ranks)
     ]
     offers = [offer(layout, rank, SPEC) for rank in layout.ranks]

@@ -19,6 +19,7 @@ from headrace.core.types.packed import pack
 from headrace.core.types.requests.request import SamplingParams
 from headrace.engine.collectives.alone import Alone
 from headrace.engine.collectives.base import Collectives
+from headrace.engine.load_plan import plan_rank
 from headrace.engine.model.source import load_spec, resolve_source
 from headrace.engine.model.stub import parse_stub
 from headrace.engine.runner import Runner
@@ -33,7 +34,7 @@ NAME = "stub:layers=4,hidden=16,us_per_token=0,max_len=100,vocab=300"
 
 def runner(layers: range | None = None, page_size: int = 4, model: str = NAME, dtype: str = "float32") -> StubRunner:
     settings = ModelConfig(model=model, dtype=dtype, device="cpu")  # type: ignore[arg-type]
-    made = StubRunner(settings, EngineConfig(page_size=page_size, kv_pages=PAGES), layers)
+    made = StubRunner(plan_rank(settings, EngineConfig(page_size=page_size, kv_pages=PAGES), layers=layers))
     made.pool.tensor.view(torch.uint8).random_(0, 256)
     made.warm_up()
     return made
@@ -220,7 +221,7 @@ SHARDED = "stub:layers=4,hidden=96,heads=6,kv_heads=3,us_per_token=0,max_len=100
 def one_shard(tp: Collectives, model: str, work: Callable[[StubRunner], None] | None = None) -> list[int]:
     """The tokens after a prompt in two chunks, sampled by the first shard and fed to all. work: done in between."""
     config = ModelConfig(model=model, dtype="float32", device="cpu")
-    made = StubRunner(config, EngineConfig(page_size=4, kv_pages=PAGES), tp=tp)
+    made = StubRunner(plan_rank(config, EngineConfig(page_size=4, kv_pages=PAGES), tp=tp.size, shard=tp.rank), tp=tp)
     made.pool.tensor.view(torch.uint8).random_(0, 256)
     made.warm_up()
     found: list[int] = []

@@ -10,6 +10,8 @@ from headrace.core.messages.stage_events import StageLoading
 from headrace.core.runtime.clock import VirtualClock
 from headrace.core.runtime.progress import LoadProgress
 from headrace.engine.kv.memory_plan import weight_count
+from headrace.engine.load_plan import plan_rank
+from headrace.engine.model.sharding import part_of
 from headrace.engine.model.source import load_spec, resolve_source
 from headrace.engine.runner import ModelRunner
 from headrace.engine.telemetry.load_report import LoadReport
@@ -62,7 +64,7 @@ def test_all_weights_of_a_model_are_counted_once(saved: Callable[[str], Saved], 
     counts: list[int] = []
     progress.read = counts.append  # type: ignore[method-assign]
     model = ModelConfig(model=folder, device="cpu", dtype="float32", quantize=quantize)  # type: ignore[arg-type]
-    ModelRunner(model, EngineConfig(kv_pages=64, threads=1), 64, loading=progress)
-    assert sum(counts) == weight_count(load_spec(resolve_source(folder)))
+    ModelRunner(plan_rank(model, EngineConfig(kv_pages=64, threads=1), 64), loading=progress)
+    assert sum(counts) == weight_count(part_of(load_spec(resolve_source(folder))))
     assert progress.loaded
     assert progress.total_bytes > 0

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace.core.config import EngineConfig, ModelConfig
+from headrace.engine.load_plan import plan_rank
 from headrace.engine.runner import ModelRunner
 from headrace.engine.stub.runner import StubRunner
 from headrace.engine.telemetry.speed import LENGTHS as SHARES
@@ -40,7 +41,7 @@ def test_a_line_has_no_square_also_with_noise() -> None:
 
 def test_a_stub_takes_the_time_that_it_was_told() -> None:
     model = ModelConfig(model="stub:layers=4,us_per_token=100,us_per_plan=3000,max_len=512", device="cpu")
-    made = StubRunner(model, EngineConfig(kv_pages=40), range(2, 4))
+    made = StubRunner(plan_rank(model, EngineConfig(kv_pages=40), layers=range(2, 4)))
     started = time.perf_counter()
     assert measure(made, 64, 512, first=False) is not None
     taken = time.perf_counter() - started
@@ -50,7 +51,9 @@ def test_a_stub_takes_the_time_that_it_was_told() -> None:
 
 
 def test_a_model_is_measured_at_the_lengths_that_fit(saved: Callable[[str], Saved]) -> None:
-    made = ModelRunner(ModelConfig(model=str(saved("llama").folder), device="cpu"), EngineConfig(kv_pages=64), 64)
+    made = ModelRunner(
+        plan_rank(ModelConfig(model=str(saved("llama").folder), device="cpu"), EngineConfig(kv_pages=64), 64)
+    )
     ticks: Iterator[int] = count()
     cost = measure(made, 32, 64, first=True, clock=lambda: float(next(ticks)))
     assert cost is not None

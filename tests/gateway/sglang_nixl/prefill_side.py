@@ -7,6 +7,7 @@ import numpy as np
 
 from headrace.core.types.peers.allow_list import allowed_prefills
 from headrace.engine.kv.memory_plan import stage_geometry
+from headrace.engine.model.sharding import part_of
 from headrace.engine.model.source import load_spec, resolve_source
 from headrace.peer.commands import Loaded, LoadKv, ReleaseLoad, TicketRef
 from headrace.peer.records import PeerLimits
@@ -17,7 +18,7 @@ from tests.e2e.harness import Server
 from tests.gateway.sglang_nixl.decode_engine import DecodeEngine
 
 MODEL = "stub:layers=4,hidden=128,heads=8,kv_heads=4,vocab=1000,max_len=8192"
-GEOMETRY = stage_geometry(load_spec(resolve_source(MODEL)), "float32", 1)
+GEOMETRY = stage_geometry(part_of(load_spec(resolve_source(MODEL))), "float32", 1)
 HOST = "127.0.0.1"
 POISON = 0xEE  # all over the memory of decode engines before a test
 FLAGS = ("--role", "prefill", "--model", MODEL, "--threads", "1", "--no-prefix-cache", "--drain-timeout", "1")

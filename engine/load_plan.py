@@ -1,0 +1,113 @@
+"""How a rank loads its part of a model: source, dtype, kernels' units, layers, shard, memory. Nothing is loaded here.
+
+    --model, --dtype, --device …      what one rank holds
+            │                               │
+      ModelTerms, of all ranks   ───►   LoadPlan, of one   ───►   ModelRunner, StubRunner
+
+`headrace check` prints the same plans that stages load.
+"""
+
+from typing import NamedTuple
+
+from headrace.core.config import EngineConfig, ModelConfig
+from headrace.core.types.kv.geometry import Geometry
+from headrace.engine.device import Computation, available_memory, resolve_computation
+from headrace.engine.kv.memory_plan import MemoryPlan, plan_memory, stage_geometry, weight_count
+from headrace.engine.layers.exchange.ways import own_experts
+from headrace.engine.model.config import ModelSpec
+from headrace.engine.model.sharding import RankPart, part_of, split_model
+from headrace.engine.model.source import ModelSource, load_spec, resolve_source
+
+
+class ModelTerms(NamedTuple):
+    """What all ranks of a server load a model with."""
+
+    model: ModelConfig
+    engine: EngineConfig
+    source: ModelSource
+    spec: ModelSpec
+    computation: Computation
+    """Device, dtype, and whether the device multiplies that dtype."""
+    length: int
+    """Positions of the longest sequence."""
+
+    @property
+    def int8(self) -> bool:
+        """Linear layers are in 8 bits."""
+        return self.model.quantize == "int8"
+
+    def plan(self, part: RankPart, kv_pages: int, available_bytes: int, *, kv_copies: float = 1.0) -> "LoadPlan":
+        """How a rank loads this part. kv_pages, available_bytes, kv_copies: see plan_memory(). Raises ConfigError when
+        it does not fit."""
+        memory = plan_memory(
+            part,
+            self.computation.dtype,
+            self.engine.page_size,
+            kv_pages,
+            available_bytes,
+            max_model_len=self.length,
+            native_units=self.computation.native,
+            int8=self.int8,
+            kv_copies=kv_copies,
+        )
+        return LoadPlan(self, part, memory)
+
+
+class LoadPlan(NamedTuple):
+    """How one rank loads its part of a model."""
+
+    terms: ModelTerms
+    part: RankPart
+    memory: MemoryPlan
+
+    @property
+    def geometry(self) -> Geometry:
+        """Shape of the rank's KV pool."""
+        return stage_geometry(self.part, self.terms.computation.dtype, self.terms.engine.page_size)
+
+    @property
+    def weights(self) -> int:
+        """Number of parameters."""
+        return weight_count(self.part)
+
+
+def model_terms(model: ModelConfig, engine: EngineConfig, max_model_len: int = 0) -> ModelTerms:
+    """Find the model and resolve what is left to it and to the machine.
+
+    max_model_len: 0 takes the configured length, or the model's limit. Raises ConfigError for a model, device or length
+    that does not work here.
+    """
+    source = resolve_source(model.model)
+    spec = load_spec(source)
+    return ModelTerms(
+        model=model,
+        engine=engine,
+        source=source,
+        spec=spec,
+        computation=resolve_computation(model, engine.cpuinfo),
+        length=spec.resolve_length(max_model_len or model.max_model_len),
+    )
+
+
+def plan_rank(
+    model: ModelConfig,
+    engine: EngineConfig,
+    max_model_len: int = 0,
+    *,
+    layers: range | None = None,
+    tp: int = 1,
+    shard: int = 0,
+    experts: int | None = None,
+    exchange_bytes: int = 0,
+) -> LoadPlan:
+    """The plan of a rank in the memory that its device has free now.
+
+    max_model_len: as for model_terms(). layers: None takes all. tp, shard: the shards of its stage, and which it is.
+    experts: how many routed ones of a layer it holds; None for its share among the shards. exchange_bytes: see
+    RankPart. Raises ConfigError for what does not work here or does not fit.
+    """
+    terms = model_terms(model, engine, max_model_len)
+    if experts is None and terms.spec.moe is not None and tp > 1:
+        experts = len(own_experts(terms.spec.moe.experts, tp, shard))
+    part = part_of(terms.spec, layers, split_model(terms.spec, tp)[shard], experts, exchange_bytes)
+    return terms.plan(part, engine.kv_pages, available_memory(terms.computation.device))
