@@ -14,6 +14,7 @@ from headrace.core.runtime.progress import LoadProgress
 from headrace.core.types.errors import ConfigError, shown
 from headrace.engine.model.config import ModelSpec
 from headrace.engine.model.config_fields import TEXTS, Fields
+from headrace.engine.model.families import BY_MODEL_TYPE
 from headrace.engine.model.gguf_file import ROPE_DIVISORS, GgufFile
 from headrace.engine.model.int8 import Int8Weight
 from headrace.engine.model.source import ModelSource, read_json
@@ -248,7 +249,7 @@ class GgufCheckpoint:
 
     def _permutation(self, name: str, rows: int) -> NDArray[np.intp] | None:
         heads = {"q_proj": self._spec.heads, "k_proj": self._spec.kv_heads}.get(name.split(".")[-2])
-        if self._spec.family != "llama" or heads is None:
+        if heads is None or not BY_MODEL_TYPE[self._spec.family].gguf_pairs:
             return None
         return np.arange(rows).reshape(heads, self._spec.head_dim // 2, 2).swapaxes(1, 2).reshape(-1)
 

@@ -2,8 +2,8 @@
 
 Llama, Mistral, Qwen2, Qwen3 and models built as one of them (such as SmolLM2) differ in a few switches only: biases,
 norms of the query and key heads, the rotary scaling. DeepSeek-V2 and -V3 have multi-head latent attention instead
-(mla_spec.py); they, Qwen3-MoE and Mixtral have layers of experts (moe_spec.py). ModelSpec names those switches, so that
-the rest of the engine does not depend on the family (but for the order of weights in GGUF files).
+(mla_spec.py); they, Qwen3-MoE and Mixtral have layers of experts (moe_spec.py). families.py says what differs between
+families; ModelSpec names the switches, so that the rest of the engine does not depend on the family.
 """
 
 import math
@@ -19,29 +19,18 @@ from headrace.engine.model.config_fields import (
     FLAG,
     LAYERS,
     NAME,
-    NAMES,
     NUMBER,
     OBJECT,
     POSITIVE,
     SIZE,
     Fields,
 )
+from headrace.engine.model.families import Family, family_of
 from headrace.engine.model.mla_spec import MlaSpec
-from headrace.engine.model.moe_spec import LayerKind, MoeSpec, read_moe
+from headrace.engine.model.moe_spec import LayerKind, MoeSpec
 
 RopeKind = Literal["default", "linear", "llama3", "yarn", "divisors"]
-FAMILIES = {
-    "LlamaForCausalLM": "llama",
-    "MistralForCausalLM": "mistral",
-    "Qwen2ForCausalLM": "qwen2",
-    "Qwen3ForCausalLM": "qwen3",
-    "Qwen3MoeForCausalLM": "qwen3_moe",
-    "MixtralForCausalLM": "mixtral",
-    "DeepseekV2ForCausalLM": "deepseek_v2",
-    "DeepseekV3ForCausalLM": "deepseek_v3",
-}
 ROPE_KINDS = ("default", "linear", "llama3", "yarn")
-DEFAULT_WINDOW = 4096  # of transformers, for configs of Mistral and Qwen without sliding_window
 
 
 class RopeSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -169,49 +158,35 @@ def spec_from_config(config: Mapping[str, Any]) -> ModelSpec:
     """Read a parsed config.json (of transformers 4 or 5). Raises ConfigError for a model that the engine cannot run,
     and for a value of the wrong type or range."""
     fields = Fields("config.json", config)
-    family = _family(fields)
+    family = family_of(fields)
     _refuse_unsupported(fields)
     heads = fields.get("num_attention_heads", SIZE)
     hidden = fields.get("hidden_size", SIZE)
     positions = fields.get("max_position_embeddings", SIZE)
-    attention_bias = family != "mixtral" and fields.get("attention_bias", FLAG, False)
+    bias = fields.get("attention_bias", FLAG, False)
     rope = _rope(fields, positions)
-    mla = _mla(fields, rope) if family.startswith("deepseek") else None
-    plain_dim = 128 if family == "qwen3" else hidden // heads
-    epsilon = 1e-5 if family == "mixtral" else 1e-6
+    mla = _mla(fields, rope) if family.latent else None
     return ModelSpec(
-        family=family,
+        family=family.model_type,
         vocab_size=fields.get("vocab_size", SIZE),
         hidden_size=hidden,
         intermediate_size=fields.get("intermediate_size", SIZE),
         layers=fields.get("num_hidden_layers", LAYERS),
         heads=heads,
         kv_heads=heads if mla else fields.get("num_key_value_heads", SIZE, heads),
-        head_dim=mla.query_dim if mla else fields.get("head_dim", SIZE, plain_dim),
-        norm_eps=fields.get("rms_norm_eps", POSITIVE, epsilon, nullable=False),
+        head_dim=mla.query_dim if mla else fields.get("head_dim", SIZE, family.head_dim or hidden // heads),
+        norm_eps=fields.get("rms_norm_eps", POSITIVE, family.norm_eps, nullable=False),
         rope=rope,
         max_positions=positions,
         sliding_window=_window(fields, family),
         tied=fields.get("tie_word_embeddings", FLAG, False),
-        qkv_bias=True if family == "qwen2" else attention_bias,
-        output_bias=(mla is not None or family in ("llama", "qwen3", "qwen3_moe")) and attention_bias,
-        qk_norm=family in ("qwen3", "qwen3_moe"),
+        qkv_bias={"configured": bias, "always": True, "never": False}[family.qkv_bias],
+        output_bias=family.output_bias and bias,
+        qk_norm=family.qk_norm,
         mla=mla,
-        moe=read_moe(fields, family),
+        moe=family.read_moe(fields) if family.read_moe is not None else None,
         further_layers=fields.get("num_nextn_predict_layers", COUNT, 0) if mla else 0,
     )
-
-
-def _family(config: Fields) -> str:
-    supported = f"supported are {', '.join(FAMILIES)}"
-    if architectures := config.get("architectures", NAMES, []):
-        if architectures[0] not in FAMILIES:
-            raise ConfigError(f"architecture {architectures[0]} is not supported; {supported}")
-        return FAMILIES[architectures[0]]
-    model_type = config.get("model_type", NAME)
-    if model_type not in FAMILIES.values():
-        raise ConfigError(f"model_type {model_type} is not supported; {supported}")
-    return model_type
 
 
 def _refuse_unsupported(config: Fields) -> None:
@@ -225,12 +200,13 @@ def _refuse_unsupported(config: Fields) -> None:
             raise ConfigError(f"{key} is not supported; supported are unquantized safetensors and GGUF")
 
 
-def _window(config: Fields, family: str) -> int | None:
-    switched_on = family.startswith("qwen") and config.get("use_sliding_window", FLAG, False)
-    if not switched_on and family not in ("mistral", "mixtral"):
+def _window(config: Fields, family: Family) -> int | None:
+    if family.window == "none":
         return None
-    if "sliding_window" not in config and family != "mixtral":
-        return DEFAULT_WINDOW
+    if family.window == "use_sliding_window" and not config.get("use_sliding_window", FLAG, False):
+        return None
+    if "sliding_window" not in config and family.default_window is not None:
+        return family.default_window
     return config.optional("sliding_window", COUNT)
 
 

@@ -21,9 +21,9 @@ from headrace.core.types.errors import ConfigError
 from headrace.core.types.kv.geometry import ceil_div
 from headrace.engine.model.config import ModelSpec, RopeKind, RopeSpec
 from headrace.engine.model.config_fields import ABOVE_ONE, COUNT, LAYERS, NAME, POSITIVE, SIZE, Fields
+from headrace.engine.model.families import FAMILIES
 
 ROPE_DIVISORS = "rope_freqs.weight"  # a tensor that is part of the configuration
-ARCHITECTURES = ("llama", "qwen2", "qwen3")
 PER_LAYER = ("attention.head_count", "attention.head_count_kv", "feed_forward_length")  # may be arrays in GGUF
 _SCALARS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q", 11: "<q", 12: "<d"}
 _STRING, _ARRAY = 8, 9
@@ -135,10 +135,9 @@ def spec_from_gguf(file: GgufFile) -> ModelSpec:
     """ModelSpec of a GGUF file. Raises ConfigError for an architecture that the engine cannot run, and for a key that
     is missing or has a value of the wrong type or range."""
     architecture = Fields(file.name, file.metadata).get("general.architecture", NAME)
-    if architecture not in ARCHITECTURES:
-        raise ConfigError(
-            f"GGUF architecture {architecture!r} is not supported; supported are {', '.join(ARCHITECTURES)}"
-        )
+    known = [family.model_type for family in FAMILIES if family.gguf]
+    if architecture not in known:
+        raise ConfigError(f"GGUF architecture {architecture!r} is not supported; supported are {', '.join(known)}")
     keys = _keys_of(file, f"{architecture}.")
     if keys.get("expert_count", COUNT, 0):
         raise ConfigError("GGUF models with experts are not supported; supported are dense models")

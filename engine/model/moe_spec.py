@@ -13,9 +13,6 @@ from headrace.core.types.errors import ConfigError
 from headrace.engine.model.config_fields import COUNT, COUNTS, FLAG, LAYERS, NAME, POSITIVE, SIZE, Fields
 
 LayerKind = Literal["dense", "moe"]
-MOE_FAMILIES = ("qwen3_moe", "mixtral", "deepseek_v2", "deepseek_v3")
-DEEPSEEK_METHODS = {"deepseek_v2": ("greedy", "group_limited_greedy"), "deepseek_v3": ("noaux_tc",)}
-DEEPSEEK_SCORES: dict[str, Literal["softmax", "sigmoid"]] = {"deepseek_v2": "softmax", "deepseek_v3": "sigmoid"}
 
 
 class MoeSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -90,30 +87,20 @@ class MoeSpec(msgspec.Struct, frozen=True, kw_only=True):
         return self.experts * (hidden + self.choice_bias)
 
 
-def read_moe(config: Fields, family: str) -> MoeSpec | None:
-    """MoeSpec of a parsed config.json (of transformers 4 or 5); None for a dense model.
-
-    family: model_type. Raises ConfigError for routing that the engine cannot do, and for a value of the wrong type.
-    """
-    layers = config.get("num_hidden_layers", LAYERS)
-    match family:
-        case "qwen3_moe":
-            return _qwen3(config, layers)
-        case "mixtral":
-            return MoeSpec(
-                experts=config.get("num_local_experts", SIZE, 8),
-                top_k=config.get("num_experts_per_tok", SIZE, 2),
-                intermediate_size=config.get("intermediate_size", SIZE),
-                layer_kinds=tuple(_kind(True) for _ in range(layers)),
-                normalized=True,
-                module="block_sparse_moe",
-            )
-        case "deepseek_v2" | "deepseek_v3" if config.optional("n_routed_experts", SIZE):
-            return _deepseek(config, family, layers)
-    return None
+def read_mixtral_moe(config: Fields) -> MoeSpec:
+    """MoE layers of Mixtral. Raises ConfigError for a value of the wrong type."""
+    return MoeSpec(
+        experts=config.get("num_local_experts", SIZE, 8),
+        top_k=config.get("num_experts_per_tok", SIZE, 2),
+        intermediate_size=config.get("intermediate_size", SIZE),
+        layer_kinds=tuple(_kind(True) for _ in _layers(config)),
+        normalized=True,
+        module="block_sparse_moe",
+    )
 
 
-def _qwen3(config: Fields, layers: int) -> MoeSpec:
+def read_qwen3_moe(config: Fields) -> MoeSpec:
+    """MoE layers of Qwen3-MoE. Raises ConfigError for a value of the wrong type."""
     dense = config.get("mlp_only_layers", COUNTS, [])
     step = config.get("decoder_sparse_step", SIZE, 1)
     key = "num_experts" if config.optional("num_experts", SIZE) else "num_local_experts"  # transformers 4, and 5
@@ -121,21 +108,33 @@ def _qwen3(config: Fields, layers: int) -> MoeSpec:
         experts=config.get(key, SIZE),
         top_k=config.get("num_experts_per_tok", SIZE, 8),
         intermediate_size=config.get("moe_intermediate_size", SIZE),
-        layer_kinds=tuple(_kind(layer not in dense and (layer + 1) % step == 0) for layer in range(layers)),
+        layer_kinds=tuple(_kind(layer not in dense and (layer + 1) % step == 0) for layer in _layers(config)),
         normalized=config.get("norm_topk_prob", FLAG, False),
         rounded_weights=True,
     )
 
 
-def _deepseek(config: Fields, family: str, layers: int) -> MoeSpec:
-    methods = DEEPSEEK_METHODS[family]
+def read_deepseek_v2_moe(config: Fields) -> MoeSpec | None:
+    """MoE layers of DeepSeek-V2; None for a dense model. Raises ConfigError for routing that the engine cannot do."""
+    return _deepseek(config, ("greedy", "group_limited_greedy"), "softmax", newer=False)
+
+
+def read_deepseek_v3_moe(config: Fields) -> MoeSpec | None:
+    """MoE layers of DeepSeek-V3; None for a dense model. Raises ConfigError for routing that the engine cannot do."""
+    return _deepseek(config, ("noaux_tc",), "sigmoid", newer=True)
+
+
+def _deepseek(
+    config: Fields, methods: tuple[str, ...], scores: Literal["softmax", "sigmoid"], *, newer: bool
+) -> MoeSpec | None:
+    if not config.optional("n_routed_experts", SIZE):
+        return None
+    family = f"deepseek_v{3 if newer else 2}"
     method = config.get("topk_method", NAME, methods[0])
     if method not in methods:
         raise ConfigError(f"topk_method {method!r} is not supported; supported for {family} is {' or '.join(methods)}")
-    scores = DEEPSEEK_SCORES[family]
     if (found := config.get("scoring_func", NAME, scores)) != scores:
         raise ConfigError(f"scoring_func {found!r} is not supported; supported for {family} is {scores!r}")
-    newer = family == "deepseek_v3"
     normalized = config.get("norm_topk_prob", FLAG, newer)
     if normalized and not newer:
         raise ConfigError("norm_topk_prob true is not supported for deepseek_v2: implementations of it disagree")
@@ -147,7 +146,7 @@ def _deepseek(config: Fields, family: str, layers: int) -> MoeSpec:
         experts=config.get("n_routed_experts", SIZE),
         top_k=config.get("num_experts_per_tok", SIZE, 8 if newer else None),
         intermediate_size=width,
-        layer_kinds=tuple(_kind(layer >= first and layer % step == 0) for layer in range(layers)),
+        layer_kinds=tuple(_kind(layer >= first and layer % step == 0) for layer in _layers(config)),
         shared_size=width * config.get("n_shared_experts", COUNT, 0),
         scores=scores,
         float32_logits=True,
@@ -158,6 +157,10 @@ def _deepseek(config: Fields, family: str, layers: int) -> MoeSpec:
         normalized=normalized,
         scaling=config.get("routed_scaling_factor", POSITIVE, 2.5 if newer else 1.0),
     )
+
+
+def _layers(config: Fields) -> range:
+    return range(config.get("num_hidden_layers", LAYERS))
 
 
 def _kind(routed: bool) -> LayerKind:

@@ -17,6 +17,7 @@ from headrace.core.types.kv.geometry import Geometry
 from headrace.core.types.packed import pack, prompt_hash
 from headrace.core.types.peers.allow_list import allowed_prefills, canonical
 from headrace.engine.model.config import ModelSpec, spec_from_config
+from headrace.engine.model.families import BY_MODEL_TYPE
 from headrace.engine.model.fingerprint import fingerprint
 from headrace.integrations.http_client import bearer, direct_client
 from headrace.peer.commands import Loaded, LoadFailed, LoadKv, ReleaseLoad, TicketRef
@@ -170,7 +171,7 @@ def latent_cache(spec: ModelSpec, slots: Tensor) -> tuple[Tensor, Tensor]:
     """
     assert spec.mla is not None
     latents, rotated = slots[..., : spec.mla.kv_rank], slots[..., spec.mla.kv_rank :]
-    if spec.family == "deepseek_v3":
+    if BY_MODEL_TYPE[spec.family].halved_keys:
         rotated = torch.cat((rotated[..., ::2], rotated[..., 1::2]), dim=-1)
     return latents, rotated
 

@@ -1,6 +1,5 @@
 """Resolves what a configuration leaves to the model and the machine: dtype, device, lengths, threads, KV pages."""
 
-
 import msgspec
 
 from headrace.core.config import Config, EngineConfig, ModelConfig

@@ -18,7 +18,8 @@ from headrace.engine.layers.experts import Experts
 from headrace.engine.model.arithmetic import Arithmetic, TorchArithmetic
 from headrace.engine.model.checkpoint import SafetensorsCheckpoint
 from headrace.engine.model.config_fields import Fields
-from headrace.engine.model.moe_spec import MoeSpec, read_moe
+from headrace.engine.model.families import BY_MODEL_TYPE
+from headrace.engine.model.moe_spec import MoeSpec
 from headrace.engine.model.weights import LayerReader
 from headrace.engine.native import load_kernels
 from tests.engine.layers.mixtures import KERNELS, SPECS, RandomWeights, make_mixture, needs_kernels, random_rows
@@ -72,7 +73,9 @@ def test_deepseek_layers_equal_those_of_transformers(name: str) -> None:
             tensor.normal_(0.0, 0.4, generator=generator)
         x = random_rows(60, hidden=HIDDEN)
         expected = module(x[None])[0]
-    moe = read_moe(Fields("config.json", config.to_dict()), config.model_type)
+    read = BY_MODEL_TYPE[config.model_type].read_moe
+    assert read is not None
+    moe = read(Fields("config.json", config.to_dict()))
     assert moe is not None
     assert moe.layer_kinds == ("dense", "moe")
     checkpoint: Any = ModuleWeights(module)

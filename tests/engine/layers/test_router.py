@@ -14,7 +14,8 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 from headrace.engine.layers.router import choose
 from headrace.engine.model.arithmetic import linear
 from headrace.engine.model.config_fields import Fields
-from headrace.engine.model.moe_spec import MoeSpec, read_moe
+from headrace.engine.model.families import BY_MODEL_TYPE
+from headrace.engine.model.moe_spec import MoeSpec
 
 HIDDEN = 24
 _SIZES: dict[str, Any] = {"hidden_size": HIDDEN, "num_hidden_layers": 2, "num_attention_heads": 2}
@@ -43,7 +44,9 @@ def made(name: str) -> tuple[nn.Module, MoeSpec]:
         router.weight.normal_(0.0, 0.5, generator=torch.Generator().manual_seed(1))
         if name.startswith("v3"):
             router.e_score_correction_bias.normal_(0.0, 0.4, generator=torch.Generator().manual_seed(2))
-    moe = read_moe(Fields("config.json", config.to_dict()), config.model_type)
+    read = BY_MODEL_TYPE[config.model_type].read_moe
+    assert read is not None
+    moe = read(Fields("config.json", config.to_dict()))
     assert moe is not None
     return router, moe
 

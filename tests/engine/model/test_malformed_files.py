@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from headrace.core.types.errors import ConfigError
 from headrace.engine.model.checkpoint import INDEX, SafetensorsCheckpoint
-from headrace.engine.model.config import FAMILIES, spec_from_config
+from headrace.engine.model.config import spec_from_config
+from headrace.engine.model.families import BY_ARCHITECTURE
 from headrace.engine.model.gguf_file import GgufFile, spec_from_gguf
 from headrace.engine.model.source import ModelSource, eos_token_ids
 from headrace.engine.model.tokenizer_store import convert
@@ -102,7 +103,7 @@ def test_mistakes_in_a_config_are_named(change: dict[str, Any], words: str) -> N
 PLACES = [*VALID, "architectures", "model_type", *(("rope_scaling", key) for key in YARN)]
 
 
-@pytest.mark.parametrize("architecture", FAMILIES)
+@pytest.mark.parametrize("architecture", BY_ARCHITECTURE)
 @settings(max_examples=100, deadline=None)
 @given(mistakes=st.lists(st.tuples(st.sampled_from(PLACES), VALUES), min_size=1, max_size=3))
 def test_any_value_anywhere_in_a_config_is_read_or_refused(architecture: str, mistakes: list[tuple[Any, Any]]) -> None:

@@ -11,7 +11,7 @@ from headrace.engine.kv.memory_plan import linear_count, weight_count
 from headrace.engine.model.config import spec_from_config
 from headrace.engine.model.config_fields import Fields
 from headrace.engine.model.fingerprint import fingerprint
-from headrace.engine.model.moe_spec import MoeSpec, read_moe
+from headrace.engine.model.moe_spec import MoeSpec, read_deepseek_v2_moe, read_deepseek_v3_moe
 from headrace.engine.model.sharding import part_of
 from headrace.engine.model.source import load_spec, resolve_source
 from headrace.engine.parallel.layer_split import head_flops, layer_flops, stage_layers
@@ -41,7 +41,8 @@ def moe_of(config: dict[str, Any]) -> MoeSpec:
 
 
 def deepseek(family: str, **change: Any) -> MoeSpec:
-    moe = read_moe(Fields("config.json", {**(V2 if family == "deepseek_v2" else V3), **change}), family)
+    read, config = (read_deepseek_v2_moe, V2) if family == "deepseek_v2" else (read_deepseek_v3_moe, V3)
+    moe = read(Fields("config.json", {**config, **change}))
     assert moe is not None
     return moe
 
@@ -75,7 +76,7 @@ def test_which_layers_of_deepseek_have_experts() -> None:
     assert kinds(deepseek("deepseek_v2")) == "dmmmmm"
     assert kinds(deepseek("deepseek_v2", moe_layer_freq=2)) == "ddmdmd"
     assert kinds(deepseek("deepseek_v3", first_k_dense_replace=3, num_nextn_predict_layers=1)) == "dddmmm"
-    assert read_moe(Fields("config.json", {**V2, "n_routed_experts": None}), "deepseek_v2") is None
+    assert read_deepseek_v2_moe(Fields("config.json", {**V2, "n_routed_experts": None})) is None
 
 
 def test_families_differ_in_their_routers() -> None:

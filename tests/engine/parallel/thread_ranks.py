@@ -42,6 +42,7 @@ from headrace.core.types.ranks.coordinate import Agreement
 from headrace.core.types.ranks.layout import Layout
 from headrace.core.types.requests.request import SamplingParams
 from headrace.engine.io_thread import ComputedPlan
+from headrace.engine.load_plan import plan_rank
 from headrace.engine.loop import StageLoop
 from headrace.engine.model.source import load_spec, resolve_source
 from headrace.engine.order_check import OrderCheck
@@ -129,9 +130,13 @@ class ThreadRank:
         server.world.enter(self.rank)
         place = layout.place(self.rank)
         runner = MeetingRunner(
-            ModelConfig(model=SIZES, dtype="float32", device="cpu"),
-            EngineConfig(page_size=PAGE, kv_pages=KV_PAGES),
-            ranges([4 // layout.pp] * layout.pp)[place.stage],
+            plan_rank(
+                ModelConfig(model=SIZES, dtype="float32", device="cpu"),
+                EngineConfig(page_size=PAGE, kv_pages=KV_PAGES),
+                layers=ranges([4 // layout.pp] * layout.pp)[place.stage],
+                tp=layout.tp,
+                shard=place.shard,
+            ),
             tp=ThreadCollectives(server.meetings[layout.shards(self.rank)], place.shard),
             ep=ThreadCollectives(
                 server.meetings[layout.stage_ranks(place.stage)], layout.stage_ranks(place.stage).index(self.rank)
