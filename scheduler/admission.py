@@ -10,7 +10,7 @@ from headrace.scheduler.costs.cost_model import Load
 from headrace.scheduler.lifecycle.completion import release_ticket
 from headrace.scheduler.overload import Overload
 from headrace.scheduler.prefill.rendezvous import Rendezvous
-from headrace.scheduler.queues.deadlines import Timer
+from headrace.scheduler.queues.deadlines import RequestTimer
 from headrace.scheduler.requests.phase import Phase
 from headrace.scheduler.requests.record import Request
 from headrace.scheduler.state.binding import Binding, bind
@@ -94,7 +94,7 @@ class Admission:
         state.requests.add(request)
         replica.queues.admit(request, now)
         if submit.deadline_s is not None:
-            state.deadlines.set(Timer.REQUEST, request.arrival, now + submit.deadline_s)
+            state.deadlines.set(RequestTimer(request.arrival), now + submit.deadline_s)
         if isinstance(route, SendTo):
             self._rendezvous.submitted(request, route, now)
         elif isinstance(route, FetchFrom):

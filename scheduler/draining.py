@@ -5,7 +5,7 @@ from headrace.core.messages.replies import Drained
 from headrace.core.types.errors import DRAINING, ErrorInfo
 from headrace.scheduler.batching.stages import StageGroup
 from headrace.scheduler.prefill.rendezvous import Rendezvous
-from headrace.scheduler.queues.deadlines import Timer
+from headrace.scheduler.queues.deadlines import DrainTimer
 from headrace.scheduler.state.state import State
 
 
@@ -33,7 +33,7 @@ class Draining:
             return
         until = state.tickets.first_tokens_until(now)
         if until > now:
-            state.deadlines.set(Timer.DRAIN, 0, until)
+            state.deadlines.set(DrainTimer(), until)
             return
         self._drained = True
         state.out.add(Drained())

@@ -83,10 +83,24 @@ from headrace.scheduler.lifecycle.idle_check import IdleCheck
 from headrace.scheduler.prefill.handoff import KvHandoff
 from headrace.scheduler.prefill.holding import HeldRequests
 from headrace.scheduler.prefill.rendezvous import Rendezvous
-from headrace.scheduler.queues.deadlines import Key, Timer
+from headrace.scheduler.queues.deadlines import (
+    AnswerTimer,
+    AnyRequestTimer,
+    BootstrapTimer,
+    CopyTimer,
+    DrainTimer,
+    LeaseTimer,
+    OrderTimer,
+    PlanTimer,
+    RequestTimer,
+    ReservationTimer,
+    Timer,
+    TransferTimer,
+)
 from headrace.scheduler.reporting.statistics import snapshot
 from headrace.scheduler.reporting.status import status
 from headrace.scheduler.reporting.tracing import Tracing
+from headrace.scheduler.requests.record import Request
 from headrace.scheduler.state.events import Effect, Event
 from headrace.scheduler.state.state import State
 
@@ -163,9 +177,9 @@ class Scheduler:
 
     def tick(self, now: float) -> list[Effect]:
         """Act on the deadlines that have passed."""
-        for timer, key in self._state.deadlines.due(now):
+        for timer in self._state.deadlines.due(now):
             self._idle_check.changed()
-            self._expire(timer, key, now)
+            self._expire(timer, now)
         return self._conclude(now)
 
     def next_deadline(self) -> float | None:
@@ -319,32 +333,33 @@ class Scheduler:
             error = event.error or ErrorInfo(code=CANCELLED, message="the request was cancelled", status=499)
             self._completion.fail(request, error, now)
 
-    def _expire(self, timer: Timer, key: Key, now: float) -> None:
-        if timer in (Timer.ORDER, Timer.DRAIN):
-            return  # plan() comes after every tick, and so does the end of a drain
-        if isinstance(key, int) and timer is Timer.PLAN:
-            self._stages.plan_timed_out(key, now)
-            return
-        if isinstance(key, int) and timer is Timer.COPY:
-            text = f"no copy of KV pages has ended in {self._state.config.stage_timeout_s:g} s"
-            self._stages.stage_failed(self._copies[key].timed_out(), text, now)
-            return
-        if isinstance(key, str):
-            self._rendezvous.reservation_timed_out(key)
-            return
-        request = self._state.requests.by_arrival(key)
-        if request is None:
-            return
+    def _expire(self, timer: Timer, now: float) -> None:
         match timer:
-            case Timer.BOOTSTRAP:
+            case OrderTimer() | DrainTimer():
+                pass  # plan() comes after every tick, and so does the end of a drain
+            case PlanTimer(replica):
+                self._stages.plan_timed_out(replica, now)
+            case CopyTimer(replica):
+                text = f"no copy of KV pages has ended in {self._state.config.stage_timeout_s:g} s"
+                self._stages.stage_failed(self._copies[replica].timed_out(), text, now)
+            case ReservationTimer(ticket):
+                self._rendezvous.reservation_timed_out(ticket)
+            case _:
+                request = self._state.requests.by_arrival(timer.arrival)
+                if request is not None:
+                    self._request_expired(timer, request, now)
+
+    def _request_expired(self, timer: AnyRequestTimer, request: Request, now: float) -> None:
+        match timer:
+            case BootstrapTimer():
                 self._rendezvous.request_timed_out(request, now)
-            case Timer.TRANSFER:
+            case TransferTimer():
                 self._handoff.timed_out(request, now)
-            case Timer.LEASE:
+            case LeaseTimer():
                 self._holding.expired(request, now)
-            case Timer.ANSWER:
+            case AnswerTimer():
                 if not self._handoff.waits_for_peer(request, now):
                     self._stages.answer_timed_out(request, now)
-            case _:
+            case RequestTimer():
                 text = f"not done within the deadline of {request.submit.deadline_s:g} s"
                 self._completion.fail(request, ErrorInfo(code=DEADLINE, message=text, status=504), now)

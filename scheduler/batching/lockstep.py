@@ -13,7 +13,7 @@ from math import inf
 from headrace.core.types.ranks.coordinate import coordinate, cut_result, vote
 from headrace.scheduler.batching.order_time import order_at
 from headrace.scheduler.batching.planner import Planner
-from headrace.scheduler.queues.deadlines import Timer
+from headrace.scheduler.queues.deadlines import OrderTimer
 from headrace.scheduler.state.state import State
 
 
@@ -56,7 +56,7 @@ class LockstepPlanner:
         if at is None or at <= now:
             return True
         if at < inf:
-            state.deadlines.set(Timer.ORDER, 0, at)
+            state.deadlines.set(OrderTimer(0), at)
         return False
 
     def _order_at(self) -> float | None:

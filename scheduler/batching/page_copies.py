@@ -15,7 +15,7 @@ from headrace.core.types.packed import pack, unpack
 from headrace.scheduler.kv.copy_table import PendingCopy
 from headrace.scheduler.kv.node import TIERS, Node, PageLoad, PageStore
 from headrace.scheduler.lifecycle.completion import Completion
-from headrace.scheduler.queues.deadlines import Timer
+from headrace.scheduler.queues.deadlines import CopyTimer
 from headrace.scheduler.requests.phase import Phase
 from headrace.scheduler.requests.record import Request
 from headrace.scheduler.state.replica import Replica
@@ -45,7 +45,7 @@ class PageCopies:
                 self._count("dropped", tier, len(slots))
         for copy in begun:
             if not len(self._replica.copies):
-                state.deadlines.set(Timer.COPY, self._replica.index, now + state.config.stage_timeout_s)
+                state.deadlines.set(CopyTimer(self._replica.index), now + state.config.stage_timeout_s)
             pending = PendingCopy(copy, now)
             if isinstance(copy, PageStore):
                 self._order_store(pending, copy)
@@ -175,9 +175,9 @@ class PageCopies:
         if pending is None:
             state.drop("unknown_copy")
         elif len(self._replica.copies):
-            state.deadlines.set(Timer.COPY, self._replica.index, now + state.config.stage_timeout_s)
+            state.deadlines.set(CopyTimer(self._replica.index), now + state.config.stage_timeout_s)
         else:
-            state.deadlines.clear(Timer.COPY, self._replica.index)
+            state.deadlines.clear(CopyTimer(self._replica.index))
         return pending
 
     def _begin_again(self, request: Request, now: float) -> None:

@@ -18,7 +18,7 @@ from headrace.scheduler.costs.chunking import chunk_length
 from headrace.scheduler.decode.fetch import RemoteFetch
 from headrace.scheduler.decode.generation import TokenGeneration
 from headrace.scheduler.prefill.handoff import KvHandoff
-from headrace.scheduler.queues.deadlines import Timer
+from headrace.scheduler.queues.deadlines import OrderTimer, PlanTimer
 from headrace.scheduler.requests.record import Request
 from headrace.scheduler.state.plan_table import BatchBuilder, Plan
 from headrace.scheduler.state.replica import Replica
@@ -68,7 +68,7 @@ class Planner:
         plan = batch.build(seq)
         replica.order(Forward(seq=seq, rows=tuple(batch.rows), agreement=agreement))
         if not replica.plans:
-            state.deadlines.set(Timer.PLAN, replica.index, now + state.config.stage_timeout_s)
+            state.deadlines.set(PlanTimer(replica.index), now + state.config.stage_timeout_s)
             replica.bubbles.begin(now)
         replica.plans.add(plan, now)
         if not plan.rows:
@@ -95,7 +95,7 @@ class Planner:
         if at is None or at <= now:
             return True
         if at < inf:
-            state.deadlines.set(Timer.ORDER, replica.index, at)
+            state.deadlines.set(OrderTimer(replica.index), at)
         return False
 
     def start(self, now: float) -> None:

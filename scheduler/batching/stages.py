@@ -9,7 +9,7 @@ from headrace.core.types.errors import STAGE_FAILED, ErrorInfo
 from headrace.core.types.kv.backends import writes_directly
 from headrace.scheduler.decode.generation import TokenGeneration
 from headrace.scheduler.lifecycle.completion import Completion
-from headrace.scheduler.queues.deadlines import Timer
+from headrace.scheduler.queues.deadlines import CopyTimer, PlanTimer
 from headrace.scheduler.requests.record import Request
 from headrace.scheduler.state.plan_table import Plan
 from headrace.scheduler.state.replica import Replica
@@ -100,9 +100,9 @@ class StageGroup:
         replica.bubbles.computed(event.stage, event.duration_s, now)
         self._served = True
         if replica.plans:
-            state.deadlines.set(Timer.PLAN, replica.index, now + state.config.stage_timeout_s)
+            state.deadlines.set(PlanTimer(replica.index), now + state.config.stage_timeout_s)
         else:
-            state.deadlines.clear(Timer.PLAN, replica.index)
+            state.deadlines.clear(PlanTimer(replica.index))
             replica.bubbles.end(now)
         metrics.computed(event.stage, event.duration_s, now, plan.tokens, plan.decode_rows)
         if not plan.rows:
@@ -124,7 +124,7 @@ class StageGroup:
         replica = self._state.with_rank(stage)
         plan = replica.plans.oldest
         if plan is not None and stage == self._awaited(replica, plan):
-            self._state.deadlines.set(Timer.PLAN, replica.index, now + self._state.config.stage_timeout_s)
+            self._state.deadlines.set(PlanTimer(replica.index), now + self._state.config.stage_timeout_s)
 
     def silent(self, event: StageSilence, now: float) -> None:
         """A rank does not answer and is not dead, or answers again (reason ""). Requests wait for it; the server is not
@@ -195,10 +195,10 @@ class StageGroup:
         self._loading.clear()
         for replica in state.replicas:
             replica.bubbles.reset()
-            state.deadlines.clear(Timer.PLAN, replica.index)
+            state.deadlines.clear(PlanTimer(replica.index))
         self._completion.end_all(error, now)
         for replica in state.replicas:
-            state.deadlines.clear(Timer.COPY, replica.index)
+            state.deadlines.clear(CopyTimer(replica.index))
             replica.copies.clear()
             replica.cache.reset(replica.cache.total)
 

@@ -29,7 +29,7 @@ from headrace.core.types.packed import pack, prompt_hash
 from headrace.core.types.requests.request import FetchFrom, FirstToken
 from headrace.scheduler.decode.generation import TokenGeneration
 from headrace.scheduler.lifecycle.completion import Completion
-from headrace.scheduler.queues.deadlines import Timer
+from headrace.scheduler.queues.deadlines import AnswerTimer
 from headrace.scheduler.requests.phase import Phase
 from headrace.scheduler.requests.record import Request
 from headrace.scheduler.requests.transfers import IncomingTransfer, RemoteWriter
@@ -91,7 +91,7 @@ class RemoteFetch:
                 row=request.row,
             )
         )
-        state.deadlines.set(Timer.ANSWER, request.arrival, now + state.config.stage_timeout_s)
+        state.deadlines.set(AnswerTimer(request.arrival), now + state.config.stage_timeout_s)
         return True
 
     def receive_prepared(self, event: ReceivePrepared) -> None:
@@ -108,7 +108,7 @@ class RemoteFetch:
         assert request.row is not None, "start() has allocated a row"
         assert isinstance(request.route, FetchFrom), "only such requests are fetched"
         posting = request.route.posting
-        state.deadlines.clear(Timer.ANSWER, request.arrival)
+        state.deadlines.clear(AnswerTimer(request.arrival))
         incoming.reserve()
         state.out.add(
             AskReserve(

@@ -18,7 +18,13 @@ from headrace.core.messages.replies import RequestFailed, RequestFinished, Reque
 from headrace.core.types.errors import CANCELLED, ErrorInfo
 from headrace.core.types.requests.request import FetchFrom, FirstToken, SendTo
 from headrace.scheduler.peers.tickets import EndedTicket
-from headrace.scheduler.queues.deadlines import Timer
+from headrace.scheduler.queues.deadlines import (
+    AnswerTimer,
+    BootstrapTimer,
+    LeaseTimer,
+    RequestTimer,
+    TransferTimer,
+)
 from headrace.scheduler.requests.phase import Phase
 from headrace.scheduler.requests.record import Request
 from headrace.scheduler.requests.transfers import IncomingState, OutgoingTransfer
@@ -83,7 +89,7 @@ class Completion:
             return
         request.awaiting_stages.discard(stage)
         if not request.awaiting_stages:
-            self._state.deadlines.clear(Timer.ANSWER, request.arrival)
+            self._state.deadlines.clear(AnswerTimer(request.arrival))
         self.release_if_safe(request)
 
     def release_if_safe(self, request: Request) -> None:
@@ -125,7 +131,7 @@ class Completion:
                 outgoing.final_reply = _tell_failed(outgoing, error)
             request.awaiting_stages.clear()
             request.known_to_stages = False
-            state.deadlines.clear(Timer.ANSWER, request.arrival)
+            state.deadlines.clear(AnswerTimer(request.arrival))
             if request.ended:
                 self.release_if_safe(request)
             else:
@@ -145,8 +151,8 @@ class Completion:
         state.enter(request, phase, now)
         self._report_spans(request)
         state.requests.end(request)
-        for timer in (Timer.BOOTSTRAP, Timer.TRANSFER, Timer.REQUEST, Timer.LEASE):
-            state.deadlines.clear(timer, request.arrival)
+        for timer in (BootstrapTimer, TransferTimer, RequestTimer, LeaseTimer):
+            state.deadlines.clear(timer(request.arrival))
         state.of(request).held.remove(request)
         state.unacknowledged.remove(request)
         state.peers.detach(request)
@@ -197,7 +203,7 @@ class Completion:
         # A cancelled send stops once its peer has read what is under way, or is gone. All else is up to the stages.
         peer_reads = sending and outgoing is not None and outgoing.session in state.peers
         timeout = state.config.transfer_timeout_s if peer_reads else state.config.stage_timeout_s
-        state.deadlines.set(Timer.ANSWER, request.arrival, now + timeout)
+        state.deadlines.set(AnswerTimer(request.arrival), now + timeout)
 
     def _cancel_at_prefill_server(self, request: Request, route: FetchFrom) -> None:
         """Tell the prefill server that the KV is not needed, where it has been reserved or was posted by a router."""

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from headrace.scheduler.queues.deadlines import Timer
+from headrace.scheduler.queues.deadlines import BootstrapTimer, LeaseTimer
 from headrace.scheduler.requests.phase import Phase
 from headrace.scheduler.requests.record import Request
 from headrace.scheduler.state.replica import Replica
@@ -69,7 +69,7 @@ def _request(state: State, request: Request) -> list[str]:
     if (
         phase is Phase.INFLIGHT
         and request.outgoing is None
-        and not state.deadlines.active(Timer.LEASE if request.held else Timer.BOOTSTRAP, request.arrival)
+        and not state.deadlines.active((LeaseTimer if request.held else BootstrapTimer)(request.arrival))
     ):
         found.append("waits for a peer without a deadline")
     if phase in WITH_PAGES and request.lease is None:

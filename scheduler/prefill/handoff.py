@@ -18,7 +18,7 @@ from headrace.core.types.requests.outcomes import HANDOFF
 from headrace.core.types.requests.request import FirstToken
 from headrace.scheduler.lifecycle.completion import Completion
 from headrace.scheduler.prefill.holding import HeldRequests
-from headrace.scheduler.queues.deadlines import Timer
+from headrace.scheduler.queues.deadlines import AnswerTimer, TransferTimer
 from headrace.scheduler.requests.phase import Phase
 from headrace.scheduler.requests.record import Request
 from headrace.scheduler.requests.transfers import OutgoingTransfer
@@ -115,7 +115,7 @@ class KvHandoff:
             return
         until = self._ack_deadline(outgoing, outgoing.unacked_stages, outgoing.silent_since)
         if until > now:
-            self._state.deadlines.set(Timer.TRANSFER, request.arrival, until)
+            self._state.deadlines.set(TransferTimer(request.arrival), until)
             return
         error = ErrorInfo(code=PEER_GONE, message=self._end_peer(outgoing), status=502)
         self._completion.fail(request, error, now)
@@ -135,7 +135,7 @@ class KvHandoff:
         if until <= now:
             self._end_peer(outgoing)
             until = now + state.config.stage_timeout_s
-        state.deadlines.set(Timer.ANSWER, request.arrival, until)
+        state.deadlines.set(AnswerTimer(request.arrival), until)
         return True
 
     def _ack_deadline(self, outgoing: OutgoingTransfer, stages: set[int], since: float) -> float:
@@ -173,9 +173,9 @@ class KvHandoff:
     def _set_deadline(self, request: Request, outgoing: OutgoingTransfer) -> None:
         if outgoing.awaits_ack:
             timeout = self._state.config.transfer_timeout_s
-            self._state.deadlines.set(Timer.TRANSFER, request.arrival, outgoing.silent_since + timeout)
+            self._state.deadlines.set(TransferTimer(request.arrival), outgoing.silent_since + timeout)
         else:
-            self._state.deadlines.clear(Timer.TRANSFER, request.arrival)
+            self._state.deadlines.clear(TransferTimer(request.arrival))
 
     def _send(
         self, request: Request, outgoing: OutgoingTransfer, end: int, after: int, last: FirstToken | None

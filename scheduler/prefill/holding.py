@@ -14,7 +14,7 @@ from headrace.core.messages.peers import PeerReleased, PeerRenewed
 from headrace.core.messages.replies import Held
 from headrace.core.types.errors import CANCELLED, LEASE_EXPIRED, ErrorInfo
 from headrace.scheduler.lifecycle.completion import Completion
-from headrace.scheduler.queues.deadlines import Timer
+from headrace.scheduler.queues.deadlines import BootstrapTimer, LeaseTimer, RequestTimer
 from headrace.scheduler.requests.phase import Phase
 from headrace.scheduler.requests.record import Request
 from headrace.scheduler.state.state import State
@@ -30,7 +30,7 @@ class HeldRequests:
     def computed(self, request: Request, now: float) -> None:
         """Answer the client, and begin the lease unless a peer has reserved."""
         state = self._state
-        state.deadlines.clear(Timer.REQUEST, request.arrival)
+        state.deadlines.clear(RequestTimer(request.arrival))
         lease_s = 0.0
         if request.awaiting_peer:
             request.hold_until = now + state.config.hold_limit_s
@@ -57,9 +57,9 @@ class HeldRequests:
                 state.drop("unknown_lease")
             elif _under_lease(request) and request.phase is Phase.INFLIGHT:
                 self._renew(request, now)
-            elif state.deadlines.active(Timer.BOOTSTRAP, request.arrival):
+            elif state.deadlines.active(BootstrapTimer(request.arrival)):
                 end = min(now + state.config.bootstrap_timeout_s, request.arrived + state.config.longest_wait_s)
-                state.deadlines.set(Timer.BOOTSTRAP, request.arrival, end)
+                state.deadlines.set(BootstrapTimer(request.arrival), end)
             else:
                 state.drop("unknown_lease")
 
@@ -87,7 +87,7 @@ class HeldRequests:
     def _renew(self, request: Request, now: float) -> float:
         """Begin the lease anew; returns the seconds that it lasts."""
         end = min(now + self._state.config.hold_lease_s, request.hold_until)
-        self._state.deadlines.set(Timer.LEASE, request.arrival, end)
+        self._state.deadlines.set(LeaseTimer(request.arrival), end)
         return end - now
 
 

@@ -27,7 +27,7 @@ from headrace.core.types.requests.request import SendTo
 from headrace.scheduler.lifecycle.completion import Completion
 from headrace.scheduler.peers.tickets import EndedTicket
 from headrace.scheduler.prefill.handoff import KvHandoff
-from headrace.scheduler.queues.deadlines import Timer
+from headrace.scheduler.queues.deadlines import AnswerTimer, BootstrapTimer, LeaseTimer, ReservationTimer
 from headrace.scheduler.requests.phase import Phase
 from headrace.scheduler.requests.record import Request
 from headrace.scheduler.requests.transfers import OutgoingTransfer
@@ -69,7 +69,7 @@ class Rendezvous:
         for request in state.requests:
             if request.awaiting_stages and request.outgoing is not None and request.outgoing.session == event.session:
                 # From now on nothing outside the stages can delay their answers.
-                state.deadlines.set(Timer.ANSWER, request.arrival, now + state.config.stage_timeout_s)
+                state.deadlines.set(AnswerTimer(request.arrival), now + state.config.stage_timeout_s)
         if state.engine.ready:
             state.out.add(DropPeer(seq=state.out.next_seq(), session=event.session))
 
@@ -85,7 +85,7 @@ class Rendezvous:
         if request.early_prefill:
             state.of(request).held.add(request)
         if not route.hold:
-            state.deadlines.set(Timer.BOOTSTRAP, request.arrival, now + state.config.bootstrap_timeout_s)
+            state.deadlines.set(BootstrapTimer(request.arrival), now + state.config.bootstrap_timeout_s)
 
     def refuse(self, ticket: str, error: ErrorInfo) -> None:
         """The ticket's request was not admitted: tell its peer, now or when it reserves. Does nothing if another
@@ -126,7 +126,7 @@ class Rendezvous:
             self._tell_failed(event, QUEUE_FULL, "too many reservations wait for their prompts", 429)
         else:
             tickets.reserve_early(event, owner)
-            state.deadlines.set(Timer.RESERVATION, event.ticket, now + state.config.bootstrap_timeout_s)
+            state.deadlines.set(ReservationTimer(event.ticket), now + state.config.bootstrap_timeout_s)
 
     def cancelled(self, event: PeerCancelled, now: float) -> None:
         """A peer cancels its reservation. It is answered when no byte can follow; at once where none is under way."""
@@ -193,8 +193,8 @@ class Rendezvous:
         )
         state.peers.attach(request)
         state.tickets.match(request.outgoing.key, request)
-        state.deadlines.clear(Timer.BOOTSTRAP, request.arrival)
-        state.deadlines.clear(Timer.LEASE, request.arrival)
+        state.deadlines.clear(BootstrapTimer(request.arrival))
+        state.deadlines.clear(LeaseTimer(request.arrival))
         state.of(request).held.remove(request)
         problem = _mismatch(request, event)
         if problem:
@@ -249,7 +249,7 @@ class Rendezvous:
 
     def _drop_early(self, ticket: str) -> None:
         self._state.tickets.pop_early(ticket)
-        self._state.deadlines.clear(Timer.RESERVATION, ticket)
+        self._state.deadlines.clear(ReservationTimer(ticket))
 
     def _tell_failed(self, event: PeerReserved, code: str, message: str, status: int) -> None:
         error = ErrorInfo(code=code, message=message, status=status)

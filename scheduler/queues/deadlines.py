@@ -1,58 +1,97 @@
-"""Deadlines by timer and key: moved and cleared in O(1), the earliest found in O(log n)."""
+"""Deadlines by timer: moved and cleared in O(1), the earliest found in O(log n)."""
 
 import heapq
 import math
 from collections.abc import Iterator
-from enum import IntEnum
 
-Key = int | str
+import msgspec
 
 SPARE = 64  # entries without a deadline that are always let be
 
 
-class Timer(IntEnum):
-    """What a deadline watches. The key beside it is an arrival number, a ticket for RESERVATION, or the index of a
-    replica for PLAN, COPY and ORDER; DRAIN has only one."""
+class _OfRequest(msgspec.Struct, frozen=True):
+    arrival: int
+    """The request's number in order of arrival."""
 
-    BOOTSTRAP = 0  # a request whose ticket no peer has reserved
-    RESERVATION = 1  # a reservation whose prompt has not come
-    TRANSFER = 2  # bytes without an acknowledgement
-    REQUEST = 3  # the time that the client is willing to wait
-    ANSWER = 4  # PrepareReceive, CancelSend or CancelReceive without an answer from every stage
-    PLAN = 5  # plans in flight without any of them done
-    LEASE = 6  # a held ticket that no peer reserves or renews
-    COPY = 7  # copies of pages under way without any of them done
-    ORDER = 8  # the next forward pass is ordered
-    DRAIN = 9  # first tokens that peers may still ask for
+
+class _OfReplica(msgspec.Struct, frozen=True):
+    replica: int
+    """Its index."""
+
+
+class BootstrapTimer(_OfRequest, frozen=True):
+    """A request whose ticket no peer has reserved."""
+
+
+class TransferTimer(_OfRequest, frozen=True):
+    """Bytes without an acknowledgement."""
+
+
+class RequestTimer(_OfRequest, frozen=True):
+    """The time that the client is willing to wait."""
+
+
+class AnswerTimer(_OfRequest, frozen=True):
+    """PrepareReceive, CancelSend or CancelReceive without an answer from every stage."""
+
+
+class LeaseTimer(_OfRequest, frozen=True):
+    """A held ticket that no peer reserves or renews."""
+
+
+class ReservationTimer(msgspec.Struct, frozen=True):
+    """A reservation whose prompt has not come."""
+
+    ticket: str
+
+
+class PlanTimer(_OfReplica, frozen=True):
+    """Plans in flight without any of them done."""
+
+
+class CopyTimer(_OfReplica, frozen=True):
+    """Copies of pages under way without any of them done."""
+
+
+class OrderTimer(_OfReplica, frozen=True):
+    """The next forward pass is ordered; replica 0 stands for all in lockstep."""
+
+
+class DrainTimer(msgspec.Struct, frozen=True):
+    """First tokens that peers may still ask for."""
+
+
+AnyRequestTimer = BootstrapTimer | TransferTimer | RequestTimer | AnswerTimer | LeaseTimer
+Timer = AnyRequestTimer | ReservationTimer | PlanTimer | CopyTimer | OrderTimer | DrainTimer
+"""What a deadline watches, and whose it is. Timers of different kinds are never equal."""
 
 
 class Deadlines:
-    """Each (timer, key) has at most one deadline, and one entry in the heap that is not later than the deadline.
+    """Each timer has at most one deadline, and one entry in the heap that is not later than the deadline.
 
     Moving a deadline back, or clearing it, leaves the entry where it is; it is corrected when it comes up, or dropped
     when most of the heap is such: clients may set deadlines that are years away.
     """
 
     def __init__(self) -> None:
-        self._at: dict[tuple[Timer, Key], float] = {}
-        self._entry: dict[tuple[Timer, Key], float] = {}
-        self._heap: list[tuple[float, int, tuple[Timer, Key]]] = []
+        self._at: dict[Timer, float] = {}
+        self._entry: dict[Timer, float] = {}
+        self._heap: list[tuple[float, int, Timer]] = []
         self._count = 0
 
-    def set(self, timer: Timer, key: Key, at: float) -> None:
+    def set(self, timer: Timer, at: float) -> None:
         """Set or move a deadline."""
-        name = (timer, key)
-        self._at[name] = at
-        if at < self._entry.get(name, math.inf):
-            self._push(name, at)
+        self._at[timer] = at
+        if at < self._entry.get(timer, math.inf):
+            self._push(timer, at)
 
-    def clear(self, timer: Timer, key: Key) -> None:
+    def clear(self, timer: Timer) -> None:
         """Remove a deadline, if there is one."""
-        self._at.pop((timer, key), None)
+        self._at.pop(timer, None)
 
-    def active(self, timer: Timer, key: Key) -> bool:
+    def active(self, timer: Timer) -> bool:
         """A deadline is set and has not come up."""
-        return (timer, key) in self._at
+        return timer in self._at
 
     def reset(self) -> None:
         """Clear all of them."""
@@ -63,30 +102,30 @@ class Deadlines:
     def next(self) -> float | None:
         """The earliest deadline."""
         while self._heap:
-            entry, _, name = self._heap[0]
-            at = self._at.get(name)
+            entry, _, timer = self._heap[0]
+            at = self._at.get(timer)
             if at == entry:
                 return entry
             heapq.heappop(self._heap)
-            if self._entry.get(name) != entry:
-                continue  # an earlier entry of the same name took its place
-            del self._entry[name]
+            if self._entry.get(timer) != entry:
+                continue  # an earlier entry of the same timer took its place
+            del self._entry[timer]
             if at is not None:
-                self._push(name, at)
+                self._push(timer, at)
         return None
 
-    def due(self, now: float) -> Iterator[tuple[Timer, Key]]:
+    def due(self, now: float) -> Iterator[Timer]:
         """Remove and yield what has passed, earliest first, including deadlines that are set in the past meanwhile."""
         while (at := self.next()) is not None and at <= now:
-            _, _, name = heapq.heappop(self._heap)
-            self._at.pop(name, None)
-            self._entry.pop(name, None)
-            yield name
+            _, _, timer = heapq.heappop(self._heap)
+            self._at.pop(timer, None)
+            self._entry.pop(timer, None)
+            yield timer
 
-    def _push(self, name: tuple[Timer, Key], at: float) -> None:
+    def _push(self, timer: Timer, at: float) -> None:
         self._count += 1
-        self._entry[name] = at
-        heapq.heappush(self._heap, (at, self._count, name))
+        self._entry[timer] = at
+        heapq.heappush(self._heap, (at, self._count, timer))
         if len(self._heap) > 2 * len(self._at) + SPARE:
             self._entry = {each: self._entry[each] for each in self._at}
             self._heap = [entry for entry in self._heap if self._entry.get(entry[2]) == entry[0]]

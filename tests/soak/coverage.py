@@ -80,9 +80,9 @@ class Recorder:
             return wrapped
 
         def expire(original: Any) -> Any:
-            def wrapped(scheduler: Scheduler, timer: Any, key: Any, now: float) -> None:
-                self._event = f"deadline {timer.name}"
-                original(scheduler, timer, key, now)
+            def wrapped(scheduler: Scheduler, timer: Any, now: float) -> None:
+                self._event = f"deadline {type(timer).__name__.removesuffix('Timer').upper()}"
+                original(scheduler, timer, now)
 
             return wrapped
 

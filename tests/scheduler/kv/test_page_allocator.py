@@ -8,7 +8,20 @@ from headrace.core.config import SchedulerConfig
 from headrace.core.types.errors import ConfigError
 from headrace.scheduler.kv.page_allocator import PageAllocator
 from headrace.scheduler.policies.policy import make_policy
-from headrace.scheduler.queues.deadlines import Deadlines, Timer
+from headrace.scheduler.queues.deadlines import (
+    AnswerTimer,
+    BootstrapTimer,
+    CopyTimer,
+    Deadlines,
+    DrainTimer,
+    LeaseTimer,
+    OrderTimer,
+    PlanTimer,
+    RequestTimer,
+    ReservationTimer,
+    Timer,
+    TransferTimer,
+)
 
 
 @given(st.lists(st.tuples(st.integers(1, 3), st.integers(0, 6), st.booleans()), max_size=40))
@@ -56,13 +69,13 @@ def test_deadlines_agree_with_a_dict(steps: list[tuple[int, int | None, int]]) -
     now = 0
     for key, delay, passed in steps:
         if delay is None:
-            deadlines.clear(Timer.REQUEST, key)
+            deadlines.clear(RequestTimer(key))
             naive.pop(key, None)
         else:
-            deadlines.set(Timer.REQUEST, key, now + delay)
+            deadlines.set(RequestTimer(key), now + delay)
             naive[key] = now + delay
         now += passed
-        due = [key for _, key in deadlines.due(now)]
+        due = [timer.arrival for timer in deadlines.due(now) if isinstance(timer, RequestTimer)]
         expected = [key for key, at in sorted(naive.items(), key=lambda item: item[1]) if at <= now]
         assert sorted(due, key=str) == sorted(expected, key=str)
         for key in expected:
@@ -73,10 +86,21 @@ def test_deadlines_agree_with_a_dict(steps: list[tuple[int, int | None, int]]) -
 def test_moving_a_deadline_again_and_again_keeps_the_heap_small() -> None:
     deadlines = Deadlines()
     for step in range(1000):
-        deadlines.set(Timer.TRANSFER, 1, 10.0 + step)
+        deadlines.set(TransferTimer(1), 10.0 + step)
         if step % 3 == 0:
-            deadlines.clear(Timer.TRANSFER, 1)
+            deadlines.clear(TransferTimer(1))
     assert len(deadlines._heap) == 1
+
+
+def test_deadlines_of_different_kinds_are_independent_whatever_their_keys() -> None:
+    deadlines = Deadlines()
+    of_one = [kind(1) for kind in (BootstrapTimer, TransferTimer, RequestTimer, AnswerTimer, LeaseTimer)]
+    timers: list[Timer] = [*of_one, PlanTimer(1), CopyTimer(1), OrderTimer(1), ReservationTimer("1"), DrainTimer()]
+    for at, timer in enumerate(timers):
+        deadlines.set(timer, at)
+    deadlines.clear(RequestTimer(1))
+    assert not deadlines.active(RequestTimer(1))
+    assert list(deadlines.due(len(timers))) == [timer for timer in timers if timer != RequestTimer(1)]
 
 
 def test_an_unknown_policy_names_the_known_ones() -> None:
