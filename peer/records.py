@@ -13,6 +13,7 @@ from headrace.core.types.packed import pack
 from headrace.core.types.peers.addresses import url
 from headrace.core.types.peers.allow_list import Rules, canonical, is_allowed
 from headrace.core.types.requests.request import FirstToken
+from headrace.core.types.requests.reservation import Reservation
 from headrace.peer.commands import (
     ConnectServer,
     Loaded,
@@ -124,8 +125,7 @@ class TicketRecord:
     def ask_reserve(self) -> AskReserve:
         """The reservation for the control endpoint, once the receiver is ready."""
         assert self.load is not None, "only loads have pages"
-        return AskReserve(
-            session=self.session,
+        reservation = Reservation(
             ticket=self.ticket.name,
             generation=self.generation,
             prompt_tokens=self.load.tokens,
@@ -136,6 +136,7 @@ class TicketRecord:
             prompt_hash=self.load.prompt_hash,
             draft=self.load.draft,
         )
+        return AskReserve(session=self.session, reservation=reservation)
 
     def loaded(self, first: FirstToken, page_tokens: int, now: float) -> Loaded:
         """The result, once all KV is in the staging area."""

@@ -181,23 +181,13 @@ class SimulatedLink:
     def from_control_client(self, effect: AskReserve | AskCancel | AskRenew) -> None:
         """Take an effect of the decode server's scheduler."""
         if effect.session == self.session and not isinstance(effect, AskRenew):
-            self._renewals.pop(effect.ticket, None)
+            ended = effect.reservation.ticket if isinstance(effect, AskReserve) else effect.ticket
+            self._renewals.pop(ended, None)
         match effect:
             case AskRenew():
                 self._renew(effect)
-            case AskReserve():
-                reserved = PeerReserved(
-                    session=effect.session,
-                    ticket=effect.ticket,
-                    generation=effect.generation,
-                    prompt_tokens=effect.prompt_tokens,
-                    cached_tokens=effect.cached_tokens,
-                    pages=effect.pages,
-                    row=effect.row,
-                    wait=effect.wait,
-                    prompt_hash=effect.prompt_hash,
-                    draft=effect.draft,
-                )
+            case AskReserve(session=session, reservation=reservation):
+                reserved = PeerReserved(session=session, reservation=reservation)
                 self._send(self._to_prefill, self._prefill, reserved)
             case AskCancel(ticket=ticket, generation=0):  # it was not reserved
                 self.release(ticket)

@@ -9,8 +9,8 @@ import msgspec
 from headrace.core.types.errors import ErrorInfo
 from headrace.core.types.kv.backends import ZMQ, PoolMemory
 from headrace.core.types.kv.geometry import Geometry
-from headrace.core.types.requests.draft import NO_DRAFT, DraftTerms
 from headrace.core.types.requests.request import FirstToken
+from headrace.core.types.requests.reservation import Reservation
 
 
 class PeerEvent(msgspec.Struct, frozen=True, kw_only=True):
@@ -58,27 +58,12 @@ class PeerReserved(PeerEvent, frozen=True, kw_only=True):
     """Control server: the peer has reserved pages for a ticket."""
 
     session: str
-    ticket: str
-    generation: int
-    prompt_tokens: int
-    cached_tokens: int
-    """Tokens whose KV the peer has."""
+    reservation: Reservation
 
-    pages: bytes
-    """Packed page ids in the peer's pool for positions [cached_tokens, prompt_tokens); the first page holds position
-    cached_tokens."""
-
-    row: int
-    """The peer's metadata row."""
-
-    wait: bool = True
-    """Keep the reservation if the prompt has not come yet; otherwise fail it."""
-
-    prompt_hash: str = ""
-    """Of the prompt that the peer has (headrace.core.types.packed.prompt_hash); "" if it does not say."""
-
-    draft: DraftTerms = NO_DRAFT
-    """Draft data that the peer asks for."""
+    @property
+    def key(self) -> tuple[str, str, int]:
+        """Session, ticket, generation: this use of the ticket."""
+        return self.session, self.reservation.ticket, self.reservation.generation
 
 
 class PeerRenewed(PeerEvent, frozen=True, kw_only=True):
@@ -235,18 +220,10 @@ class DisconnectPrefill(PeerEffect, frozen=True, kw_only=True):
 
 
 class AskReserve(PeerEffect, frozen=True, kw_only=True):
-    """Control client: reserve pages for a ticket (fields as in PeerReserved)."""
+    """Control client: reserve pages for a ticket."""
 
     session: str
-    ticket: str
-    generation: int
-    prompt_tokens: int
-    cached_tokens: int
-    pages: bytes
-    row: int
-    wait: bool = True
-    prompt_hash: str = ""
-    draft: DraftTerms = NO_DRAFT
+    reservation: Reservation
 
 
 class AskRenew(PeerEffect, frozen=True, kw_only=True):

@@ -27,6 +27,7 @@ from headrace.core.types.errors import ErrorInfo
 from headrace.core.types.kv.backends import writes_directly
 from headrace.core.types.packed import pack, prompt_hash
 from headrace.core.types.requests.request import FetchFrom, FirstToken
+from headrace.core.types.requests.reservation import Reservation
 from headrace.scheduler.decode.generation import TokenGeneration
 from headrace.scheduler.lifecycle.completion import Completion
 from headrace.scheduler.queues.deadlines import AnswerTimer
@@ -113,14 +114,16 @@ class RemoteFetch:
         state.out.add(
             AskReserve(
                 session=incoming.session,
-                ticket=incoming.ticket,
-                generation=incoming.generation,
-                prompt_tokens=request.prompt_tokens,
-                cached_tokens=request.cached_tokens,
-                pages=pack(request.lease.pages[request.lease.matched :]),
-                row=request.row,
-                wait=posting != "done",
-                prompt_hash=prompt_hash(request.submit.prompt) if posting != "local" else "",
+                reservation=Reservation(
+                    ticket=incoming.ticket,
+                    generation=incoming.generation,
+                    prompt_tokens=request.prompt_tokens,
+                    cached_tokens=request.cached_tokens,
+                    pages=pack(request.lease.pages[request.lease.matched :]),
+                    row=request.row,
+                    wait=posting != "done",
+                    prompt_hash=prompt_hash(request.submit.prompt) if posting != "local" else "",
+                ),
             )
         )
         state.out.add(Reserved(rid=request.rid))

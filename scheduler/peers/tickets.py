@@ -73,8 +73,9 @@ class TicketTable:
 
     def reserve_early(self, event: PeerReserved, owner: str) -> None:
         """Keep a reservation whose prompt has not come. owner: of the peer."""
-        self._early[event.ticket] = event
-        self._owners[event.ticket] = owner
+        ticket = event.reservation.ticket
+        self._early[ticket] = event
+        self._owners[ticket] = owner
         self._shares.add(owner, 1)
 
     def early(self, ticket: str) -> PeerReserved | None:
@@ -115,7 +116,7 @@ class TicketTable:
             seen.append((request.outgoing.session, request.outgoing.generation))
         early = self._early.get(ticket)
         if early is not None:
-            seen.append((early.session, early.generation))
+            seen.append((early.session, early.reservation.generation))
         return any(session == other and generation <= latest for other, latest in seen)
 
     def reserved(self, ticket: str) -> bool:

@@ -24,6 +24,7 @@ from headrace.core.types.errors import (
 )
 from headrace.core.types.packed import prompt_hash, unpack
 from headrace.core.types.requests.request import SendTo
+from headrace.core.types.requests.reservation import Reservation
 from headrace.scheduler.lifecycle.completion import Completion
 from headrace.scheduler.peers.tickets import EndedTicket
 from headrace.scheduler.prefill.handoff import KvHandoff
@@ -62,7 +63,7 @@ class Rendezvous:
             return
         for early in state.tickets.early_reservations:
             if early.session == event.session:
-                self._drop_early(early.ticket)
+                self._drop_early(early.reservation.ticket)
         error = ErrorInfo(code=PEER_GONE, message=f"the decode peer is gone: {event.reason}", status=502)
         for request in list(peer.requests.values()):
             self._completion.fail(request, error, now)
@@ -101,32 +102,32 @@ class Rendezvous:
 
     def reserved(self, event: PeerReserved, now: float) -> None:
         """A peer reserves pages: match them with the ticket's request, keep them for it, or say why not."""
-        state, tickets = self._state, self._state.tickets
+        state, tickets, ticket = self._state, self._state.tickets, event.reservation.ticket
         if event.session not in state.peers:
             state.drop("unknown_session")
             return
-        if tickets.stale(event.session, event.ticket, event.generation):
+        if tickets.stale(event.session, ticket, event.reservation.generation):
             state.drop("stale_generation")
             return
-        if tickets.reserved(event.ticket):
-            self._tell_failed(event, TICKET_IN_USE, f"ticket {event.ticket} is in use", 409)
+        if tickets.reserved(ticket):
+            self._tell_failed(event, TICKET_IN_USE, f"ticket {ticket} is in use", 409)
             return
-        tickets.pop_abandoned(event.ticket, now)  # that was another use of the ticket
-        request = tickets.holder(event.ticket)
+        tickets.pop_abandoned(ticket, now)  # that was another use of the ticket
+        request = tickets.holder(ticket)
         if request is not None:
             self._match(request, event, now)
-        elif (ended := tickets.unreported_end(event.ticket)) is not None:
+        elif (ended := tickets.unreported_end(ticket)) is not None:
             self._report_end(event, ended, now)
         elif state.draining or not state.engine.ready:
             code = DRAINING if state.draining else NOT_READY
             self._tell_failed(event, code, f"the server is {code.replace('_', ' ')}", 503)
-        elif not event.wait:
-            self._tell_failed(event, "unknown_ticket", f"no prompt with ticket {event.ticket} is here", 404)
+        elif not event.reservation.wait:
+            self._tell_failed(event, "unknown_ticket", f"no prompt with ticket {ticket} is here", 404)
         elif tickets.full(owner := self._state.peers[event.session].owner):
             self._tell_failed(event, QUEUE_FULL, "too many reservations wait for their prompts", 429)
         else:
             tickets.reserve_early(event, owner)
-            state.deadlines.set(ReservationTimer(event.ticket), now + state.config.bootstrap_timeout_s)
+            state.deadlines.set(ReservationTimer(ticket), now + state.config.bootstrap_timeout_s)
 
     def cancelled(self, event: PeerCancelled, now: float) -> None:
         """A peer cancels its reservation. It is answered when no byte can follow; at once where none is under way."""
@@ -136,7 +137,7 @@ class Rendezvous:
             self._completion.cancelled_by_peer(request, event.reason, now)
             return
         early = state.tickets.early(event.ticket)
-        if early is not None and (early.session, early.generation) == (event.session, event.generation):
+        if early is not None and early.key == (event.session, event.ticket, event.generation):
             self._drop_early(event.ticket)
         state.out.add(TellCancelled(session=event.session, ticket=event.ticket, generation=event.generation))
 
@@ -179,24 +180,24 @@ class Rendezvous:
 
     def _match(self, request: Request, event: PeerReserved, now: float) -> None:
         """The request has its peer: it may be started, or sent if it was computed before."""
-        state = self._state
+        state, reservation = self._state, event.reservation
         request.outgoing = OutgoingTransfer(
             session=event.session,
-            ticket=event.ticket,
-            generation=event.generation,
-            dst_pages=unpack(event.pages),
+            ticket=reservation.ticket,
+            generation=reservation.generation,
+            dst_pages=unpack(reservation.pages),
             dst_page_size=state.peers[event.session].hello.geometries[0].page_size,
-            dst_row=event.row,
-            cached_tokens=event.cached_tokens,
-            sent=event.cached_tokens,
-            draft=event.draft,
+            dst_row=reservation.row,
+            cached_tokens=reservation.cached_tokens,
+            sent=reservation.cached_tokens,
+            draft=reservation.draft,
         )
         state.peers.attach(request)
         state.tickets.match(request.outgoing.key, request)
         state.deadlines.clear(BootstrapTimer(request.arrival))
         state.deadlines.clear(LeaseTimer(request.arrival))
         state.of(request).held.remove(request)
-        problem = _mismatch(request, event)
+        problem = _mismatch(request, reservation)
         if problem:
             self._completion.fail(request, ErrorInfo(code="bad_reservation", message=problem, status=502), now)
             return
@@ -231,20 +232,21 @@ class Rendezvous:
 
     def _fail_reservation(self, event: PeerReserved, error: ErrorInfo) -> None:
         """The ticket has failed for this peer: a later use needs a later generation."""
-        self._drop_early(event.ticket)
-        self._state.tickets.end(event.ticket, EndedTicket(event.session, event.generation, error))
+        session, ticket, generation = event.key
+        self._drop_early(ticket)
+        self._state.tickets.end(ticket, EndedTicket(session, generation, error))
         self._tell_failed(event, error.code, error.message, error.status)
 
     def _report_end(self, event: PeerReserved, ended: EndedTicket, now: float) -> None:
         """The request has ended before its peer reserved: tell it how."""
+        session, ticket, generation = event.key
         if ended.error is not None:
             self._fail_reservation(event, ended.error)
         elif ended.first is not None and now < ended.until:
-            session, ticket, generation = event.session, event.ticket, event.generation
             self._state.tickets.end(ticket, EndedTicket(session, generation, None))
             self._state.out.add(TellFinished(session=session, ticket=ticket, generation=generation, first=ended.first))
         else:
-            text = f"ticket {event.ticket} has ended with its first token, which is not kept any more"
+            text = f"ticket {ticket} has ended with its first token, which is not kept any more"
             self._fail_reservation(event, ErrorInfo(code=LEASE_EXPIRED, message=text, status=504))
 
     def _drop_early(self, ticket: str) -> None:
@@ -252,16 +254,17 @@ class Rendezvous:
         self._state.deadlines.clear(ReservationTimer(ticket))
 
     def _tell_failed(self, event: PeerReserved, code: str, message: str, status: int) -> None:
+        session, ticket, generation = event.key
         error = ErrorInfo(code=code, message=message, status=status)
-        self._state.out.add(
-            TellFailed(session=event.session, ticket=event.ticket, generation=event.generation, error=error)
-        )
+        self._state.out.add(TellFailed(session=session, ticket=ticket, generation=generation, error=error))
 
 
-def _mismatch(request: Request, event: PeerReserved) -> str:
+def _mismatch(request: Request, reservation: Reservation) -> str:
     """How a reservation does not fit the prompt; "" when it does. The control server has checked the rest of it."""
-    if event.prompt_tokens != request.prompt_tokens:
-        return f"the peer reserved for {event.prompt_tokens} prompt tokens; the prompt has {request.prompt_tokens}"
-    if event.prompt_hash and event.prompt_hash != (here := prompt_hash(request.submit.prompt)):
-        return f"the peer has another prompt: the hash of its token ids is {event.prompt_hash}, here it is {here}"
+    if reservation.prompt_tokens != request.prompt_tokens:
+        return (
+            f"the peer reserved for {reservation.prompt_tokens} prompt tokens; the prompt has {request.prompt_tokens}"
+        )
+    if reservation.prompt_hash and reservation.prompt_hash != (here := prompt_hash(request.submit.prompt)):
+        return f"the peer has another prompt: the hash of its token ids is {reservation.prompt_hash}, here it is {here}"
     return ""

@@ -28,6 +28,7 @@ from headrace.core.messages.stage_events import KvReceived, ReceiveFailed
 from headrace.core.types.kv.geometry import Component, Geometry
 from headrace.core.types.packed import pack
 from headrace.core.types.requests.request import FirstToken
+from headrace.core.types.requests.reservation import Reservation
 from headrace.transfer.backends.strided_pool import StridedPool
 from headrace.transfer.control.client import ControlClient
 from headrace.transfer.data.receiver import Receiver
@@ -144,9 +145,10 @@ def _fetch(
                                     stage_replicas=up.stage_replicas,
                               window_bytes=up.window_bytes))  # fmt: skip
     pages = [9, 3, 12]
-    names: dict[str, Any] = {"session": up.session, "ticket": TICKET, "generation": 5, "pages": pack(pages), "row": 2}
-    loop.apply(receiver, PrepareReceive(seq=0, request=1, start=0, count=TOKENS, **names))
-    loop.apply(control_client, AskReserve(prompt_tokens=TOKENS, cached_tokens=0, **names))
+    names: dict[str, Any] = {"ticket": TICKET, "generation": 5, "pages": pack(pages), "row": 2}
+    loop.apply(receiver, PrepareReceive(seq=0, request=1, session=up.session, start=0, count=TOKENS, **names))
+    reservation = Reservation(prompt_tokens=TOKENS, cached_tokens=0, **names)
+    loop.apply(control_client, AskReserve(session=up.session, reservation=reservation))
     failures = (TicketFailed, PrefillDown)
     loop.until(
         lambda: (

@@ -21,6 +21,7 @@ from headrace.core.messages.peers import AskReserve, ConnectPrefill, PrefillUp
 from headrace.core.messages.stage_events import KvReceived
 from headrace.core.types.kv.geometry import Geometry
 from headrace.core.types.packed import pack
+from headrace.core.types.requests.reservation import Reservation
 from headrace.transfer.control.client import ControlClient
 from headrace.transfer.data.receiver import Receiver
 from headrace.transfer.protocol.matching import make_hello
@@ -80,15 +81,10 @@ def with_our_own(server: Server) -> tuple[int, str]:
                 window_bytes=up.window_bytes,
             ),
         )  # fmt: skip
-        names: dict[str, Any] = {
-            "session": up.session,
-            "ticket": "ours",
-            "generation": 1,
-            "pages": pack(pages),
-            "row": 0,
-        }
-        loop.apply(receiver, PrepareReceive(seq=0, request=1, start=0, count=len(PROMPT), **names))
-        loop.apply(control_client, AskReserve(prompt_tokens=len(PROMPT), cached_tokens=0, **names))
+        names: dict[str, Any] = {"ticket": "ours", "generation": 1, "pages": pack(pages), "row": 0}
+        loop.apply(receiver, PrepareReceive(seq=0, request=1, session=up.session, start=0, count=len(PROMPT), **names))
+        reservation = Reservation(prompt_tokens=len(PROMPT), cached_tokens=0, **names)
+        loop.apply(control_client, AskReserve(session=up.session, reservation=reservation))
         client = threading.Thread(target=prefill, args=(server, "ours"))
         client.start()
         arrived = loop.wait_for(receiver, KvReceived, timeout_s=30)

@@ -10,6 +10,7 @@ import pytest
 from headrace.core.messages.orders import CancelReceive, CloseSession, OpenSession, PrepareReceive
 from headrace.core.messages.peers import AskReserve, ConnectPrefill, PrefillUp
 from headrace.core.types.packed import pack
+from headrace.core.types.requests.reservation import Reservation
 from headrace.transfer.control.client import ControlClient
 from headrace.transfer.data.receiver import Receiver
 from tests.conformance.peers import GEOMETRY
@@ -76,11 +77,11 @@ class Victim:
             )  # fmt: skip
         self.loop.apply(self.receiver, CancelReceive(seq=0, request=self.requests))
         self.requests += 1
-        names: dict[str, Any] = {
-            "session": up.session, "ticket": TICKET, "generation": self.requests, "pages": pack(PAGES), "row": 2,
-        }  # fmt: skip
-        self.loop.apply(self.receiver, PrepareReceive(seq=0, request=self.requests, start=0, count=TOKENS, **names))
-        self.loop.apply(self.control_client, AskReserve(prompt_tokens=TOKENS, cached_tokens=0, **names))
+        names: dict[str, Any] = {"ticket": TICKET, "generation": self.requests, "pages": pack(PAGES), "row": 2}
+        prepare = PrepareReceive(seq=0, request=self.requests, session=up.session, start=0, count=TOKENS, **names)
+        self.loop.apply(self.receiver, prepare)
+        reservation = Reservation(prompt_tokens=TOKENS, cached_tokens=0, **names)
+        self.loop.apply(self.control_client, AskReserve(session=up.session, reservation=reservation))
         for _ in range(20):
             if self.server.reserve.get("generation") == self.requests and self.server.data_route:
                 return True

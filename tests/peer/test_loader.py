@@ -33,8 +33,9 @@ def test_the_way_of_a_load() -> None:
     assert isinstance(opened, OpenSession)
     assert renew == AskRenew(session="s1", ticket="a")
     ask = bench.reserved("a", tokens=PAGE_TOKENS + 10, start=PAGE_TOKENS - 1)
-    assert (ask.session, ask.ticket, ask.prompt_tokens, ask.cached_tokens) == ("s1", "a", 74, 63)
-    assert (len(ask.pages), ask.wait, ask.prompt_hash) == (2 * 4, True, "h")
+    wanted = ask.reservation
+    assert (ask.session, wanted.ticket, wanted.prompt_tokens, wanted.cached_tokens) == ("s1", "a", 74, 63)
+    assert (len(wanted.pages), wanted.wait, wanted.prompt_hash) == (2 * 4, True, "h")
     bench.hear(ChunkReceived(stage=0, request=bench.serial))
     bench.hear(KvReceived(stage=0, request=bench.serial, first=FIRST, bytes=1, chunks=1))
     assert bench.answers() == [Loaded(id="a", at=63, start=63, count=11, first=FIRST, seconds=0.0)]
@@ -51,7 +52,7 @@ def test_whatever_goes_wrong_is_answered_once_and_nothing_stays(event: str) -> N
     bench.do(RenewLease(id="k", ticket=ticket("k")))
     bench.up()
     ask = bench.reserved()
-    key = {"session": ask.session, "ticket": ask.ticket, "generation": ask.generation}
+    key = {"session": ask.session, "ticket": ask.reservation.ticket, "generation": ask.reservation.generation}
     cancel = AskCancel(**key, reason="not needed")
     forget = CancelReceive(seq=0, request=bench.serial)
     if event == "ticket":
@@ -94,7 +95,7 @@ def test_a_cancel_is_answered_at_once_and_nothing_is_written_after_it() -> None:
     ask = bench.reserved("open")
     forget, cancel = bench.do(CancelLoad(id="open"))
     assert forget == CancelReceive(seq=0, request=bench.serial)
-    assert (cancel.ticket, cancel.generation) == ("open", ask.generation)
+    assert (cancel.ticket, cancel.generation) == ("open", ask.reservation.generation)
     assert bench.answers() == [LoadCancelled(id="open")]
     bench.do(RenewLease(id="kept", ticket=ticket("kept")))
     [cancel] = bench.do(CancelLoad(id="kept"))
@@ -109,7 +110,7 @@ def test_every_use_of_a_ticket_has_a_higher_generation() -> None:
     bench.up()
     generations = []
     for _ in range(3):
-        generations.append(bench.reserved("a").generation)
+        generations.append(bench.reserved("a").reservation.generation)
         bench.do(CancelLoad(id="a"))
     assert generations == sorted(set(generations))
 
@@ -125,7 +126,7 @@ def test_loads_wait_for_space_in_their_order() -> None:
     bench.wait(29)  # which is no silence of theirs
     bench.hear(KvReceived(stage=0, request=serial, first=FIRST, bytes=1, chunks=1))
     begun = [one.ticket for one in bench.do(ReleaseLoad(id="first")) if isinstance(one, PrepareReceive)]
-    assert (first.ticket, begun) == ("first", ["second", "third"])
+    assert (first.reservation.ticket, begun) == ("first", ["second", "third"])
 
 
 def test_no_more_reservations_than_metadata_rows() -> None:
@@ -179,7 +180,7 @@ def test_draft_data_is_asked_for_and_comes_with_the_load() -> None:
     bench.up()
     [expect] = bench.do(LoadKv(id="a", ticket=ticket("a"), start=0, tokens=10, draft=terms))
     [ask] = bench.hear(ReceivePrepared(stage=0, request=expect.request))
-    assert (expect.draft, ask.draft) == (terms, terms)
+    assert (expect.draft, ask.reservation.draft) == (terms, terms)
     first = msgspec.structs.replace(FIRST, draft=Draft(None, DraftTokens((5,), (0.5,))))
     bench.hear(KvReceived(stage=0, request=expect.request, first=first, bytes=1, chunks=1))
     [loaded] = bench.answers()

@@ -58,7 +58,10 @@ class Schedule:
             elif isinstance(one, AskReserve):
                 self.asks.append(one)
                 if self.backends[one.session] == SHM:
-                    self.writers[one.session, one.ticket, one.generation] = set(memoryview(one.pages).cast("i"))
+                    written = one.reservation
+                    self.writers[one.session, written.ticket, written.generation] = set(
+                        memoryview(written.pages).cast("i")
+                    )
             elif isinstance(one, AskCancel):
                 self.cancels.append(one)
             elif isinstance(one, CloseSession):
@@ -91,9 +94,9 @@ class Schedule:
         elif kind == 6 and self.asks:
             ask = rng.choice(self.asks)
             error = ErrorInfo(code="x", message="m", status=500)
-            key = {"session": ask.session, "ticket": ask.ticket, "generation": ask.generation}
+            key = {"session": ask.session, "ticket": ask.reservation.ticket, "generation": ask.reservation.generation}
             if self._same_session(ask):
-                self.writers.pop((ask.session, ask.ticket, ask.generation), None)
+                self.writers.pop((ask.session, ask.reservation.ticket, ask.reservation.generation), None)
                 self.note(bench.hear(TicketFailed(**key, error=error)))
         elif kind in (7, 8) and self.cancels + self.closing:
             self._confirm()

@@ -72,7 +72,7 @@ def test_a_server_that_does_not_fit_fails_at_once_and_one_that_is_away_after_a_w
     bench.down(UNFIT, session=None, unfit=True)
     bench.load("c")
     bench.up()
-    assert bench.reserved("d").ticket == "d", "it was started again, as another one"
+    assert bench.reserved("d").reservation.ticket == "d", "it was started again, as another one"
 
 
 def test_a_control_endpoint_is_asked_for_at_an_http_port_until_it_is_found_and_again_after_a_restart() -> None:

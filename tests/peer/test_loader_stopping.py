@@ -55,8 +55,8 @@ def test_pages_of_a_cancelled_load_wait_for_the_word_of_the_prefill_server(end: 
     assert [type(one) for one in asked] == [CancelReceive, AskCancel]
     assert bench.answers() == [LoadCancelled(id="a")], "the owner does not wait"
     assert begun(bench.load("b", tokens=2 * 64)) == []
-    key = {"session": ask.session, "ticket": ask.ticket, "generation": ask.generation}
-    for other in ({"session": "s0"}, {"ticket": "b"}, {"generation": ask.generation + 1}):
+    key = {"session": ask.session, "ticket": ask.reservation.ticket, "generation": ask.reservation.generation}
+    for other in ({"session": "s0"}, {"ticket": "b"}, {"generation": ask.reservation.generation + 1}):
         assert begun(bench.hear(ENDS[end](**(key | other)))) == []
     late = KvReceived(stage=0, request=bench.serial, first=FIRST, bytes=1, chunks=1)
     assert begun(bench.hear(late)) == begun(bench.wait(IDLE_S)) == begun(bench.do(CancelLoad(id="a"))) == []
@@ -76,13 +76,17 @@ def test_pages_of_a_failed_load_wait_too(why: str) -> None:
     [failed] = bench.answers()
     assert isinstance(failed, LoadFailed)
     assert begun(bench.load("b", tokens=2 * 64)) == []
-    ended = TicketCancelled(session=ask.session, ticket=ask.ticket, generation=ask.generation)
+    ended = TicketCancelled(session=ask.session, ticket=ask.reservation.ticket, generation=ask.reservation.generation)
     assert begun(bench.hear(ended)) == ["b"]
 
 
 def test_a_ticket_that_the_prefill_server_ends_leaves_no_pages_behind() -> None:
     bench, ask = writing()
-    bench.hear(TicketFailed(session=ask.session, ticket=ask.ticket, generation=ask.generation, error=ERROR))
+    bench.hear(
+        TicketFailed(
+            session=ask.session, ticket=ask.reservation.ticket, generation=ask.reservation.generation, error=ERROR
+        )
+    )
     assert bench.empty()
 
 
@@ -94,7 +98,7 @@ def test_a_session_that_is_lost_may_be_written_through_until_its_access_is_revok
     assert failed.code == "peer_gone"
     bench.up()
     assert begun(bench.load("b", tokens=2 * 64)) == []
-    late = TicketCancelled(session="s2", ticket=ask.ticket, generation=ask.generation)
+    late = TicketCancelled(session="s2", ticket=ask.reservation.ticket, generation=ask.reservation.generation)
     assert begun(bench.hear(late)) == begun(bench.hear(SessionClosed(stage=0, session="s2"))) == []
     assert begun(bench.hear(SessionClosed(stage=0, session=ask.session))) == ["b"]
 
@@ -143,7 +147,7 @@ def test_pages_have_the_size_that_their_owner_wants(page_tokens: int) -> None:
     bench.up()
     start = page_tokens + page_tokens // 2
     ask = bench.reserved("a", tokens=start + page_tokens, start=start)
-    pages = list(memoryview(ask.pages).cast("i"))
+    pages = list(memoryview(ask.reservation.pages).cast("i"))
     assert pages == ([1, 2] if page_tokens > 1 else [1])
     bench.hear(KvReceived(stage=0, request=bench.serial, first=FIRST, bytes=1, chunks=1))
     [loaded] = bench.answers()

@@ -22,6 +22,7 @@ from headrace.core.types.kv.geometry import Geometry
 from headrace.core.types.packed import pack, unpack
 from headrace.core.types.requests.draft import NO_DRAFT, DraftTerms
 from headrace.core.types.requests.request import SamplingParams
+from headrace.core.types.requests.reservation import Reservation
 from headrace.scheduler.scheduler import Effect, Event, Scheduler
 
 E = TypeVar("E")
@@ -138,14 +139,16 @@ class Bench:
         return self.do(
             PeerReserved(
                 session=session,
-                ticket=ticket,
-                generation=generation,
-                prompt_tokens=tokens,
-                cached_tokens=cached,
-                pages=pack(range(500, 500 + count)),
-                row=7,
-                wait=wait,
-                draft=draft,
+                reservation=Reservation(
+                    ticket=ticket,
+                    generation=generation,
+                    prompt_tokens=tokens,
+                    cached_tokens=cached,
+                    pages=pack(range(500, 500 + count)),
+                    row=7,
+                    wait=wait,
+                    draft=draft,
+                ),
             )
         )
 

@@ -142,7 +142,7 @@ class Recorder:
 
         def ticket(original: Any) -> Any:
             def wrapped(table: TicketTable, of: Any, *rest: Any) -> Any:
-                name = of if isinstance(of, str) else of.ticket
+                name = of if isinstance(of, str) else of.reservation.ticket
                 before = _ticket(table, name)
                 result = original(table, of, *rest)
                 self._note("ticket", before, _ticket(table, name))

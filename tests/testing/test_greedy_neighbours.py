@@ -21,6 +21,7 @@ from headrace.core.messages.replies import RequestFailed, Tokens
 from headrace.core.types.kv.geometry import Geometry
 from headrace.core.types.packed import ITEM_BYTES, pack
 from headrace.core.types.requests.request import SamplingParams, SendTo
+from headrace.core.types.requests.reservation import Reservation
 from headrace.scheduler.costs.chunking import Cost
 from headrace.scheduler.scheduler import Effect, Scheduler
 from headrace.testing.driver import SchedulerDriver
@@ -113,7 +114,10 @@ class Server:
         pages = pack(range(-(-tokens // PAGE)))
         self.driver.handle(
             PeerReserved(
-                session=owner, ticket=ticket, generation=1, prompt_tokens=tokens, cached_tokens=0, pages=pages, row=0
+                session=owner,
+                reservation=Reservation(
+                    ticket=ticket, generation=1, prompt_tokens=tokens, cached_tokens=0, pages=pages, row=0
+                ),
             )
         )
 

@@ -23,6 +23,7 @@ from headrace.core.types.kv.backends import NIXL, writes_directly
 from headrace.core.types.kv.geometry import Geometry
 from headrace.core.types.packed import pack
 from headrace.core.types.requests.draft import NO_DRAFT, DraftTerms
+from headrace.core.types.requests.reservation import Reservation
 from headrace.transfer.backends.strided_pool import ArrayPageStore
 from headrace.transfer.control.client import ControlClient
 from headrace.transfer.data.receiver import Receiver
@@ -101,13 +102,14 @@ class DecodeSide(Side):
         self.open[one.serial] = one
         row = min(set(range(64)) - {each.row for each in self.open.values()})
         one.row = row
-        names: dict[str, Any] = {"session": one.session, "ticket": ticket, "generation": use, "row": row}
+        names: dict[str, Any] = {"ticket": ticket, "generation": use, "row": row, "pages": pack(pages)}
         names["draft"] = one.draft = DraftTerms(use % 3 == 0, 2 * (use % 4 == 0))
-        order = PrepareReceive(seq=0, request=use, start=cached, count=tokens - cached, pages=pack(pages), **names)
+        count = tokens - cached
+        order = PrepareReceive(seq=0, request=use, session=one.session, start=cached, count=count, **names)
         self.apply(self.receiver, order)
         if not one.end:
-            ask = AskReserve(prompt_tokens=tokens, cached_tokens=cached, pages=pack(pages), **names)
-            self.apply(self.control_client, ask)
+            reservation = Reservation(prompt_tokens=tokens, cached_tokens=cached, **names)
+            self.apply(self.control_client, AskReserve(session=one.session, reservation=reservation))
 
     def handle(self, event: Any) -> None:
         match event:

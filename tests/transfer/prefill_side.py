@@ -94,7 +94,7 @@ class PrefillSide(Side):
             case PeerCancelled(session=session, ticket=ticket, generation=generation):
                 name = session, ticket, generation
                 for one in list(self.open.values()):
-                    if (one.reserved.session, one.reserved.ticket, one.reserved.generation) == name:
+                    if one.reserved.key == name:
                         self.close(one, None)
             case ChunkAcked(request=request) if request in self.open and not self.open[request].closing:
                 one = self.open[request]
@@ -109,10 +109,12 @@ class PrefillSide(Side):
                 self.close(self.open[request], ErrorInfo(code=code, message=text, status=502))
             case SendCancelled(request=request) if request in self.open:
                 one = self.open[request]
-                assert not self.world.network.flying(one.reserved.ticket, one.reserved.generation), "not quiet (G2)"
+                assert not self.world.network.flying(*one.reserved.key[1:]), "not quiet (G2)"
                 pages = self.transport.opened.get(one.reserved.session)
                 if pages is not None and not pages.closed:
-                    assert not any(pages.busy.get(page) for page in unpack(one.reserved.pages)), "still writes (G2)"
+                    assert not any(pages.busy.get(page) for page in unpack(one.reserved.reservation.pages)), (
+                        "still writes (G2)"
+                    )
                 if one.error is None:
                     self.tell(one, TellCancelled)
                 else:
@@ -137,7 +139,8 @@ class PrefillSide(Side):
         self.transport.kill()
 
     def reserve(self, reserved: PeerReserved) -> None:
-        tokens, cached = reserved.prompt_tokens, reserved.cached_tokens
+        reservation = reserved.reservation
+        tokens, cached = reservation.prompt_tokens, reservation.cached_tokens
         needed = pages_for(self.geometry.page_size, 0, tokens)
         self.serials += 1
         world, random = self.world, self.world.network.random
@@ -151,7 +154,7 @@ class PrefillSide(Side):
         for position in range(tokens):
             page, slot = one.pages[position // self.geometry.page_size], position % self.geometry.page_size
             for data, place in slots_of(self.store, page, slot, position):
-                data[...] = content(reserved.ticket, reserved.generation, place, data.size).reshape(data.shape)
+                data[...] = content(reservation.ticket, reservation.generation, place, data.size).reshape(data.shape)
         for number, (start, end) in enumerate(pairwise(edges)):
             delay = random.uniform(0, 0.5)
             world.network.after(delay * number, lambda n=number, s=start, e=end: self.send(one, n, s, e))  # type: ignore[misc]
@@ -159,11 +162,11 @@ class PrefillSide(Side):
     def send(self, one: Outgoing, number: int, start: int, end: int) -> None:
         if self.open.get(one.serial) is not one or one.closing or self not in self.world.sides:
             return
-        reserved = one.reserved
+        session, reserved = one.reserved.session, one.reserved.reservation
         first, size = start // self.geometry.page_size, self.world.peer_page_size
         skip = start // size - reserved.cached_tokens // size
         order = SendChunk(
-            seq=0, after=0, request=one.serial, session=reserved.session, ticket=reserved.ticket,
+            seq=0, after=0, request=one.serial, session=session, ticket=reserved.ticket,
             generation=reserved.generation, chunk=number, start=start, count=end - start,
             pages=pack(one.pages[first : first + pages_for(self.geometry.page_size, start, end - start)]),
             dst_pages=pack(unpack(reserved.pages)[skip : skip + pages_for(size, start, end - start)]),
@@ -187,9 +190,8 @@ class PrefillSide(Side):
         del self.open[one.serial]
         poison(self.store, one.pages)
         self.free += one.pages
-        reserved = one.reserved
         self.apply(self.sender, ReleaseRequest(seq=0, request=one.serial))
-        names = {"session": reserved.session, "ticket": reserved.ticket, "generation": reserved.generation}
+        names = dict(zip(("session", "ticket", "generation"), one.reserved.key, strict=True))
         self.apply(self.control_server, kind(**names, **fields))
 
     def turn(self) -> None:

@@ -174,25 +174,13 @@ class ControlClient:
         return events
 
     def _reserve(self, command: AskReserve, now: float) -> list[PeerEvent]:
-        ticket, generation = command.ticket, command.generation
-        prefill = self._prefill_of(command.session)
+        session, wanted = command.session, command.reservation
+        prefill = self._prefill_of(session)
         if prefill is None:
             error = ErrorInfo(code=PEER_GONE, message="the session with the prefill server has ended", status=502)
-            return [TicketFailed(session=command.session, ticket=ticket, generation=generation, error=error)]
-        reserve = Reserve(
-            ticket=ticket,
-            generation=generation,
-            prompt_tokens=command.prompt_tokens,
-            cached_tokens=command.cached_tokens,
-            pages=command.pages,
-            row=command.row,
-            wait=command.wait,
-            prompt_hash=command.prompt_hash,
-            hidden=command.draft.hidden,
-            draft_top_k=command.draft.top_k,
-        )
-        prefill.control.renewals.pop(ticket, None)
-        return self._act(prefill, Step([reserve], []), now)
+            return [TicketFailed(session=session, ticket=wanted.ticket, generation=wanted.generation, error=error)]
+        prefill.control.renewals.pop(wanted.ticket, None)
+        return self._act(prefill, Step([Reserve.of(wanted)], []), now)
 
     def _renew(self, command: AskRenew) -> list[PeerEvent]:
         if (prefill := self._prefill_of(command.session)) is not None:

@@ -26,7 +26,6 @@ from headrace.core.runtime.rate_limit import TokenBucket
 from headrace.core.stats import Counters
 from headrace.core.types.errors import NOT_READY
 from headrace.core.types.packed import packed_length
-from headrace.core.types.requests.draft import MAX_DRAFT_TOKENS, DraftTerms
 from headrace.transfer.control.backend_health import BackendHealth
 from headrace.transfer.control.quotas import BURST, MESSAGES_PER_S, renewal_limit
 from headrace.transfer.control.session import (
@@ -282,19 +281,7 @@ class SessionTable:
         pages = packed_length(reserve.pages)
         peer.tickets[reserve.ticket] = OpenTicket(reserve.generation, pages)
         peer.pages += pages
-        event = PeerReserved(
-            session=peer.session,
-            ticket=reserve.ticket,
-            generation=reserve.generation,
-            prompt_tokens=reserve.prompt_tokens,
-            cached_tokens=reserve.cached_tokens,
-            pages=reserve.pages,
-            row=reserve.row,
-            wait=reserve.wait,
-            prompt_hash=reserve.prompt_hash,
-            draft=DraftTerms(reserve.hidden, min(reserve.draft_top_k, MAX_DRAFT_TOKENS)),
-        )
-        return Outcome([], [event])
+        return Outcome([], [PeerReserved(session=peer.session, reservation=reserve.reservation)])
 
     def _renewals(self, peer: PeerSession, ping: Ping, now: float) -> list[PeerEvent]:
         """The tickets that a ping renews; none if the peer renews too many."""

@@ -13,6 +13,8 @@ from msgspec import Meta
 from headrace.core.types.kv.backends import NixlAccess, PoolMemory
 from headrace.core.types.kv.geometry import MAX_COMPONENTS, Geometry
 from headrace.core.types.packed import ITEM_BYTES
+from headrace.core.types.requests.draft import MAX_DRAFT_TOKENS, DraftTerms
+from headrace.core.types.requests.reservation import Reservation
 
 VERSION = 1
 
@@ -169,6 +171,37 @@ class Reserve(Message, frozen=True, kw_only=True):
     """Send the hidden state of the last prompt token, in a draft frame."""
     draft_top_k: Size = 0
     """Send so many of the most likely first tokens, in a draft frame."""
+
+    @classmethod
+    def of(cls, reservation: Reservation) -> "Reserve":
+        """The message that asks for a reservation."""
+        return cls(
+            ticket=reservation.ticket,
+            generation=reservation.generation,
+            prompt_tokens=reservation.prompt_tokens,
+            cached_tokens=reservation.cached_tokens,
+            pages=reservation.pages,
+            row=reservation.row,
+            wait=reservation.wait,
+            prompt_hash=reservation.prompt_hash,
+            hidden=reservation.draft.hidden,
+            draft_top_k=reservation.draft.top_k,
+        )
+
+    @property
+    def reservation(self) -> Reservation:
+        """What the message asks for; more draft tokens than there can be are as many as there can be."""
+        return Reservation(
+            ticket=self.ticket,
+            generation=self.generation,
+            prompt_tokens=self.prompt_tokens,
+            cached_tokens=self.cached_tokens,
+            pages=self.pages,
+            row=self.row,
+            wait=self.wait,
+            prompt_hash=self.prompt_hash,
+            draft=DraftTerms(self.hidden, min(self.draft_top_k, MAX_DRAFT_TOKENS)),
+        )
 
 
 class Failed(Message, frozen=True, kw_only=True):

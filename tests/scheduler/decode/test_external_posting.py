@@ -1,6 +1,5 @@
 """Tickets whose prompt a router posts: a side that gives up tells the other at once."""
 
-import msgspec
 import pytest
 
 from headrace.core.messages.frontend import RefuseTicket, ReleaseTicket
@@ -10,6 +9,7 @@ from headrace.core.messages.replies import RequestFailed
 from headrace.core.types.errors import ErrorInfo
 from headrace.core.types.packed import pack, prompt_hash
 from headrace.core.types.requests.request import FetchFrom, PromptPosting
+from headrace.core.types.requests.reservation import Reservation
 from tests.scheduler.bench import Bench, none, only
 from tests.scheduler.prefill.test_rendezvous import send_to
 
@@ -111,10 +111,11 @@ def test_a_reservation_with_another_prompt_hash_fails(same: bool) -> None:
     bench.join()
     send_to(bench)
     prompt = list(range(10)) if same else [*range(9), 99]
-    event = PeerReserved(
-        session="s", ticket="t", generation=1, prompt_tokens=10, cached_tokens=0, pages=pack([1, 2, 3]), row=1
-    )
-    bench.do(msgspec.structs.replace(event, prompt_hash=prompt_hash(pack(prompt))))
+    reservation = Reservation(
+        ticket="t", generation=1, prompt_tokens=10, cached_tokens=0, pages=pack([1, 2, 3]), row=1,
+        prompt_hash=prompt_hash(pack(prompt)),
+    )  # fmt: skip
+    bench.do(PeerReserved(session="s", reservation=reservation))
     assert (bench.plan() is not None) == same
     if not same:
         assert bench.error().code == bench.one(TellFailed).error.code == "bad_reservation"
@@ -127,7 +128,7 @@ def test_externally_posted_prompts_are_reserved_with_their_hash() -> None:
     fetch(bench, posting="done")
     assert bench.one(AskRenew) == AskRenew(session="p1", ticket="t")
     bench.expecting(bench.one(PrepareReceive).request)
-    ask = bench.one(AskReserve)
+    ask = bench.one(AskReserve).reservation
     assert (ask.wait, ask.prompt_hash) == (False, prompt_hash(pack(range(10))))
 
 
@@ -138,7 +139,8 @@ def test_a_ticket_that_a_router_posts_is_renewed_while_it_waits_for_pages() -> N
     fetch(bench, "b", ticket="u")
     assert [ask.ticket for ask in bench.all(AskRenew)] == ["t", "u"]
     bench.expecting(bench.one(PrepareReceive).request)
-    assert (bench.one(AskReserve).ticket, bench.one(AskReserve).wait) == ("t", True)
+    ask = bench.one(AskReserve).reservation
+    assert (ask.ticket, ask.wait) == ("t", True)
 
 
 def test_tickets_whose_prompt_this_server_posts_are_not_renewed() -> None:
@@ -146,7 +148,7 @@ def test_tickets_whose_prompt_this_server_posts_are_not_renewed() -> None:
     bench.prefill_up()
     fetch(bench, posting="local")
     bench.expecting(bench.one(PrepareReceive).request)
-    assert bench.one(AskReserve).wait
+    assert bench.one(AskReserve).reservation.wait
     assert bench.all(AskRenew) == []
 
 

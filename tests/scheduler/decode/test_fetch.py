@@ -64,7 +64,7 @@ def test_every_stage_is_prepared_before_pages_are_reserved() -> None:
     assert none(bench.expecting(expect.request, 0), AskReserve)
     assert none(bench.expecting(expect.request, 0), AskReserve)
     effects = bench.expecting(expect.request, 1)
-    ask = only(effects, AskReserve)
+    ask = only(effects, AskReserve).reservation
     assert (ask.generation, ask.pages, ask.row) == (expect.generation, expect.pages, expect.row)
     assert (ask.prompt_tokens, ask.cached_tokens) == (10, 0)
     assert only(effects, Reserved).rid == "a"
@@ -101,7 +101,7 @@ def test_cached_pages_are_not_fetched() -> None:
     bench.compute(43)
     bench.abort("a")
     expect = reserved(bench, rid="b", ticket="u")
-    ask = bench.last(AskReserve)
+    ask = bench.last(AskReserve).reservation
     assert (ask.cached_tokens, expect.start, expect.count, len(ids(expect.pages))) == (8, 8, 2, 1)
 
 
@@ -113,7 +113,7 @@ def test_usage_counts_tokens_that_were_computed_nowhere(cached_there: int) -> No
     bench.compute(43)
     bench.abort("a")
     expect = reserved(bench, rid="b", ticket="u", max_tokens=1)
-    assert bench.last(AskReserve).cached_tokens == 8
+    assert bench.last(AskReserve).reservation.cached_tokens == 8
     first = FirstToken(42, 10, cached_there, None)
     bench.do(KvReceived(stage=0, request=expect.request, first=first, bytes=100, chunks=1))
     assert bench.finished("b").usage.cached_tokens == cached_there

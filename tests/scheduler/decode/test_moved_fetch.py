@@ -98,7 +98,7 @@ def test_the_old_ticket_is_cancelled_and_its_pages_wait_for_the_stages() -> None
     again = reserved(bench, ticket="t2", moved=True)
     assert not set(ids(order.pages)) & set(ids(again.pages)), "a stage may still write to the old ones"
     assert (again.start, again.generation > order.generation) == (order.start, True)
-    assert bench.last(AskReserve).cached_tokens == order.start
+    assert bench.last(AskReserve).reservation.cached_tokens == order.start
     bench.do(ReceiveCancelled(stage=0, request=order.request))
     bench.do(KvReceived(stage=0, request=again.request, first=FIRST, bytes=1, chunks=1))
     bench.abort("a", finish=True)

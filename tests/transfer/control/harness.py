@@ -8,6 +8,7 @@ from headrace.core.config import TransferConfig
 from headrace.core.messages.peers import AskReserve, ConnectPrefill, PeerReserved, PrefillUp
 from headrace.core.runtime.codec import Codec
 from headrace.core.types.packed import pack
+from headrace.core.types.requests.reservation import Reservation
 from headrace.transfer.control.client import ControlClient
 from headrace.transfer.control.server import ControlServer
 from headrace.transfer.protocol.messages import ControlMessage, PeerMessage
@@ -43,9 +44,11 @@ class Both:
     def reserve(self, ticket: str = "t", generation: int = 1) -> PeerReserved:
         seen = len(self.loop.of(self.control_server, PeerReserved))
         ask = AskReserve(
-            session=self.up.session, ticket=ticket, generation=generation, prompt_tokens=40, cached_tokens=0,
-            pages=pack([8, 9]), row=0,
-        )  # fmt: skip
+            session=self.up.session,
+            reservation=Reservation(
+                ticket=ticket, generation=generation, prompt_tokens=40, cached_tokens=0, pages=pack([8, 9]), row=0
+            ),
+        )
         self.loop.apply(self.control_client, ask)
         return self.loop.wait_for(self.control_server, PeerReserved, seen + 1)
 

@@ -30,6 +30,7 @@ from headrace.core.messages.peers import (
 from headrace.core.runtime import process
 from headrace.core.types.errors import ErrorInfo
 from headrace.core.types.packed import pack
+from headrace.core.types.requests.reservation import Reservation
 from headrace.transfer.control.client import ControlClient
 from tests.transfer.control.harness import CONFIG, PATIENT, PEER, Both, Stranger
 from tests.transfer.control.session_table import FIRST, OFFER, hello
@@ -43,7 +44,7 @@ def test_hello_reserve_and_the_three_ends_of_a_ticket(both: Both) -> None:
     assert up.endpoints == ("tcp://127.0.0.1:7001",)
     session = up.session
 
-    assert both.reserve("a").pages == pack([8, 9])
+    assert both.reserve("a").reservation.pages == pack([8, 9])
     error = ErrorInfo(code="stage_failed", message="stage 0 died", status=503, stage=0)
     both.loop.apply(both.control_server, TellFailed(session=session, ticket="a", generation=1, error=error))
     failed = both.loop.wait_for(both.control_client, TicketFailed)
@@ -92,12 +93,20 @@ def test_pings_renew_a_held_ticket_until_it_is_reserved_or_given_up(lasting: Bot
 def test_what_a_reservation_says_of_its_prompt_gets_to_the_scheduler(both: Both) -> None:
     for wait, digest in ((True, ""), (False, "f" * 64)):
         ask = AskReserve(
-            session=both.up.session, ticket=f"t{wait}", generation=1, prompt_tokens=40, cached_tokens=0,
-            pages=pack([8, 9]), row=0, wait=wait, prompt_hash=digest,
-        )  # fmt: skip
+            session=both.up.session,
+            reservation=Reservation(
+                ticket=f"t{wait}",
+                generation=1,
+                prompt_tokens=40,
+                cached_tokens=0,
+                pages=pack([8, 9]),
+                row=0,
+                wait=wait,
+                prompt_hash=digest,
+            ),
+        )
         both.loop.apply(both.control_client, ask)
-        reserved = both.loop.wait_for(both.control_server, PeerReserved, 2 - wait)
-        assert (reserved.ticket, reserved.wait, reserved.prompt_hash) == (ask.ticket, wait, digest)
+        assert both.loop.wait_for(both.control_server, PeerReserved, 2 - wait).reservation == ask.reservation
 
 
 def test_a_crowd_at_the_control_endpoint_ends_no_session_and_keeps_no_peer_out(
@@ -156,7 +165,10 @@ def test_goodbyes_end_the_session_on_the_other_side_at_once(both: Both, context:
 def test_asking_on_a_session_that_has_ended_is_answered_here(both: Both) -> None:
     session = "x" * 32
     [failed] = both.control_client.apply(
-        AskReserve(session=session, ticket="t", generation=1, prompt_tokens=1, cached_tokens=0, pages=pack([1]), row=0),
+        AskReserve(
+            session=session,
+            reservation=Reservation(ticket="t", generation=1, prompt_tokens=1, cached_tokens=0, pages=pack([1]), row=0),
+        ),
         CLOCK.now(),
     )
     assert isinstance(failed, TicketFailed)

@@ -276,6 +276,6 @@ def test_any_reservation_is_passed_on_whole_or_fails_alone(pages: bytes, tokens:
     assert len(outcome.replies) + len(outcome.events) == 1
     for event in outcome.events:
         assert isinstance(event, PeerReserved)
-        assert event.row < 8
-        assert event.cached_tokens < event.prompt_tokens <= 2048
+        assert event.reservation.row < 8
+        assert event.reservation.cached_tokens < event.reservation.prompt_tokens <= 2048
     assert made.receive(b"a", reserve("fine", pages=pack([1, 2])), 0.0).events

@@ -19,6 +19,7 @@ from headrace.core.messages.peers import (
 from headrace.core.types.errors import ErrorInfo
 from headrace.core.types.packed import pack
 from headrace.core.types.requests.request import TokenLogprob
+from headrace.core.types.requests.reservation import Reservation
 from headrace.transfer.protocol import messages, metadata
 from headrace.transfer.protocol.messages import MAX_RENEWALS, Cancel, Cancelled, Failed, Finished, Ping, Pong, Refuse
 from tests.transfer.control.session_table import FIRST, joined, reserve
@@ -29,7 +30,10 @@ def test_a_reservation_passes_and_a_repeated_or_older_one_is_dropped() -> None:
     outcome = made.receive(b"a", reserve(generation=5), 0.0)
     assert outcome.events == [
         PeerReserved(
-            session=session, ticket="t", generation=5, prompt_tokens=40, cached_tokens=0, pages=pack([8, 9]), row=0
+            session=session,
+            reservation=Reservation(
+                ticket="t", generation=5, prompt_tokens=40, cached_tokens=0, pages=pack([8, 9]), row=0
+            ),
         )
     ]
     for generation in (5, 4):
@@ -119,7 +123,7 @@ def test_a_reservation_says_whether_it_waits_for_its_prompt() -> None:
     for wait in (True, False):
         [event] = made.receive(b"a", reserve(f"t-{wait}", wait=wait), 0.0).events
         assert isinstance(event, PeerReserved)
-        assert event.wait is wait
+        assert event.reservation.wait is wait
 
 
 def test_failures_and_early_ends_reach_the_peer() -> None:

@@ -13,6 +13,7 @@ from headrace.core.types.errors import ErrorInfo
 from headrace.core.types.kv.geometry import Geometry, ceil_div
 from headrace.core.types.packed import ITEM_BYTES, pack
 from headrace.core.types.requests.request import Discard, SamplingParams, SendTo
+from headrace.core.types.requests.reservation import Reservation
 from headrace.scheduler.costs.chunking import Cost
 from headrace.scheduler.scheduler import Effect, Scheduler
 from headrace.server.routing.replica_load import LoadReport
@@ -98,17 +99,10 @@ class Replica:
         if self._hands_over:
             tokens = len(prompt) // ITEM_BYTES
             pages = pack(range(ceil_div(tokens, self._config.page_size)))
-            self._driver.handle(
-                PeerReserved(
-                    session=PEER,
-                    ticket=rid,
-                    generation=attempt,
-                    prompt_tokens=tokens,
-                    cached_tokens=0,
-                    pages=pages,
-                    row=0,
-                )
+            reservation = Reservation(
+                ticket=rid, generation=attempt, prompt_tokens=tokens, cached_tokens=0, pages=pages, row=0
             )
+            self._driver.handle(PeerReserved(session=PEER, reservation=reservation))
         self._driver.handle(
             Submit(rid=rid, prompt=prompt, sampling=sampling, route=route, tenant=tenant, slo_ttft_s=slo_ttft_s)
         )

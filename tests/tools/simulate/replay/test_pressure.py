@@ -17,6 +17,7 @@ from headrace.core.types.errors import NO_PEER, ErrorInfo
 from headrace.core.types.kv.geometry import Geometry, ceil_div
 from headrace.core.types.packed import pack
 from headrace.core.types.requests.request import SamplingParams, SendTo, Timing
+from headrace.core.types.requests.reservation import Reservation
 from headrace.scheduler.costs.chunking import Cost
 from headrace.scheduler.scheduler import Effect, Scheduler
 from headrace.testing.driver import SchedulerDriver
@@ -87,7 +88,10 @@ class Server:
         pages = pack(range(ceil_div(tokens, PAGE)))
         self._driver.handle(
             PeerReserved(
-                session=PEER, ticket=rid, generation=1, prompt_tokens=tokens, cached_tokens=0, pages=pages, row=0
+                session=PEER,
+                reservation=Reservation(
+                    ticket=rid, generation=1, prompt_tokens=tokens, cached_tokens=0, pages=pages, row=0
+                ),
             )
         )
 
