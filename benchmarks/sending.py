@@ -15,6 +15,7 @@ from headrace.core.runtime.event_loop import EventLoop
 from headrace.core.types.kv.backends import NIXL, SHM, NixlAccess, PoolMemory
 from headrace.core.types.kv.geometry import Geometry
 from headrace.core.types.packed import pack
+from headrace.core.types.peers.session_terms import PeerTerms
 from headrace.core.types.requests.request import FirstToken
 from headrace.transfer.backends.base import Transport
 from headrace.transfer.backends.shm import ShmTransport
@@ -81,11 +82,13 @@ def send(job: Job) -> None:
     for session, pool in peers.items():
         admit = AdmitPeer(
             seq=0,
-            session=session,
-            geometries=(GEOMETRY,),
-            window_bytes=config.window_bytes,
-            backend=job.transport,
-            memory=(pool,),
+            terms=PeerTerms(
+                session=session,
+                geometries=(GEOMETRY,),
+                window_bytes=config.window_bytes,
+                backend=job.transport,
+                memory=(pool,),
+            ),
         )
         sender.apply(admit, CLOCK.now())
     print(sender.port, flush=True)

@@ -36,6 +36,7 @@ from headrace.core.messages.stage_events import KvReceived, ReceiveFailed
 from headrace.core.runtime.codec import Codec
 from headrace.core.types.kv.backends import NIXL, SHM, ZMQ, PoolMemory
 from headrace.core.types.packed import pack
+from headrace.core.types.peers.session_terms import PrefillTerms
 from headrace.server.config.curve_keys import write_pair
 from headrace.transfer.backends.base import RegisteredPool
 from headrace.transfer.backends.shm import SharedPool
@@ -187,12 +188,14 @@ class Transfer:
         )
         order = OpenSession(
             seq=0,
-            session=SESSION,
-            endpoints=(f"tcp://127.0.0.1:{self._child.port}",),
-            geometries=(GEOMETRY,),
-            window_bytes=config.window_bytes,
-            backend=job.transport,
-            server_key=read_public(Path(config.curve_key)) if config.curve_key else "",
+            terms=PrefillTerms(
+                session=SESSION,
+                endpoints=(f"tcp://127.0.0.1:{self._child.port}",),
+                geometries=(GEOMETRY,),
+                window_bytes=config.window_bytes,
+                backend=job.transport,
+                server_key=read_public(Path(config.curve_key)) if config.curve_key else "",
+            ),
         )
         self._receiver.apply(order, CLOCK.now())
 

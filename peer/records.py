@@ -6,8 +6,8 @@ from enum import Enum, auto
 
 import msgspec
 
-from headrace.core.messages.orders import OpenSession, PrepareReceive
-from headrace.core.messages.peers import AskReserve, ConnectPrefill, PrefillUp
+from headrace.core.messages.orders import PrepareReceive
+from headrace.core.messages.peers import AskReserve, ConnectPrefill
 from headrace.core.types.kv.backends import ZMQ
 from headrace.core.types.packed import pack
 from headrace.core.types.peers.addresses import url
@@ -182,19 +182,6 @@ class PrefillRecord:
         if self.address.http:
             return LookUpControlPort(name=self.name, host=self.address.host, port=self.address.port)
         return self.connect(self.address.port)
-
-    def open_session(self, event: PrefillUp) -> OpenSession:
-        """The order for the receiver, once the control endpoint has opened a session."""
-        return OpenSession(
-            seq=0,
-            session=event.session,
-            endpoints=event.endpoints,
-            geometries=event.geometries,
-            stage_replicas=event.stage_replicas,
-            window_bytes=event.window_bytes,
-            server_key=event.server_key,
-            backend=event.backend,
-        )
 
     def connect(self, control_port: int) -> ConnectPrefill:
         """Connect to the control endpoint at this port."""

@@ -91,9 +91,9 @@ class PrefillServers:
         """A session is open: open its data connections."""
         server = self._servers.get(event.name)
         if server is not None:
-            server.session, server.backend, server.incompatible = event.session, event.backend, False
+            server.session, server.backend, server.incompatible = event.session, event.terms.backend, False
             server.next_lookup = math.inf
-            self._effects.append(server.open_session(event))
+            self._effects.append(OpenSession(seq=0, terms=event.terms))
             self._tell(server)
         return server
 

@@ -24,6 +24,7 @@ from headrace.core.messages.peers import (
 )
 from headrace.core.types.kv.backends import SHM
 from headrace.core.types.kv.geometry import Geometry
+from headrace.core.types.peers.session_terms import PeerTerms, PrefillTerms
 from headrace.scheduler.scheduler import Effect, Event
 from headrace.testing.chunk import SimulatedChunk
 from headrace.testing.engine import SimulatedPipeline
@@ -135,20 +136,24 @@ class SimulatedLink:
             self._to_prefill,
             self._prefill,
             PeerJoined(
-                session=session,
                 name="decode",
-                geometries=(_geometry(decode),) * decode.stages,
-                window_bytes=WINDOW,
-                backend=self._backend,
+                terms=PeerTerms(
+                    session=session,
+                    geometries=(_geometry(decode),) * decode.stages,
+                    window_bytes=WINDOW,
+                    backend=self._backend,
+                ),
             ),
         )
         up = PrefillUp(
             name=self._prefill.name,
-            session=session,
-            endpoints=("simulated",) * len(prefill.layout.ranks),
-            geometries=(_geometry(prefill),) * len(prefill.layout.ranks),
-            window_bytes=WINDOW,
-            backend=self._backend,
+            terms=PrefillTerms(
+                session=session,
+                endpoints=("simulated",) * len(prefill.layout.ranks),
+                geometries=(_geometry(prefill),) * len(prefill.layout.ranks),
+                window_bytes=WINDOW,
+                backend=self._backend,
+            ),
             replica=self._replica.index,
         )
         self._send(self._to_decode, self._decode, up)

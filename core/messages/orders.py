@@ -16,10 +16,9 @@ What stages report back: core/messages/stage_events.py. Lists of token and page 
 
 import msgspec
 
-from headrace.core.types.kv.backends import ZMQ, PoolMemory
-from headrace.core.types.kv.geometry import Geometry
 from headrace.core.types.kv.kv_tiers import PageHeader, Tier
 from headrace.core.types.packed import unpack
+from headrace.core.types.peers.session_terms import PeerTerms, PrefillTerms
 from headrace.core.types.ranks.coordinate import Agreement
 from headrace.core.types.requests.constraint import GrammarStart
 from headrace.core.types.requests.draft import NO_DRAFT, DraftTerms
@@ -136,15 +135,7 @@ class ReleaseRequest(Order, frozen=True, kw_only=True):
 class AdmitPeer(Order, frozen=True, kw_only=True):
     """Accept data connections of a peer's session."""
 
-    session: str
-    geometries: tuple[Geometry, ...]
-    """Geometry of the KV pool of each of the peer's stages, in stage order."""
-    window_bytes: int
-    """Bytes that may be unacknowledged on each data connection."""
-    backend: str = ZMQ
-    """How KV goes to the peer, see core/types/kv/backends.py."""
-    memory: tuple[PoolMemory, ...] = ()
-    """Pools of the peer's stages, for a backend that writes into them; otherwise empty."""
+    terms: PeerTerms
 
 
 class DropPeer(Order, frozen=True, kw_only=True):
@@ -156,20 +147,7 @@ class DropPeer(Order, frozen=True, kw_only=True):
 class OpenSession(Order, frozen=True, kw_only=True):
     """Open the data connections to a prefill server, one per stage of it."""
 
-    session: str
-    """Secret that the prefill server's control endpoint gave us."""
-    endpoints: tuple[str, ...]
-    """Data endpoints in stage order, such as tcp://10.0.0.5:7001."""
-    geometries: tuple[Geometry, ...]
-    """Geometry of the KV pool of each of its stages, in stage order."""
-    window_bytes: int
-    """Bytes that it may leave unacknowledged on each connection."""
-    backend: str = ZMQ
-    """How KV comes."""
-    server_key: str = ""
-    """CURVE public key of the prefill server; "" for connections in the clear."""
-    stage_replicas: tuple[int, ...] = ()
-    """Data-parallel replica of each of its stages; empty: there is one."""
+    terms: PrefillTerms
 
 
 class CloseSession(Order, frozen=True, kw_only=True):

@@ -7,8 +7,7 @@ Events have been checked against the peer's hello.
 import msgspec
 
 from headrace.core.types.errors import ErrorInfo
-from headrace.core.types.kv.backends import ZMQ, PoolMemory
-from headrace.core.types.kv.geometry import Geometry
+from headrace.core.types.peers.session_terms import PeerTerms, PrefillTerms
 from headrace.core.types.requests.request import FirstToken
 from headrace.core.types.requests.reservation import Reservation
 
@@ -20,27 +19,21 @@ class PeerEvent(msgspec.Struct, frozen=True, kw_only=True):
 class PeerJoined(PeerEvent, frozen=True, kw_only=True):
     """Control server: a decode peer was welcomed."""
 
-    session: str
     name: str
     """What it calls itself, for logs."""
 
     key: str = ""
     """Name of the CURVE public key that it has shown; "" where connections are in the clear."""
 
-    geometries: tuple[Geometry, ...]
-    """Of the pools of its stages, in stage order: one or more, all of one page size."""
-
-    window_bytes: int
-    """Payload that may be unacknowledged on each data connection."""
-
-    backend: str = ZMQ
-    """How bytes are moved."""
-
     backend_reason: str = ""
-    """Why that backend was chosen."""
+    """Why the backend of the terms was chosen."""
 
-    memory: tuple[PoolMemory, ...] = ()
-    """Its stages' pools, where the backend writes into them."""
+    terms: PeerTerms
+
+    @property
+    def session(self) -> str:
+        """The session that begins."""
+        return self.terms.session
 
 
 class PeerGone(PeerEvent, frozen=True, kw_only=True):
@@ -96,27 +89,14 @@ class PrefillUp(PeerEvent, frozen=True, kw_only=True):
     name: str
     """As in AddPrefill."""
 
-    session: str
-    endpoints: tuple[str, ...]
-    """Data endpoints of its stages, in stage order."""
-
-    geometries: tuple[Geometry, ...]
-    """Of the pools of its stages."""
-
-    window_bytes: int
-    """Payload that may be unacknowledged on each data connection."""
-
-    backend: str = ZMQ
-    """How bytes are moved."""
-
-    server_key: str = ""
-    """Its CURVE public key; "" where connections are in the clear."""
-
-    stage_replicas: tuple[int, ...] = ()
-    """Data-parallel replica of each of its stages; empty: there is one."""
-
+    terms: PrefillTerms
     replica: int = 0
     """Data-parallel replica of ours that the session is of."""
+
+    @property
+    def session(self) -> str:
+        """The session that begins."""
+        return self.terms.session
 
 
 class PrefillDown(PeerEvent, frozen=True, kw_only=True):

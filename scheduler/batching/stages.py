@@ -188,7 +188,7 @@ class StageGroup:
         writes into their pages have stopped, so the sessions of peers that we write to directly are ended first."""
         state = self._state
         for peer in state.peers:
-            if writes_directly(peer.hello.backend):
+            if writes_directly(peer.hello.terms.backend):
                 state.out.add(EndPeer(session=peer.hello.session, reason=error.message))
         state.engine.stop()
         self._up.clear()

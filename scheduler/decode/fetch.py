@@ -71,7 +71,7 @@ class RemoteFetch:
             pages=len(lease.pages) - lease.matched,
             unready=set(replica.ranks),
             missing=set(replica.ranks),
-            writer=RemoteWriter.IDLE if writes_directly(hello.backend) else RemoteWriter.NONE,
+            writer=RemoteWriter.IDLE if writes_directly(hello.terms.backend) else RemoteWriter.NONE,
         )
         state.prefills.start_fetch(request)
         replica.queues.plan(request, request.target - request.planned)

@@ -98,15 +98,5 @@ class PrefillSessions:
         state.out.add(PrefillState(name=server.name, up=False, reason=reason, unfit=unfit))
 
     def _open_session(self, hello: PrefillUp) -> None:
-        self._state.replicas[hello.replica].order(
-            OpenSession(
-                seq=self._state.out.next_seq(),
-                session=hello.session,
-                endpoints=hello.endpoints,
-                geometries=hello.geometries,
-                stage_replicas=hello.stage_replicas,
-                window_bytes=hello.window_bytes,
-                server_key=hello.server_key,
-                backend=hello.backend,
-            )
-        )
+        order = OpenSession(seq=self._state.out.next_seq(), terms=hello.terms)
+        self._state.replicas[hello.replica].order(order)

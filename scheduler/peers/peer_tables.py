@@ -81,7 +81,7 @@ class DecodePeerTable:
     def join(self, hello: PeerJoined, stages: Iterable[int], now: float) -> DecodePeer:
         """A peer was welcomed. stages: ours, which it acknowledges chunks of."""
         peer = self._peers[hello.session] = DecodePeer(hello, now, dict.fromkeys(stages, now))
-        self.changes.append(SessionChange(now, hello.name, True, f"KV moves by {hello.backend}"))
+        self.changes.append(SessionChange(now, hello.name, True, f"KV moves by {hello.terms.backend}"))
         self._owners[peer.owner] += 1
         return peer
 

@@ -23,6 +23,7 @@ from headrace.core.types.errors import (
     ErrorInfo,
 )
 from headrace.core.types.packed import prompt_hash, unpack
+from headrace.core.types.peers.session_terms import PeerTerms
 from headrace.core.types.requests.request import SendTo
 from headrace.core.types.requests.reservation import Reservation
 from headrace.scheduler.lifecycle.completion import Completion
@@ -47,12 +48,12 @@ class Rendezvous:
         """A peer was welcomed: stages let it attach."""
         peer = self._state.peers.join(event, self._state.engine.stages, now)
         if self._state.engine.ready:
-            self._admit(peer.hello)
+            self._admit(peer.hello.terms)
 
     def stages_up(self) -> None:
         """Tell stages that have just come up which peers may attach."""
         for peer in self._state.peers:
-            self._admit(peer.hello)
+            self._admit(peer.hello.terms)
 
     def gone(self, event: PeerGone, now: float) -> None:
         """Fail everything on its way to the peer, and drop its reservations."""
@@ -186,7 +187,7 @@ class Rendezvous:
             ticket=reservation.ticket,
             generation=reservation.generation,
             dst_pages=unpack(reservation.pages),
-            dst_page_size=state.peers[event.session].hello.geometries[0].page_size,
+            dst_page_size=state.peers[event.session].hello.terms.geometries[0].page_size,
             dst_row=reservation.row,
             cached_tokens=reservation.cached_tokens,
             sent=reservation.cached_tokens,
@@ -217,18 +218,8 @@ class Rendezvous:
         self._state.rebind(request)
         self._state.enter(request, Phase.WAITING, now)
 
-    def _admit(self, hello: PeerJoined) -> None:
-        out = self._state.out
-        out.add(
-            AdmitPeer(
-                seq=out.next_seq(),
-                session=hello.session,
-                geometries=hello.geometries,
-                window_bytes=hello.window_bytes,
-                backend=hello.backend,
-                memory=hello.memory,
-            )
-        )
+    def _admit(self, terms: PeerTerms) -> None:
+        self._state.out.add(AdmitPeer(seq=self._state.out.next_seq(), terms=terms))
 
     def _fail_reservation(self, event: PeerReserved, error: ErrorInfo) -> None:
         """The ticket has failed for this peer: a later use needs a later generation."""

@@ -111,7 +111,7 @@ def _peers(state: State, now: float) -> Iterator[PeerLink]:
             name=server.name,
             role="prefill",
             up=len(server.hellos) == len(state.replicas),
-            backend=hello.backend if hello is not None else "",
+            backend=hello.terms.backend if hello is not None else "",
             requests=len(server.requests),
             joined_s=now - server.joined if hello is not None else None,
         )
@@ -120,7 +120,7 @@ def _peers(state: State, now: float) -> Iterator[PeerLink]:
             name=peer.hello.name,
             role="decode",
             up=not peer.ending,
-            backend=peer.hello.backend,
+            backend=peer.hello.terms.backend,
             backend_reason=peer.hello.backend_reason,
             requests=len(peer.requests),
             joined_s=now - peer.joined,

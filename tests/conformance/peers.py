@@ -141,9 +141,7 @@ def _fetch(
     if not loop.of(control_client, PrefillUp):
         return Result(failure=loop.of(control_client, PrefillDown)[-1].reason)
     up = loop.of(control_client, PrefillUp)[0]
-    loop.apply(receiver, OpenSession(seq=0, session=up.session, endpoints=up.endpoints, geometries=up.geometries,
-                                    stage_replicas=up.stage_replicas,
-                              window_bytes=up.window_bytes))  # fmt: skip
+    loop.apply(receiver, OpenSession(seq=0, terms=up.terms))
     pages = [9, 3, 12]
     names: dict[str, Any] = {"ticket": TICKET, "generation": 5, "pages": pack(pages), "row": 2}
     loop.apply(receiver, PrepareReceive(seq=0, request=1, session=up.session, start=0, count=TOKENS, **names))

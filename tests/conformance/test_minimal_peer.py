@@ -76,10 +76,7 @@ def with_our_own(server: Server) -> tuple[int, str]:
         up = loop.wait_for(control_client, PrefillUp)
         loop.apply(
             receiver,
-            OpenSession(
-                seq=0, session=up.session, endpoints=up.endpoints, geometries=up.geometries,
-                window_bytes=up.window_bytes,
-            ),
+            OpenSession(seq=0, terms=up.terms),
         )  # fmt: skip
         names: dict[str, Any] = {"ticket": "ours", "generation": 1, "pages": pack(pages), "row": 0}
         loop.apply(receiver, PrepareReceive(seq=0, request=1, session=up.session, start=0, count=len(PROMPT), **names))

@@ -72,8 +72,7 @@ class Victim:
             self.session, self.server.data_route = up.session, b""
             self.loop.apply(
                 self.receiver,
-                OpenSession(seq=0, session=up.session, endpoints=up.endpoints, geometries=up.geometries,
-                     window_bytes=up.window_bytes),
+                OpenSession(seq=0, terms=up.terms),
             )  # fmt: skip
         self.loop.apply(self.receiver, CancelReceive(seq=0, request=self.requests))
         self.requests += 1

@@ -8,6 +8,7 @@ from headrace.core.messages.stage_events import ReceivePrepared
 from headrace.core.types.kv.backends import ZMQ
 from headrace.core.types.kv.geometry import Geometry
 from headrace.core.types.peers.allow_list import allowed_prefills
+from headrace.core.types.peers.session_terms import PrefillTerms
 from headrace.core.types.requests.request import FirstToken
 from headrace.peer.commands import AnyCommand, AnyResult, LoadKv, TicketRef
 from headrace.peer.loader import KvLoader
@@ -66,11 +67,13 @@ class Bench:
         geometry = Geometry("float32", 1, 1, 1, 16)
         event = PrefillUp(
             name=name,
-            session=f"s{self.sessions}",
-            endpoints=("tcp://x:1",),
-            geometries=(geometry,),
-            window_bytes=1,
-            backend=self.backend,
+            terms=PrefillTerms(
+                session=f"s{self.sessions}",
+                endpoints=("tcp://x:1",),
+                geometries=(geometry,),
+                window_bytes=1,
+                backend=self.backend,
+            ),
         )
         return self.hear(event)
 

@@ -29,7 +29,7 @@ def writing(backend: str = SHM) -> tuple[Bench, AskReserve]:
     bench = Bench(backend)
     bench.load("first", tokens=1)
     [opened] = [one for one in bench.up() if isinstance(one, OpenSession)]
-    assert opened.backend == backend
+    assert opened.terms.backend == backend
     bench.do(CancelLoad(id="first"))
     bench.answers()
     ask = bench.reserved("a", tokens=3 * 64)

@@ -20,6 +20,7 @@ from headrace.core.stats import Stats
 from headrace.core.types.errors import ErrorInfo
 from headrace.core.types.kv.geometry import Geometry
 from headrace.core.types.packed import pack, unpack
+from headrace.core.types.peers.session_terms import PeerTerms, PrefillTerms
 from headrace.core.types.requests.draft import NO_DRAFT, DraftTerms
 from headrace.core.types.requests.request import SamplingParams
 from headrace.core.types.requests.reservation import Reservation
@@ -121,7 +122,9 @@ class Bench:
 
     def join(self, session: str = "s", page_size: int = PAGE, key: str = "") -> list[Effect]:
         pools = (geometry(page_size),)
-        return self.do(PeerJoined(session=session, name="peer", key=key, geometries=pools, window_bytes=1 << 20))
+        return self.do(
+            PeerJoined(name="peer", terms=PeerTerms(session=session, geometries=pools, window_bytes=1 << 20), key=key)
+        )
 
     def reserve(
         self,
@@ -164,7 +167,10 @@ class Bench:
         self.do(AddPrefill(name="p", endpoint="tcp://x:1"))
         return self.do(
             PrefillUp(
-                name="p", session=session, endpoints=("tcp://x:2",), geometries=(geometry(),), window_bytes=1 << 20
+                name="p",
+                terms=PrefillTerms(
+                    session=session, endpoints=("tcp://x:2",), geometries=(geometry(),), window_bytes=1 << 20
+                ),
             )
         )
 

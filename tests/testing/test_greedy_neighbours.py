@@ -20,6 +20,7 @@ from headrace.core.messages.peers import PeerJoined, PeerReserved, TellFailed
 from headrace.core.messages.replies import RequestFailed, Tokens
 from headrace.core.types.kv.geometry import Geometry
 from headrace.core.types.packed import ITEM_BYTES, pack
+from headrace.core.types.peers.session_terms import PeerTerms
 from headrace.core.types.requests.request import SamplingParams, SendTo
 from headrace.core.types.requests.reservation import Reservation
 from headrace.scheduler.costs.chunking import Cost
@@ -91,7 +92,9 @@ class Server:
         self.refused = {"honest": 0, "greedy": 0}
         for owner in self.times:
             pools = (Geometry("float32", 1, 1, 1, PAGE),)
-            self.driver.handle(PeerJoined(session=owner, name=owner, geometries=pools, window_bytes=1 << 30))
+            self.driver.handle(
+                PeerJoined(name=owner, terms=PeerTerms(session=owner, geometries=pools, window_bytes=1 << 30))
+            )
 
     def run(self, prompts: Sequence[Arrival]) -> "Server":
         for number, prompt in enumerate(prompts):

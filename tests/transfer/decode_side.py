@@ -143,11 +143,7 @@ class DecodeSide(Side):
     def connect(self, up: PrefillUp) -> None:
         assert self.fingerprint == FINGERPRINT, "a session with another model has begun (G6)"
         self.session = up.session
-        order = OpenSession(
-            seq=0, session=up.session, endpoints=up.endpoints, geometries=up.geometries, window_bytes=up.window_bytes,
-            backend=up.backend,
-        )  # fmt: skip
-        self.apply(self.receiver, order)
+        self.apply(self.receiver, OpenSession(seq=0, terms=up.terms))
 
     def of_session(self, session: str) -> list[Incoming]:
         return [one for one in self.open.values() if one.session == session]

@@ -11,6 +11,7 @@ from headrace.core.messages.stage_events import ChunkAcked, KvReceived
 from headrace.core.types.kv.backends import SHM, ZMQ, PoolLayout, PoolMemory
 from headrace.core.types.kv.geometry import KV, Geometry
 from headrace.core.types.packed import pack
+from headrace.core.types.peers.session_terms import PeerTerms, PrefillTerms
 from headrace.transfer.backends.shm import SharedPool, ShmTransport
 from headrace.transfer.backends.strided_pool import StridedPool, c_order
 from headrace.transfer.data.receiver import Receiver
@@ -77,20 +78,28 @@ class Group:
                 sender,
                 AdmitPeer(
                     seq=0,
-                    session=SESSION,
-                    geometries=tuple(destinations),
-                    window_bytes=4096,
-                    backend=backend,
-                    memory=self.memory,
+                    terms=PeerTerms(
+                        session=SESSION,
+                        geometries=tuple(destinations),
+                        window_bytes=4096,
+                        backend=backend,
+                        memory=self.memory,
+                    ),
                 ),
             )
 
     def connect(self, receiver: Receiver) -> None:
         endpoints = tuple(f"tcp://127.0.0.1:{sender.port}" for sender in self.senders)
         order = OpenSession(
-            seq=0, session=SESSION, endpoints=endpoints, geometries=tuple(self.sources), window_bytes=4096,
-            backend=self.backend,
-        )  # fmt: skip
+            seq=0,
+            terms=PrefillTerms(
+                session=SESSION,
+                endpoints=endpoints,
+                geometries=tuple(self.sources),
+                window_bytes=4096,
+                backend=self.backend,
+            ),
+        )
         self.loop.apply(receiver, order)
 
     def expect(self, pages: Sequence[int], start: int, count: int) -> None:

@@ -15,6 +15,7 @@ from headrace.core.runtime.event_source import EventSource
 from headrace.core.types.kv.backends import FAKE, SHM, ZMQ, PoolMemory
 from headrace.core.types.kv.geometry import KV, Geometry
 from headrace.core.types.packed import pack
+from headrace.core.types.peers.session_terms import PeerTerms, PrefillTerms
 from headrace.core.types.requests.request import FirstToken
 from headrace.transfer.backends.base import RegisteredPool, Transport
 from headrace.transfer.backends.fake import FakeTransport
@@ -167,23 +168,27 @@ class Pair:
     def admit(self) -> None:
         order = AdmitPeer(
             seq=0,
-            session=self.session,
-            geometries=(self.destination,),
-            window_bytes=self.window,
-            backend=self.backend,
-            memory=self.memory,
+            terms=PeerTerms(
+                session=self.session,
+                geometries=(self.destination,),
+                window_bytes=self.window,
+                backend=self.backend,
+                memory=self.memory,
+            ),
         )
         self.loop.apply(self.sender, order)
 
     def connect(self, port: int) -> None:
         order = OpenSession(
             seq=0,
-            session=self.session,
-            endpoints=(f"tcp://127.0.0.1:{port}",),
-            geometries=(self.source,),
-            window_bytes=self.window,
-            server_key=self.server_key,
-            backend=self.backend,
+            terms=PrefillTerms(
+                session=self.session,
+                endpoints=(f"tcp://127.0.0.1:{port}",),
+                geometries=(self.source,),
+                window_bytes=self.window,
+                server_key=self.server_key,
+                backend=self.backend,
+            ),
         )
         self.loop.apply(self.receiver, order)
 

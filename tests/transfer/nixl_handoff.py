@@ -12,6 +12,7 @@ from headrace.core.messages.orders import AdmitPeer, OpenSession, PrepareReceive
 from headrace.core.types.kv.backends import NIXL, NixlMemory, PoolMemory
 from headrace.core.types.kv.geometry import Geometry
 from headrace.core.types.packed import pack
+from headrace.core.types.peers.session_terms import PeerTerms, PrefillTerms
 from headrace.transfer.backends.strided_pool import ArrayPageStore
 from headrace.transfer.data.receiver import Receiver
 from tests.transfer.harness import FIRST, Loop, random_store
@@ -61,22 +62,26 @@ class Handoff:
         self.stage.order(
             AdmitPeer(
                 seq=0,
-                session=session,
-                geometries=(geometry,),
-                window_bytes=CONFIG.window_bytes,
-                backend=NIXL,
-                memory=(PoolMemory(nixl=memory),),
+                terms=PeerTerms(
+                    session=session,
+                    geometries=(geometry,),
+                    window_bytes=CONFIG.window_bytes,
+                    backend=NIXL,
+                    memory=(PoolMemory(nixl=memory),),
+                ),
             )
         )
 
     def open_session(self, session: str) -> OpenSession:
         return OpenSession(
             seq=0,
-            session=session,
-            endpoints=(f"tcp://127.0.0.1:{self.stage.hello['port']}",),
-            geometries=(self.source,),
-            window_bytes=CONFIG.window_bytes,
-            backend=NIXL,
+            terms=PrefillTerms(
+                session=session,
+                endpoints=(f"tcp://127.0.0.1:{self.stage.hello['port']}",),
+                geometries=(self.source,),
+                window_bytes=CONFIG.window_bytes,
+                backend=NIXL,
+            ),
         )
 
     def expect(self, request: int, session: str, pages: Any, start: int, count: int) -> PrepareReceive:

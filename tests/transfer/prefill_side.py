@@ -127,12 +127,8 @@ class PrefillSide(Side):
             assert not over, f"{lane.unacked_bytes} bytes are unacknowledged in a window of {lane.window_bytes} (G7)"
 
     def admit(self, joined: PeerJoined) -> None:
-        assert joined.backend == self.world.backend
-        order = AdmitPeer(
-            seq=0, session=joined.session, geometries=joined.geometries,
-            window_bytes=joined.window_bytes, backend=joined.backend, memory=joined.memory,
-        )  # fmt: skip
-        self.apply(self.sender, order)
+        assert joined.terms.backend == self.world.backend
+        self.apply(self.sender, AdmitPeer(seq=0, terms=joined.terms))
 
     def kill(self) -> None:
         super().kill()

@@ -9,6 +9,7 @@ from headrace.core.messages.orders import OpenSession, PrepareReceive
 from headrace.core.runtime.codec import Codec
 from headrace.core.types.kv.geometry import Component, Geometry
 from headrace.core.types.packed import pack
+from headrace.core.types.peers.session_terms import PrefillTerms
 from headrace.core.types.requests.draft import NO_DRAFT, DraftTerms
 from headrace.transfer.data.receiver import Receiver
 from headrace.transfer.protocol import checksum, metadata
@@ -71,7 +72,10 @@ class RawStage:
         endpoints, geometries = (f"tcp://127.0.0.1:{port}",), (self.geometry,)
         self.loop.apply(
             self.receiver,
-            OpenSession(seq=0, session=SESSION, endpoints=endpoints, geometries=geometries, window_bytes=1 << 20),
+            OpenSession(
+                seq=0,
+                terms=PrefillTerms(session=SESSION, endpoints=endpoints, geometries=geometries, window_bytes=1 << 20),
+            ),
         )
         self.loop.until(lambda: self.socket.poll(0))
         self.route, attach = self.socket.recv_multipart()

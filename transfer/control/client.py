@@ -218,7 +218,7 @@ class ControlClient:
     def _act(self, prefill: _PrefillServer, step: Step, now: float) -> list[PeerEvent]:
         for event in step.events:
             if isinstance(event, PrefillUp):
-                log.info("KV comes from %s by %s", event.name, event.backend)
+                log.info("KV comes from %s by %s", event.name, event.terms.backend)
         if step.reconnect:
             self._reconnect(prefill)
         for message in step.sends:

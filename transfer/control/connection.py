@@ -23,6 +23,7 @@ from headrace.core.runtime.log_throttle import printable
 from headrace.core.stats import Counters
 from headrace.core.types.errors import ErrorInfo
 from headrace.core.types.peers.addresses import host_port, url
+from headrace.core.types.peers.session_terms import PrefillTerms
 from headrace.transfer.protocol import matching, messages, metadata
 from headrace.transfer.protocol.messages import (
     Cancelled,
@@ -198,13 +199,15 @@ class ControlConnection:
         replicas = any(stage.replica for stage in welcome.stages)
         up = PrefillUp(
             name=self.name,
-            session=welcome.session,
-            endpoints=tuple(self._endpoint(stage) for stage in welcome.stages),
-            geometries=tuple(stage.geometry for stage in welcome.stages),
-            stage_replicas=tuple(stage.replica for stage in welcome.stages) if replicas else (),
-            window_bytes=welcome.window_bytes,
-            server_key=self._server_key,
-            backend=welcome.backend,
+            terms=PrefillTerms(
+                session=welcome.session,
+                endpoints=tuple(self._endpoint(stage) for stage in welcome.stages),
+                geometries=tuple(stage.geometry for stage in welcome.stages),
+                stage_replicas=tuple(stage.replica for stage in welcome.stages) if replicas else (),
+                window_bytes=welcome.window_bytes,
+                server_key=self._server_key,
+                backend=welcome.backend,
+            ),
         )
         return Step([], [*gone, up])
 

@@ -154,7 +154,7 @@ class ControlServer:
     def _tell(self, event: PeerEvent, now: float) -> None:
         """Log peers that come and go."""
         if isinstance(event, PeerJoined):
-            log.info("KV goes to %s by %s: %s", event.name, event.backend, event.backend_reason)
+            log.info("KV goes to %s by %s: %s", event.name, event.terms.backend, event.backend_reason)
         elif isinstance(event, PeerGone) and event.displaced:
             if self._log_throttle.due("displaced", now):
                 log.warning("ended a session for a new peer: %s", printable(event.reason))

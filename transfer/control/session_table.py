@@ -26,6 +26,7 @@ from headrace.core.runtime.rate_limit import TokenBucket
 from headrace.core.stats import Counters
 from headrace.core.types.errors import NOT_READY
 from headrace.core.types.packed import packed_length
+from headrace.core.types.peers.session_terms import PeerTerms
 from headrace.transfer.control.backend_health import BackendHealth
 from headrace.transfer.control.quotas import BURST, MESSAGES_PER_S, renewal_limit
 from headrace.transfer.control.session import (
@@ -228,14 +229,16 @@ class SessionTable:
         )
         self._by_route[route] = self._by_session[peer.session] = peer
         joined = PeerJoined(
-            session=peer.session,
             name=hello.name,
+            terms=PeerTerms(
+                session=peer.session,
+                geometries=hello.geometries,
+                window_bytes=welcome.window_bytes,
+                backend=choice.backend,
+                memory=hello.memory,
+            ),
             key=sender.key,
-            geometries=hello.geometries,
-            window_bytes=welcome.window_bytes,
-            backend=choice.backend,
             backend_reason=choice.reason,
-            memory=hello.memory,
         )
         return Outcome([*dropped.replies, (route, welcome)], [*dropped.events, joined])
 

@@ -22,9 +22,10 @@ from collections import deque
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from headrace.core.messages.orders import AdmitPeer, SendChunk
+from headrace.core.messages.orders import SendChunk
 from headrace.core.types.kv.backends import ZMQ
 from headrace.core.types.kv.geometry import Geometry
+from headrace.core.types.peers.session_terms import PeerTerms
 from headrace.transfer.data.outgoing import Key, Lane, OutChunk, OutgoingSends, OutPart, OutSession
 from headrace.transfer.protocol.layout import overlap
 
@@ -75,17 +76,17 @@ class Outbound:
         """Whether bytes are on their way into a peer's pages."""
         return any(lane.writing for lane in self._by_route.values())
 
-    def admit(self, order: AdmitPeer) -> None:
+    def admit(self, terms: PeerTerms) -> None:
         """Let the peer of a session attach."""
-        if order.session in self._sessions:
+        if terms.session in self._sessions:
             return
         lanes = {}
-        for stage, theirs in enumerate(order.geometries):
+        for stage, theirs in enumerate(terms.geometries):
             part = overlap(self._geometry, theirs)
             if part is not None:
-                memory = order.memory[stage] if order.backend != ZMQ and order.memory else None
-                lanes[stage] = Lane(stage, theirs, part, order.window_bytes, order.backend, memory=memory)
-        self._sessions[order.session] = OutSession(order.session, order.geometries[0].page_size, order.backend, lanes)
+                memory = terms.memory[stage] if terms.backend != ZMQ and terms.memory else None
+                lanes[stage] = Lane(stage, theirs, part, terms.window_bytes, terms.backend, memory=memory)
+        self._sessions[terms.session] = OutSession(terms.session, terms.geometries[0].page_size, terms.backend, lanes)
 
     def drop(self, session: str) -> list[Lane]:
         """End a session. Its requests stay known until they are cancelled or released. Returns its lanes."""

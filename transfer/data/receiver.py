@@ -35,6 +35,7 @@ from headrace.core.types.errors import PEER_GONE
 from headrace.core.types.kv.backends import ZMQ, NixlAccess, writes_directly
 from headrace.core.types.kv.geometry import Geometry
 from headrace.core.types.packed import unpack
+from headrace.core.types.peers.session_terms import PrefillTerms
 from headrace.core.types.requests.request import FirstToken
 from headrace.transfer.backends.base import RegisteredPool
 from headrace.transfer.data import payload
@@ -116,7 +117,7 @@ class Receiver:
         """Carry out an order of the scheduler."""
         match command:
             case OpenSession():
-                return self._open_session(command, now)
+                return self._open_session(command.terms, now)
             case CloseSession():
                 return self._close_session(command.session, now)
             case PrepareReceive():
@@ -157,12 +158,12 @@ class Receiver:
         )
         return Stats(samples=(*gauges, *self._counters.snapshot()))
 
-    def _open_session(self, order: OpenSession, now: float) -> list[StageEvent]:
-        self._close_lines(order.session)
+    def _open_session(self, terms: PrefillTerms, now: float) -> list[StageEvent]:
+        self._close_lines(terms.session)
         kind = checksum.kinds(self._config.checksum)[0]
         timeout_s = self._config.peer_timeout_s
-        access = self._grant(order)
-        for stage, (endpoint, whole) in enumerate(zip(order.endpoints, order.geometries, strict=True)):
+        access = self._grant(terms)
+        for stage, (endpoint, whole) in enumerate(zip(terms.endpoints, terms.geometries, strict=True)):
             source = overlap(whole, self._geometry)
             if source is None:
                 continue
@@ -174,10 +175,10 @@ class Receiver:
                 queue=QUEUED_ANSWERS,
                 silence_s=timeout_s,
                 keys=self._keys,
-                server_key=order.server_key,
+                server_key=terms.server_key,
             )
             attach = Attach(
-                session=order.session,
+                session=terms.session,
                 stage=stage,
                 checksum=kind,
                 peer_stage=self._peer_stage,
@@ -185,17 +186,17 @@ class Receiver:
                 nixl=access,
             )
             attachment = Attachment(attach, timeout_s / 3, timeout_s, now)
-            replica = order.stage_replicas[stage] if order.stage_replicas else 0
-            self._lines.append(DataLine(order.session, stage, source, order.backend, connect, attachment, replica))
+            replica = terms.stage_replicas[stage] if terms.stage_replicas else 0
+            self._lines.append(DataLine(terms.session, stage, source, terms.backend, connect, attachment, replica))
         return self.tick(now)
 
-    def _grant(self, order: OpenSession) -> NixlAccess | None:
+    def _grant(self, terms: PrefillTerms) -> NixlAccess | None:
         """What prefill stages need to write into the pool; None where they send frames."""
-        registered = self._registered_pools.get(order.backend)
+        registered = self._registered_pools.get(terms.backend)
         try:
-            return registered.grant(order.session) if registered is not None else None
+            return registered.grant(terms.session) if registered is not None else None
         except OSError as error:
-            log.warning("KV comes in frames: the pool cannot be opened for %s: %s", order.backend, error)
+            log.warning("KV comes in frames: the pool cannot be opened for %s: %s", terms.backend, error)
             return None
 
     def _close_session(self, session: str, now: float) -> list[StageEvent]:

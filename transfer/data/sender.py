@@ -129,7 +129,7 @@ class Sender:
             case AdmitPeer() | SendChunk() if not self._offers:
                 pass  # other ranks offer the same KV
             case AdmitPeer():
-                self._outbound.admit(command)
+                self._outbound.admit(command.terms)
             case DropPeer():
                 self._drop(command.session, now)
                 return self._settle(now)

@@ -28,6 +28,7 @@ from headrace.core.messages.peers import (
 from headrace.core.messages.replies import PrefillState, RequestFailed, RequestFinished, Reserved, Tokens
 from headrace.core.messages.stage_events import ChunkReceived, KvReceived, ReceiveFailed
 from headrace.core.types.errors import ErrorInfo
+from headrace.core.types.peers.session_terms import PrefillTerms
 from headrace.core.types.requests.request import FetchFrom, FirstToken, TokenLogprob
 from tests.scheduler.bench import Bench, geometry, ids, none, only
 
@@ -305,10 +306,12 @@ def test_sessions_are_opened_replaced_and_closed() -> None:
     bench = Bench()
     effects = bench.prefill_up()
     bench.one(ConnectPrefill)
-    assert only(effects, OpenSession).endpoints == ("tcp://x:2",)
+    assert only(effects, OpenSession).terms.endpoints == ("tcp://x:2",)
     assert only(effects, PrefillState).up
     reserved(bench)
-    up = PrefillUp(name="p", session="p2", endpoints=("e",), geometries=(geometry(),), window_bytes=1)
+    up = PrefillUp(
+        name="p", terms=PrefillTerms(session="p2", endpoints=("e",), geometries=(geometry(),), window_bytes=1)
+    )
     effects = bench.do(up)
     assert only(effects, CloseSession).session == "p1"
     assert bench.error().code == "peer_gone", "the session it was promised under is over"

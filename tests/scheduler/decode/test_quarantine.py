@@ -18,7 +18,8 @@ from headrace.core.messages.peers import (
 from headrace.core.messages.replies import RequestFailed, StageDown
 from headrace.core.messages.stage_events import KvReceived, PeerLost, SessionClosed, StageFailed
 from headrace.core.types.errors import ErrorInfo
-from headrace.core.types.kv.backends import NIXL, SHM
+from headrace.core.types.kv.backends import NIXL, SHM, ZMQ
+from headrace.core.types.peers.session_terms import PeerTerms, PrefillTerms
 from headrace.core.types.requests.request import FirstToken, SendTo
 from tests.scheduler.bench import Bench, geometry, none, only
 from tests.scheduler.decode.test_fetch import fetch
@@ -29,7 +30,7 @@ def direct(stages: int = 1) -> tuple[Bench, PrepareReceive]:
     bench = Bench(True, stages=stages)
     bench.prefill_up()
     bench.do(up("p2"))
-    assert bench.last(OpenSession).backend == SHM
+    assert bench.last(OpenSession).terms.backend == SHM
     fetch(bench)
     expect = bench.last(PrepareReceive)
     for stage in range(stages):
@@ -37,9 +38,16 @@ def direct(stages: int = 1) -> tuple[Bench, PrepareReceive]:
     return bench, expect
 
 
+def peer_terms(session: str, backend: str) -> PeerTerms:
+    return PeerTerms(session=session, geometries=(geometry(),), window_bytes=1 << 20, backend=backend)
+
+
 def up(session: str) -> PrefillUp:
     return PrefillUp(
-        name="p", session=session, endpoints=("tcp://x:2",), geometries=(geometry(),), window_bytes=1 << 20, backend=SHM
+        name="p",
+        terms=PrefillTerms(
+            session=session, endpoints=("tcp://x:2",), geometries=(geometry(),), window_bytes=1 << 20, backend=SHM
+        ),
     )
 
 
@@ -112,9 +120,8 @@ def test_a_failed_engine_ends_the_quarantine_of_its_pages() -> None:
 def test_a_failed_stage_ends_the_sessions_of_peers_that_are_written_to_directly() -> None:
     """Another stage may still be writing: the session ends, and the peer revokes the access itself."""
     bench = Bench()
-    joined = {"name": "d", "geometries": (geometry(),), "window_bytes": 1 << 20}
-    bench.do(PeerJoined(session="direct", backend=SHM, **joined))  # type: ignore[arg-type]
-    bench.do(PeerJoined(session="framed", **joined))  # type: ignore[arg-type]
+    for session, backend in (("direct", SHM), ("framed", ZMQ)):
+        bench.do(PeerJoined(name="d", terms=peer_terms(session, backend)))
     effects = bench.do(StageFailed(stage=0, message="killed"))
     assert only(effects, EndPeer).session == "direct"
     assert none(effects[: effects.index(only(effects, EndPeer))], TellFailed), "it ends before anything else is said"
@@ -123,9 +130,8 @@ def test_a_failed_stage_ends_the_sessions_of_peers_that_are_written_to_directly(
 def test_a_lost_write_ends_the_session_and_sends_the_peer_nothing_else() -> None:
     """Bytes may still come to its pages, so it is told nothing about its tickets. Other peers are not affected."""
     bench = Bench()
-    joined = {"geometries": (geometry(),), "window_bytes": 1 << 20, "backend": NIXL}
-    bench.do(PeerJoined(session="s", name="d", **joined))  # type: ignore[arg-type]
-    bench.do(PeerJoined(session="other", name="e", **joined))  # type: ignore[arg-type]
+    bench.do(PeerJoined(name="d", terms=peer_terms("s", NIXL)))
+    bench.do(PeerJoined(name="e", terms=peer_terms("other", NIXL)))
     bench.submit("a", 10, route=SendTo("t"))
     bench.reserve("t", 10)
     bench.compute(1)

@@ -197,7 +197,7 @@ def test_without_a_metadata_row_requests_wait_in_order() -> None:
 def test_peers_are_admitted_at_every_stage_and_dropped() -> None:
     bench = Bench()
     admit = only(bench.join(), AdmitPeer)
-    assert admit.session == "s"
+    assert admit.terms.session == "s"
     send_to(bench, "a", 10, "t1")
     send_to(bench, "b", 10, "t2")
     bench.reserve("t1")
@@ -215,7 +215,7 @@ def test_a_peer_that_joined_before_the_stages_is_admitted_when_they_are_up() -> 
     bench = Bench(up=False)
     assert none(bench.join(), AdmitPeer)
     bench.up()
-    assert bench.one(AdmitPeer).session == "s"
+    assert bench.one(AdmitPeer).terms.session == "s"
 
 
 def test_the_peer_cancels_before_anything_was_sent() -> None:

@@ -101,8 +101,8 @@ def test_the_choice_is_in_the_welcome_and_goes_to_the_stages() -> None:
     [(_, welcome)], [joined] = made.receive(b"a", said, 0.0)
     assert isinstance(welcome, Welcome)
     assert isinstance(joined, PeerJoined)
-    assert welcome.backend == joined.backend == SHM
-    assert joined.memory == said.memory
+    assert welcome.backend == joined.terms.backend == SHM
+    assert joined.terms.memory == said.memory
 
 
 def test_a_hello_without_a_common_way_is_refused_naming_both() -> None:

@@ -24,7 +24,7 @@ def meet(made: SessionTable, now: float, *backends: str, name: str = "decode") -
     said = by_nixl(*(backends or (NIXL, ZMQ)), name=name)
     outcome = made.receive(f"{name} {now}".encode(), replace(said, instance=f"{hash((name, now)):032x}"[-32:]), now)
     (joined,) = [event for event in outcome.events if isinstance(event, PeerJoined)]
-    assert [message.backend for _, message in outcome.replies if isinstance(message, Welcome)] == [joined.backend]
+    assert [message.backend for _, message in outcome.replies if isinstance(message, Welcome)] == [joined.terms.backend]
     return joined
 
 
@@ -35,33 +35,33 @@ def fail(made: SessionTable, joined: PeerJoined, now: float, *, backend_failed: 
 def test_the_next_session_takes_another_way_and_a_later_one_the_first_again() -> None:
     made = book(offer=FAST)
     first = meet(made, 0.0)
-    assert first.backend == NIXL
+    assert first.terms.backend == NIXL
     fail(made, first, 1.0)
     second = meet(made, 2.0)
-    assert second.backend == ZMQ
+    assert second.terms.backend == ZMQ
     assert "not nixl: it failed 1 times in a row, and is tried again in 29 s" in second.backend_reason
     fail(made, second, 3.0, backend_failed=False)
-    assert meet(made, 1.0 + FIRST_PAUSE_S).backend == NIXL
+    assert meet(made, 1.0 + FIRST_PAUSE_S).terms.backend == NIXL
 
 
 def test_other_peers_keep_their_way() -> None:
     made = book(offer=FAST)
     fail(made, meet(made, 0.0), 1.0)
-    assert meet(made, 2.0, name="other").backend == NIXL
+    assert meet(made, 2.0, name="other").terms.backend == NIXL
 
 
 def test_the_only_way_is_taken_although_it_failed() -> None:
     made = book(offer=FAST)
     fail(made, meet(made, 0.0, NIXL), 1.0)
     again = meet(made, 2.0, NIXL)
-    assert again.backend == NIXL
+    assert again.terms.backend == NIXL
     assert "it failed 1 times" in again.backend_reason
 
 
 def test_a_session_that_ends_for_another_reason_changes_nothing() -> None:
     made = book(offer=FAST)
     fail(made, meet(made, 0.0), 1.0, backend_failed=False)
-    assert meet(made, 2.0).backend == NIXL
+    assert meet(made, 2.0).terms.backend == NIXL
 
 
 @given(st.lists(st.floats(0.0, 10.0), min_size=1, max_size=40))

@@ -40,8 +40,8 @@ from tests.transfer.harness import CLOCK, Loop, value
 def test_hello_reserve_and_the_three_ends_of_a_ticket(both: Both) -> None:
     up = both.up
     joined = both.loop.wait_for(both.control_server, PeerJoined)
-    assert (up.name, up.session, up.geometries) == ("p", joined.session, OFFER.geometries)
-    assert up.endpoints == ("tcp://127.0.0.1:7001",)
+    assert (up.name, up.session, up.terms.geometries) == ("p", joined.session, OFFER.geometries)
+    assert up.terms.endpoints == ("tcp://127.0.0.1:7001",)
     session = up.session
 
     assert both.reserve("a").reservation.pages == pack([8, 9])

@@ -19,6 +19,7 @@ from headrace.core.runtime.rate_limit import TokenBucket
 from headrace.core.stats import MAX_LABELS, Counters
 from headrace.core.types.kv.geometry import Geometry
 from headrace.core.types.packed import pack
+from headrace.core.types.peers.session_terms import PeerTerms
 from headrace.transfer.control.connection import ControlConnection
 from headrace.transfer.control.quotas import BURST, MESSAGES_PER_S, RESERVED_PAGES, page_limit
 from headrace.transfer.control.server import ControlServer
@@ -124,7 +125,7 @@ def test_a_prefill_server_cannot_send_its_peer_to_any_address() -> None:
     assert "--allow-prefill" in down.reason
     [up] = link(may_connect=lambda host, port: True).receive(welcome(stages=(stage,)), 0.1).events
     assert isinstance(up, PrefillUp)
-    assert up.endpoints == ("tcp://169.254.169.254:80",)
+    assert up.terms.endpoints == ("tcp://169.254.169.254:80",)
     [up] = link(may_connect=lambda host, port: False).receive(welcome(), 0.1).events
     assert isinstance(up, PrefillUp), "the control endpoint's own host needs no leave"
 
@@ -220,7 +221,9 @@ def test_control_endpoint_and_stage_connect_to_no_address_that_they_are_told(see
         sender = Sender(CONFIG, stage=0, geometry=geometry, store=random_store(geometry, 4), context=context)
         loop = Loop(control_server, sender)
         control_server.ready(OFFER)
-        loop.apply(sender, AdmitPeer(seq=0, session=SESSION, geometries=(geometry,), window_bytes=1 << 20))
+        loop.apply(
+            sender, AdmitPeer(seq=0, terms=PeerTerms(session=SESSION, geometries=(geometry,), window_bytes=1 << 20))
+        )
         address = {"host": "127.0.0.1", "endpoint": "tcp://127.0.0.1:9", "data_host": "127.0.0.1", "data_port": 9}
         attach = Attach(session=SESSION, stage=0, checksum="xxh3_64")
         for port, greeting in ((control_server.port, hello(name=address["endpoint"])), (sender.port, attach)):

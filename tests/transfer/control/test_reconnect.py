@@ -70,5 +70,5 @@ def test_a_restarted_prefill_server_at_the_same_address_is_down_then_up(context:
     [down] = loop.of(both.control_client, PrefillDown)
     assert down.session == first.session
     assert loop.events[both.control_client].index(down) < loop.events[both.control_client].index(second)
-    assert second.endpoints == ("tcp://127.0.0.1:7002",)
+    assert second.terms.endpoints == ("tcp://127.0.0.1:7002",)
     loop.close()

@@ -7,6 +7,7 @@ from msgspec.structs import replace
 from headrace.core.messages.peers import PeerGone, PeerJoined, PrefillUp, TellCancelled
 from headrace.core.runtime.codec import Codec, DecodeError
 from headrace.core.stats import Counters
+from headrace.core.types.peers.session_terms import PeerTerms
 from headrace.transfer.control.connection import ControlConnection
 from headrace.transfer.control.session_table import RESTARTED, SessionTable
 from headrace.transfer.protocol.matching import check_welcome
@@ -34,9 +35,10 @@ def test_a_fitting_hello_is_welcomed_with_what_both_keep_to() -> None:
     assert check_welcome(hello(), welcome) is None
     [event] = outcome.events
     assert event == PeerJoined(
-        session=welcome.session, name="decode", geometries=(replace(GEOMETRY, page_size=32),), window_bytes=1000,
+        name="decode",
+        terms=PeerTerms(session=welcome.session, geometries=(replace(GEOMETRY, page_size=32),), window_bytes=1000),
         backend_reason="the first choice of this server",
-    )  # fmt: skip
+    )
 
 
 def test_the_peer_checks_the_welcome_in_the_same_way() -> None:
@@ -86,7 +88,12 @@ def test_stages_on_other_machines_are_at_their_own_hosts_and_the_others_at_that_
     link.tick(0.0)
     [up] = link.receive(welcome, 0.0).events
     assert isinstance(up, PrefillUp)
-    assert up.endpoints == ("tcp://control endpoint.local:1", "tcp://10.0.0.6:2", "tcp://[fe80::7]:3", "tcp://node-8:4")
+    assert up.terms.endpoints == (
+        "tcp://control endpoint.local:1",
+        "tcp://10.0.0.6:2",
+        "tcp://[fe80::7]:3",
+        "tcp://node-8:4",
+    )
 
 
 @pytest.mark.parametrize("host", ["a b", "x;tcp://y", "[::1]", "/tmp/x", "*", "-a", ".", "a\n", "a" * 254])

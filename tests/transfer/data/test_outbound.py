@@ -6,8 +6,9 @@ from dataclasses import dataclass
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from headrace.core.messages.orders import AdmitPeer, SendChunk
+from headrace.core.messages.orders import SendChunk
 from headrace.core.types.kv.geometry import Geometry
+from headrace.core.types.peers.session_terms import PeerTerms
 from headrace.transfer.data.outbound import Outbound
 from headrace.transfer.data.outgoing import Key, Lane, OutPart, OutSession
 
@@ -33,8 +34,7 @@ class OutboundMachine(RuleBasedStateMachine):
         self.outbound = Outbound(GEOMETRY)
         self.sessions: list[OutSession] = []
         for name in ("a", "b"):
-            order = AdmitPeer(seq=0, session=name, geometries=HALVES, window_bytes=WINDOW)
-            self.outbound.admit(order)
+            self.outbound.admit(PeerTerms(session=name, geometries=HALVES, window_bytes=WINDOW))
             session = self.outbound.session(name)
             assert session is not None
             self.sessions.append(session)

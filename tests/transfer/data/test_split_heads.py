@@ -9,6 +9,7 @@ from headrace.core.messages.orders import AdmitPeer, CancelSend, DropPeer, Relea
 from headrace.core.messages.stage_events import ChunkAcked, SendCancelled, SendFailed
 from headrace.core.types.kv.backends import SHM, ZMQ
 from headrace.core.types.packed import pack
+from headrace.core.types.peers.session_terms import PeerTerms
 from headrace.transfer.data.sender import Sender
 from headrace.transfer.protocol.messages import Attached, Chunk, Refuse
 from tests.transfer.group import Group
@@ -87,7 +88,7 @@ def test_a_rank_that_offers_nothing_sends_nothing_and_confirms_cancels(context: 
     store = random_store(geometry, 8)
     sender = Sender(CONFIG, stage=1, number=1, offers=False, geometry=geometry, store=store, context=context)
     loop = Loop(sender)
-    loop.apply(sender, AdmitPeer(seq=0, session=SESSION, geometries=(geometry,), window_bytes=4096))
+    loop.apply(sender, AdmitPeer(seq=0, terms=PeerTerms(session=SESSION, geometries=(geometry,), window_bytes=4096)))
     peer = RawPeer(context, loop, sender.port, stage=1)
     refused = peer.take()[0]
     assert isinstance(refused, Refuse)

@@ -26,6 +26,7 @@ from headrace.core.messages.stage_events import (
 )
 from headrace.core.types.kv.backends import SHM, ZMQ
 from headrace.core.types.kv.geometry import Geometry
+from headrace.core.types.peers.session_terms import PeerTerms
 from headrace.transfer.protocol.messages import ANSWER_FRAME_BYTES, Ack, Attach, Attached, Chunk, Refuse
 from tests.transfer.harness import FIRST, Pair, gather, part, value
 from tests.transfer.raw import ANSWERS, STAGE, RawPeer
@@ -242,7 +243,10 @@ def test_a_peer_that_does_not_read_holds_up_no_other(context: Any) -> None:
     silent = "z" * 32
     pair.loop.apply(
         pair.sender,
-        AdmitPeer(seq=0, session=silent, geometries=(pair.destination,), window_bytes=2 * pair.source.page_bytes),
+        AdmitPeer(
+            seq=0,
+            terms=PeerTerms(session=silent, geometries=(pair.destination,), window_bytes=2 * pair.source.page_bytes),
+        ),
     )
     peer = RawPeer(context, pair.loop, pair.sender.port, session=silent)
     assert isinstance(peer.take()[0], Attached)

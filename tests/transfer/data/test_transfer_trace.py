@@ -10,6 +10,7 @@ from headrace.core.messages.stage_events import ChunkAcked, SendFailed
 from headrace.core.trace import Buffer, TransferTrace
 from headrace.core.types.kv.geometry import Geometry
 from headrace.core.types.packed import pack
+from headrace.core.types.peers.session_terms import PeerTerms
 from headrace.transfer.data.sender import Sender
 from headrace.transfer.protocol.messages import Ack, Attached, Chunk, Nack
 from tests.transfer.harness import CLOCK, CONFIG, Loop, random_store, zmq_context
@@ -30,7 +31,7 @@ class Bench:
             CONFIG, stage=0, geometry=SOURCE, store=random_store(SOURCE, 8), context=context, transfers=self.transfers
         )
         self.loop = Loop(self.sender)
-        admit = AdmitPeer(seq=0, session=SESSION, geometries=HALVES, window_bytes=1 << 20)
+        admit = AdmitPeer(seq=0, terms=PeerTerms(session=SESSION, geometries=HALVES, window_bytes=1 << 20))
         self.loop.apply(self.sender, admit)
         self.peers = [RawPeer(context, self.loop, self.sender.port, peer_stage=stage) for stage in (0, 1)]
         for peer in self.peers:

@@ -80,7 +80,7 @@ def contexts() -> Iterator[tuple[Any, Any]]:
 def test_a_peer_that_is_allowed_gets_a_session(keys: Keys, contexts: tuple[Any, Any]) -> None:
     both = Knocking(keys, contexts, "peer", keys.public["server"])
     up = both.loop.wait_for(both.control_client, PrefillUp)
-    assert up.server_key == keys.public["server"]
+    assert up.terms.server_key == keys.public["server"]
     assert both.loop.wait_for(both.control_server, PeerJoined).key == "peer"
     assert not any(sample.name == "handshakes_refused_total" for sample in both.control_server.statistics().samples)
     both.loop.close()

@@ -20,6 +20,7 @@ from headrace.core.messages.peers import (
 )
 from headrace.core.messages.stage_events import ChunkAcked, KvReceived, SendCancelled
 from headrace.core.runtime.codec import Codec
+from headrace.core.types.peers.session_terms import PeerTerms
 from headrace.transfer.control import client
 from headrace.transfer.control.client import ControlClient
 from headrace.transfer.control.server import ControlServer, unread_replies
@@ -96,7 +97,7 @@ def test_a_connection_that_another_one_replaces_holds_no_pages(context: Any) -> 
 def test_ending_one_session_leaves_the_others_their_connections(context: Any) -> None:
     pair = Pair(context, geometry(16), geometry(16))
     other = "z" * 32
-    admit = AdmitPeer(seq=0, session=other, geometries=(pair.destination,), window_bytes=1 << 20)
+    admit = AdmitPeer(seq=0, terms=PeerTerms(session=other, geometries=(pair.destination,), window_bytes=1 << 20))
     pair.loop.apply(pair.sender, admit)
     peer = RawPeer(context, pair.loop, pair.sender.port, session=other)
     assert isinstance(peer.take()[0], Attached)

@@ -12,6 +12,7 @@ from headrace.core.messages.replies import RequestFailed, RequestFinished, Token
 from headrace.core.types.errors import ErrorInfo
 from headrace.core.types.kv.geometry import Geometry, ceil_div
 from headrace.core.types.packed import ITEM_BYTES, pack
+from headrace.core.types.peers.session_terms import PeerTerms
 from headrace.core.types.requests.request import Discard, SamplingParams, SendTo
 from headrace.core.types.requests.reservation import Reservation
 from headrace.scheduler.costs.chunking import Cost
@@ -73,7 +74,9 @@ class Replica:
         self.pipeline.start(config.kv_pages, config.page_size, host.pages)
         if self._hands_over:
             pools = (Geometry("float32", 1, 1, 1, config.page_size),)
-            self._driver.handle(PeerJoined(session=PEER, name=PEER, geometries=pools, window_bytes=1 << 30))
+            self._driver.handle(
+                PeerJoined(name=PEER, terms=PeerTerms(session=PEER, geometries=pools, window_bytes=1 << 30))
+            )
 
     @property
     def open_requests(self) -> int:

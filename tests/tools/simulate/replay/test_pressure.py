@@ -16,6 +16,7 @@ from headrace.core.stats import HistogramSample
 from headrace.core.types.errors import NO_PEER, ErrorInfo
 from headrace.core.types.kv.geometry import Geometry, ceil_div
 from headrace.core.types.packed import pack
+from headrace.core.types.peers.session_terms import PeerTerms
 from headrace.core.types.requests.request import SamplingParams, SendTo, Timing
 from headrace.core.types.requests.reservation import Reservation
 from headrace.scheduler.costs.chunking import Cost
@@ -45,7 +46,9 @@ class Server:
         self.pipeline = TimedPipeline(self.world, costs, link_tokens_s, tier, self._driver.handle)
         self.pipeline.start(config.kv_pages, PAGE, 0)
         pools = (Geometry("float32", 1, 1, 1, PAGE),)
-        self._driver.handle(PeerJoined(session=PEER, name=PEER, geometries=pools, window_bytes=1 << 40))
+        self._driver.handle(
+            PeerJoined(name=PEER, terms=PeerTerms(session=PEER, geometries=pools, window_bytes=1 << 40))
+        )
         self.arrived: dict[str, float] = {}
         self.first: dict[str, float] = {}
         """Seconds from the arrival to the first token, by request id."""
