@@ -24,6 +24,7 @@ from benchmarks.timed_collectives import TimedCollectives
 from headrace.core.config import EngineConfig, ModelConfig
 from headrace.core.runtime.process import keep_freed_memory
 from headrace.core.types.kv.geometry import ceil_div
+from headrace.core.types.ranks.coordinate import Agreement
 from headrace.engine.collectives.alone import ALONE
 from headrace.engine.collectives.torch_collectives import TorchCollectives, make_group
 from headrace.engine.layers.exchange.make import make_exchange
@@ -67,7 +68,7 @@ def replica(rank: Rank, model: str, moe: MoeSpec) -> Callable[[tuple[Way, int, i
         group.all_reduce(torch.zeros(1)).wait()  # so that both begin at once
         group.clear()
         started = time.perf_counter()
-        runners[way].forward([row], None, [tokens] * rank.size, tokens)
+        runners[way].forward([row], None, Agreement((tokens,) * rank.size, tokens))
         whole, blocked = time.perf_counter() - started, group.seconds
         sizes = [each.bytes for each in group.operations]
         return Timing(whole, blocked, group.repeat(), copy_seconds(sizes), sum(sizes))

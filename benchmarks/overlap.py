@@ -74,7 +74,7 @@ def serve(setup: Setup, orders: Connection) -> None:
         agreed = coordinate([vote([setup.tokens], rules)] * LAYOUT.dp, rules)
         assert agreed is not None
         started = time.perf_counter()
-        runner.forward(rows, None, agreed.tokens, agreed.padded, agreed.cut)
+        runner.forward(rows, None, agreed)
         orders.send(time.perf_counter() - started)
     leave_groups()
 

@@ -129,9 +129,7 @@ class StageLoop:
         hidden = links.receive(plan)
         meter.mark()
         self._drain_inbox()
-        agreed = plan.agreement
-        tokens, padded, cut = (agreed.tokens, agreed.padded, agreed.cut) if agreed is not None else ((), 0, 0)
-        hidden = runner.forward(plan.rows, hidden, tokens, padded, cut)
+        hidden = runner.forward(plan.rows, hidden, plan.agreement)
         meter.mark()
         result = PlanResult([], [], [])
         if links.last:

@@ -102,18 +102,13 @@ class Runner(Protocol):
         ...
 
     def forward(
-        self,
-        rows: Sequence[PlanRow],
-        hidden: Tensor | None = None,
-        tokens: Sequence[int] = (),
-        padded: int = 0,
-        cut: int = 0,
+        self, rows: Sequence[PlanRow], hidden: Tensor | None = None, agreement: Agreement | None = None
     ) -> Tensor:
         """Run this stage's layers; afterwards the KV of the rows is in the pool.
 
         hidden: states [tokens, hidden size] from the previous stage, None on the first; tokens in the order of the
-        rows. tokens, padded, cut: of the pass's agreement; () and 0 for a single replica, and where all have as many.
-        Returns states [tokens, hidden size].
+        rows. agreement: of all replicas on this pass; None for a single one, and where all have as many tokens. Returns
+        states [tokens, hidden size].
         """
         ...
 
@@ -222,21 +217,16 @@ class ModelRunner:
         self._sampler.feed(tokens)
 
     def forward(
-        self,
-        rows: Sequence[PlanRow],
-        hidden: Tensor | None = None,
-        tokens: Sequence[int] = (),
-        padded: int = 0,
-        cut: int = 0,
+        self, rows: Sequence[PlanRow], hidden: Tensor | None = None, agreement: Agreement | None = None
     ) -> Tensor:
-        """See Runner. tokens, padded: see Exchange.begin(). cut: see Decoder.begin(). Without rows only the exchanges
-        of a pass are entered, for other replicas' tokens.
+        """See Runner. Without rows only the exchanges of a pass are entered, for other replicas' tokens.
 
         Raises ValueError for a row whose tokens or pages do not cover its positions, IndexError for a
         page outside the pool."""
         with torch.inference_mode():
             count = sum(row.count for row in rows)
-            self._decoder.begin(tokens or (count,), padded or count, cut)
+            agreed = Agreement((count,)) if agreement is None else agreement
+            self._decoder.begin(agreed.tokens, agreed.padded or count, agreed.cut)
             if not rows:
                 return self._decoder.take_part()
             if self._part.last:
@@ -247,9 +237,9 @@ class ModelRunner:
             if hidden is None:
                 ids = np.concatenate([self._ids(row) for row in rows])
                 hidden = self._decoder.embed(place(ids.astype(np.int64), self.hidden_spec.device))
-            if cut:
-                passes = [self._attention.begin(half) for half in _cut_spans(spans, cut)]
-                result = self._decoder.forward_halves(hidden, positions, passes, cut)
+            if agreed.cut:
+                passes = [self._attention.begin(half) for half in _cut_spans(spans, agreed.cut)]
+                result = self._decoder.forward_halves(hidden, positions, passes, agreed.cut)
             else:
                 result = self._decoder.forward(hidden, positions, self._attention.begin(spans))
             self.pool.mark_computed()
@@ -261,7 +251,7 @@ class ModelRunner:
 
     def join(self, agreement: Agreement) -> None:
         """See Runner."""
-        self.forward((), None, agreement.tokens, agreement.padded)
+        self.forward((), None, agreement)
 
     def release(self, request: int) -> None:
         """See Runner."""

@@ -129,12 +129,7 @@ class StubRunner:
         self._sleep(started, max(agreement.tokens) * model.us_per_token + model.us_per_plan)
 
     def forward(
-        self,
-        rows: Sequence[PlanRow],
-        hidden: Tensor | None = None,
-        tokens: Sequence[int] = (),
-        padded: int = 0,
-        cut: int = 0,
+        self, rows: Sequence[PlanRow], hidden: Tensor | None = None, agreement: Agreement | None = None
     ) -> Tensor:
         """See Runner. Raises ValueError for a row whose tokens or pages do not cover its positions, IndexError for a
         page outside the pool."""
@@ -149,11 +144,12 @@ class StubRunner:
             self._take_time(started, rows)
             return result
         self._clock.begin()
-        self._experts.begin(tokens or (count,), padded or count, cut)
-        if not cut:
+        agreed = Agreement((count,)) if agreement is None else agreement
+        self._experts.begin(agreed.tokens, agreed.padded or count, agreed.cut)
+        if not agreed.cut:
             finish(self._steps(rows, incoming, result))
             return result
-        parts = zip(_halves(rows, cut), (slice(0, cut), slice(cut, count)), strict=True)
+        parts = zip(_halves(rows, agreed.cut), (slice(0, agreed.cut), slice(agreed.cut, count)), strict=True)
         take_turns(
             self._steps(some, None if incoming is None else incoming[of], result[of], half)
             for half, (some, of) in enumerate(parts)

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from headrace.core.messages.orders import PlanRow
+from headrace.core.types.ranks.coordinate import Agreement
 from headrace.engine.layers.exchange.make import make_exchange
 from headrace.engine.layers.exchange.ways import Way
 from headrace.engine.model.source import load_spec, resolve_source
@@ -57,7 +58,7 @@ def compute(runner: ModelRunner, replica: int, counts: Sequence[Sequence[int]]) 
     """All passes of a replica. counts: tokens of every replica in each."""
     logprobs = []
     for rows, tokens in zip(plans_of(replica), counts, strict=True):
-        hidden = runner.forward(rows, None, tokens, max(tokens, default=0))
+        hidden = runner.forward(rows, None, Agreement(tuple(tokens), max(tokens)) if tokens else None)
         if rows:
             logprobs += [reported_logprobs(sample) for sample in runner.sample(rows, hidden).samples]
         else:

@@ -92,7 +92,7 @@ def compute(runner: ModelRunner, replica: int, agreed: Sequence[Agreement]) -> t
     """Log-probabilities after all prompts, and their KV."""
     logprobs = []
     for rows, each in zip(passes_of(replica), agreed, strict=True):
-        hidden = runner.forward(rows, None, each.tokens, each.padded, each.cut)
+        hidden = runner.forward(rows, None, each)
         if rows:
             logprobs += [reported_logprobs(sample) for sample in runner.sample(rows, hidden).samples]
     return logprobs, [pool_tokens(runner, prompt.pages, len(prompt.tokens)) for prompt in prompts_of(replica)]
@@ -197,7 +197,7 @@ def compute_stub(runner: StubRunner, virtual: VirtualTime, replica: int, agreed:
     for rows, each in zip(passes_of(replica), agreed, strict=True):
         began = virtual.now
         if rows:
-            hidden = runner.forward(rows, None, each.tokens, each.padded, each.cut)
+            hidden = runner.forward(rows, None, each)
             tokens += [sample.token for sample in runner.sample(rows, hidden).samples]
         else:
             runner.join(each)

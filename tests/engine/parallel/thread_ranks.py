@@ -71,19 +71,17 @@ class MeetingRunner(StubRunner):
         self._ep = ep
         self._delays = random.Random(seed)
 
-    def forward(
-        self, rows: Any, hidden: Any = None, tokens: Sequence[int] = (), padded: int = 0, cut: int = 0
-    ) -> Tensor:
-        self._meet(tokens, padded)
-        return super().forward(rows, hidden, tokens, padded, cut)
+    def forward(self, rows: Any, hidden: Any = None, agreement: Agreement | None = None) -> Tensor:
+        self._meet(agreement)
+        return super().forward(rows, hidden, agreement)
 
     def join(self, agreement: Agreement) -> None:
-        self._meet(agreement.tokens, agreement.padded)
+        self._meet(agreement)
 
-    def _meet(self, tokens: Sequence[int], padded: int) -> None:
+    def _meet(self, agreement: Agreement | None) -> None:
         time.sleep(self._delays.random() * DELAY_S)
-        if tokens:
-            told = torch.tensor([[*tokens, padded]])
+        if agreement is not None:
+            told = torch.tensor([[*agreement.tokens, agreement.padded]])
             assert (self._ep.all_gather(told).wait() == told).all(), "ranks were told different agreements"
 
 
