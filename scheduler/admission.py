@@ -11,6 +11,7 @@ from headrace.scheduler.lifecycle.completion import release_ticket
 from headrace.scheduler.overload import Overload
 from headrace.scheduler.prefill.rendezvous import Rendezvous
 from headrace.scheduler.queues.deadlines import RequestTimer
+from headrace.scheduler.requests.parts import QueueEntry
 from headrace.scheduler.requests.phase import Phase
 from headrace.scheduler.requests.record import Request
 from headrace.scheduler.state.binding import Binding, bind
@@ -88,8 +89,7 @@ class Admission:
             phase=Phase.BOOTSTRAP if isinstance(route, SendTo) and not early_prefill else Phase.WAITING,
             replica=replica.index,
             early_prefill=early_prefill,
-            expected_cached=cached or 0,
-            cache_version=-1 if cached is None else replica.cache.tree_version,
+            queued=QueueEntry() if cached is None else QueueEntry(cached, replica.cache.tree_version),
         )
         state.requests.add(request)
         replica.queues.admit(request, now)

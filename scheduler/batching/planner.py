@@ -127,7 +127,7 @@ class Planner:
             if request.arrival not in queues.decoding or not self._generation.make_room(request, now):
                 continue
             position = request.planned
-            token = b"" if request.next_token_on_stages else request.packed(position, position + 1)
+            token = b"" if request.on_stages.next_token else request.packed(position, position + 1)
             self._add(batch, request, 1, token)
             if request.planned + 1 < request.token_limit:
                 queues.decoded(request)
@@ -184,8 +184,8 @@ class Planner:
         )
         batch.add(row, request, end)
         self._replica.queues.plan(request, count)
-        request.next_token_on_stages = sampled
-        request.known_to_stages = True
+        request.on_stages.next_token = sampled
+        request.on_stages.known = True
 
     def _order(self, batch: BatchBuilder, now: float) -> None:
         self.send(self.order(batch, self._state.out.next_seq(), None, now))

@@ -158,7 +158,7 @@ class StageGroup:
 
     def answer_timed_out(self, request: Request, now: float) -> None:
         """A stage has not answered PrepareReceive, CancelSend or CancelReceive in time: it has failed."""
-        silent = request.awaiting_stages or (request.incoming.unready if request.incoming is not None else set())
+        silent = request.on_stages.stopping or (request.incoming.unready if request.incoming is not None else set())
         if silent:
             stage = min(silent)
             name = self._state.config.layout.name(stage)

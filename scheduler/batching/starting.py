@@ -62,7 +62,7 @@ class Starter:
         state, replica = self._state, self._replica
         if request.decodes_here and len(replica.queues.decoding) >= state.config.max_running:
             return False
-        lacking = replica.cache.pages_for(request.target) - request.expected_cached // state.config.page_size
+        lacking = replica.cache.pages_for(request.target) - request.queued.expected_cached // state.config.page_size
         if lacking > replica.cache.free + replica.cache.cached or not self._allowed(request):
             return False
         return self._lease(request, now)
@@ -126,7 +126,7 @@ class Starter:
         if needs_row:
             request.row = state.metadata_rows.allocate(1, request.arrival)[0]
         cached = lease.matched * state.config.page_size
-        request.expected_cached = 0
+        request.queued.expected_cached = 0
         replica.queues.plan(request, cached)
         request.computed = cached
         if not request.generated:

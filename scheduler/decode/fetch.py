@@ -75,7 +75,7 @@ class RemoteFetch:
         )
         state.prefills.start_fetch(request)
         replica.queues.plan(request, request.target - request.planned)
-        request.known_to_stages = True
+        request.on_stages.known = True
         state.metrics.counters.add("prompt_tokens_total", request.prompt_tokens)
         state.metrics.counters.add("cached_tokens_total", request.cached_tokens)
         state.enter(request, Phase.FETCHING, now)

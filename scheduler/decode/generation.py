@@ -165,7 +165,7 @@ class TokenGeneration:
         if request.submit.sampling.hidden_states is not None:
             self._state.out.add(HiddenPart(rid=request.rid, states=row.states))
         if isinstance(request.route, SendTo):
-            request.last_hidden = row.states.at(request.prompt_tokens - 1)
+            request.result.last_hidden = row.states.at(request.prompt_tokens - 1)
 
     def _progress(self, request: Request) -> None:
         if request.submit.progress and request.generated == 0:

@@ -84,18 +84,18 @@ class Completion:
 
     def stage_stopped(self, request: Request, stage: int) -> None:
         """A stage sends or writes no more bytes for the request (SendCancelled, ReceiveCancelled)."""
-        if not request.awaiting_stages:
+        if not request.on_stages.stopping:
             self._state.drop("duplicate_answer")
             return
-        request.awaiting_stages.discard(stage)
-        if not request.awaiting_stages:
+        request.on_stages.stopping.discard(stage)
+        if not request.on_stages.stopping:
             self._state.deadlines.clear(AnswerTimer(request.arrival))
         self.release_if_safe(request)
 
     def release_if_safe(self, request: Request) -> None:
         """Send the final reply and free the pages of an ended request, each as soon as it is safe."""
         incoming, outgoing = request.incoming, request.outgoing
-        if not request.ended or request.awaiting_stages or (incoming is not None and incoming.remote_writes):
+        if not request.ended or request.on_stages.stopping or (incoming is not None and incoming.remote_writes):
             return
         if outgoing is not None and outgoing.final_reply is not None:
             if outgoing.session in self._state.peers:
@@ -113,9 +113,9 @@ class Completion:
         if request.row is not None:
             state.metadata_rows.release([request.row], request.arrival)
             request.row = None
-        if request.known_to_stages:
+        if request.on_stages.known:
             state.of(request).order(ReleaseRequest(seq=state.out.next_seq(), request=request.serial))
-            request.known_to_stages = False
+            request.on_stages.known = False
 
     def end_all(self, error: ErrorInfo, now: float) -> None:
         """End every request without waiting for answers: the stages and all their pages are gone."""
@@ -129,8 +129,8 @@ class Completion:
                 request.incoming.stop_writer()
             if outgoing is not None and outgoing.final_reply is not None:  # what it says cannot be relied on any more
                 outgoing.final_reply = _tell_failed(outgoing, error)
-            request.awaiting_stages.clear()
-            request.known_to_stages = False
+            request.on_stages.stopping.clear()
+            request.on_stages.known = False
             state.deadlines.clear(AnswerTimer(request.arrival))
             if request.ended:
                 self.release_if_safe(request)
@@ -183,7 +183,7 @@ class Completion:
         if outgoing is not None:
             ended = EndedTicket(outgoing.session, outgoing.generation, request.error)
         else:
-            ended = EndedTicket(None, 0, request.error, request.first, now + state.config.hold_lease_s)
+            ended = EndedTicket(None, 0, request.error, request.result.first, now + state.config.hold_lease_s)
         state.tickets.end(ticket, ended)
 
     def _stop_transfers(self, request: Request, now: float) -> None:
@@ -199,7 +199,7 @@ class Completion:
         order = CancelSend if sending else CancelReceive
         replica = state.of(request)
         replica.order(order(seq=state.out.next_seq(), request=request.serial))
-        request.awaiting_stages = set(replica.ranks)
+        request.on_stages.stopping = set(replica.ranks)
         # A cancelled send stops once its peer has read what is under way, or is gone. All else is up to the stages.
         peer_reads = sending and outgoing is not None and outgoing.session in state.peers
         timeout = state.config.transfer_timeout_s if peer_reads else state.config.stage_timeout_s

@@ -77,7 +77,7 @@ def _request(state: State, request: Request) -> list[str]:
     if phase in WITHOUT_PAGES and request.lease is not None:
         found.append("has pages already")
     remote_writes = request.incoming is not None and request.incoming.remote_writes
-    if request.ended and not request.awaiting_stages and not remote_writes and not request.in_flight:
+    if request.ended and not request.on_stages.stopping and not remote_writes and not request.in_flight:
         found.append("has ended, and nothing keeps its pages")
     if remote_writes and not request.ended and phase is not Phase.FETCHING:
         found.append("computes on pages that a prefill server may write")

@@ -47,11 +47,11 @@ class KvHandoff:
     def first_token(self, plan: Plan, request: Request, sampled: SampledToken, reason: str, now: float) -> None:
         """The plan has given the first token: send the rest. reason: why the request ends with that token, "" if it
         does not; then the peer is sent the token alone."""
-        request.first = request.make_first_token(sampled.token, sampled.logprob, reason)
-        request.first_token_plan = plan.seq
-        request.draft_tokens = sampled.draft
+        result = request.result
+        result.first = request.make_first_token(sampled.token, sampled.logprob, reason)
+        result.plan, result.draft_tokens = plan.seq, sampled.draft
         if reason:
-            self._completion.complete(request, reason, now, request.first)
+            self._completion.complete(request, reason, now, result.first)
             return
         self._state.enter(request, Phase.INFLIGHT, now)
         for other in self._state.unacknowledged.add(request):
@@ -68,7 +68,7 @@ class KvHandoff:
         assert outgoing is not None, "a row is given out when a peer has reserved"
         size, length = self._state.config.page_size, max(self._state.config.chunk_tokens, self._state.config.page_size)
         while (end := outgoing.sent + length) < request.prompt_tokens:
-            self._send(request, outgoing, end - end % size, request.first_token_plan, None)
+            self._send(request, outgoing, end - end % size, request.result.plan, None)
         self._send_last(request, now)
 
     def reached(self, request: Request, chunk: int, now: float) -> None:
@@ -128,7 +128,7 @@ class KvHandoff:
         """
         state, outgoing = self._state, request.outgoing
         peer = state.peers.get(outgoing.session) if outgoing is not None else None
-        sending = request.awaiting_stages.intersection(state.engine.offering)
+        sending = request.on_stages.stopping.intersection(state.engine.offering)
         if outgoing is None or peer is None or peer.ending or not sending:
             return False
         until = self._ack_deadline(outgoing, sending, request.since)
@@ -165,9 +165,9 @@ class KvHandoff:
             total = request.prompt_tokens
             self._state.out.add(Progress(rid=request.rid, phase="transferring", done=total, total=total))
         outgoing.last_ordered = True
-        assert request.first is not None, "it is computed"
-        last = msgspec.structs.replace(request.first, draft=request.peer_draft())
-        self._send(request, outgoing, request.prompt_tokens, request.first_token_plan, last)
+        assert request.result.first is not None, "it is computed"
+        last = msgspec.structs.replace(request.result.first, draft=request.peer_draft())
+        self._send(request, outgoing, request.prompt_tokens, request.result.plan, last)
         self.reached(request, outgoing.chunks - 1, now)
 
     def _set_deadline(self, request: Request, outgoing: OutgoingTransfer) -> None:

@@ -69,7 +69,11 @@ class Rendezvous:
         for request in list(peer.requests.values()):
             self._completion.fail(request, error, now)
         for request in state.requests:
-            if request.awaiting_stages and request.outgoing is not None and request.outgoing.session == event.session:
+            if (
+                request.on_stages.stopping
+                and request.outgoing is not None
+                and request.outgoing.session == event.session
+            ):
                 # From now on nothing outside the stages can delay their answers.
                 state.deadlines.set(AnswerTimer(request.arrival), now + state.config.stage_timeout_s)
         if state.engine.ready:

@@ -10,6 +10,7 @@ from headrace.scheduler.costs.cost_model import NOTHING, CostModel, Load
 from headrace.scheduler.kv.kv_cache import KvCache
 from headrace.scheduler.policies.policy import Policy
 from headrace.scheduler.queues.queued_shares import QueuedShares
+from headrace.scheduler.requests.parts import QueueEntry
 from headrace.scheduler.requests.phase import Phase
 from headrace.scheduler.requests.record import Request
 from headrace.scheduler.telemetry.metrics import QUEUES
@@ -94,7 +95,7 @@ class Queues:
         """Take in a new request, in the phase that it has."""
         self._count(request, 1)
         self.unplanned += request.unplanned
-        if not request.to_fetch and request.cache_version != self._cache.tree_version:
+        if not request.to_fetch and request.queued.cache_version != self._cache.tree_version:
             self._look_up(request)
         self.recount(request)
         if request.phase is Phase.WAITING:
@@ -104,10 +105,9 @@ class Queues:
         """Let go of a request in no queue, which goes to another replica."""
         self._count(request, -1)
         self.unplanned -= request.unplanned
-        self.load = self.load.minus(request.counted)
-        self.backlog.move(request.rank, request.counted, UNRANKED, NOTHING)
-        request.counted, request.rank = NOTHING, UNRANKED
-        request.expected_cached, request.cache_version = 0, -1
+        self.load = self.load.minus(request.queued.load)
+        self.backlog.move(request.queued.rank, request.queued.load, UNRANKED, NOTHING)
+        request.queued = QueueEntry()
 
     def take_over(self, request: Request) -> None:
         """Count a request that another replica has let go of."""
@@ -153,35 +153,35 @@ class Queues:
 
     def recount(self, request: Request) -> None:
         """Count what is left to compute of a request, after anything that it follows from has changed."""
-        load = request.load
-        if load != request.counted:
-            self.load = self.load.minus(request.counted).plus(load)
+        load, entry = request.load, request.queued
+        if load != entry.load:
+            self.load = self.load.minus(entry.load).plus(load)
             self._rank(request, load)
-            request.counted = load
+            entry.load = load
 
     def look_up(self, request: Request, now: float) -> bool:
         """Look a waiting request up in the prefix cache again, if that has changed. Returns whether it has another
         place in the order now."""
-        if request.cache_version == self._cache.tree_version:
+        if request.queued.cache_version == self._cache.tree_version:
             return False
         self._look_up(request)
-        before = request.counted
+        before = request.queued.load
         self.recount(request)
-        if request.counted == before:
+        if request.queued.load == before:
             return False
         self.revise(request, now)
         return True
 
     def revise(self, request: Request, now: float) -> None:
         """Tell the policy what a request that is to be computed has left."""
-        self.policy.revise(request, self._costs.key_s(request.counted), now)
+        self.policy.revise(request, self._costs.key_s(request.queued.load), now)
 
     def renew_keys(self, now: float) -> None:
         """Tell the policy of every request anew, if seconds are counted otherwise than before."""
         if self._key_version != self._costs.key_version:
             self._key_version = self._costs.key_version
             for request in self.policy:
-                self._rank(request, request.counted)
+                self._rank(request, request.queued.load)
                 self.revise(request, now)
 
     def charge(self, request: Request, count: int) -> float:
@@ -218,7 +218,7 @@ class Queues:
         before = request.unplanned
         request.planned = request.computed = 0
         self._look_up(request)
-        request.next_token_on_stages = False
+        request.on_stages.next_token = False
         request.target = request.length
         self.unplanned += request.unplanned - before
         self.recount(request)
@@ -279,18 +279,19 @@ class Queues:
 
     def _rank(self, request: Request, load: Load) -> None:
         """Count a request's load under the rank that it has with it."""
-        submit, old = request.submit, request.rank
-        request.rank = self._rank_of(submit.priority, submit.slo_ttft_s, self._costs.key_s(load))
-        self.backlog.move(old, request.counted, request.rank, load)
+        submit, entry = request.submit, request.queued
+        old, entry.rank = entry.rank, self._rank_of(submit.priority, submit.slo_ttft_s, self._costs.key_s(load))
+        self.backlog.move(old, entry.load, entry.rank, load)
 
     def _push(self, request: Request, now: float) -> None:
         policy = self.to_fetch if request.to_fetch else self.policy
-        policy.push(request, self._costs.key_s(request.counted), now)
+        policy.push(request, self._costs.key_s(request.queued.load), now)
 
     def _look_up(self, request: Request) -> None:
         """Note how much of a request's prompt is cached."""
-        request.cache_version = self._cache.tree_version
-        request.expected_cached = self._cache.cached_positions(request.tokens, request.salt, request.cacheable)
+        entry = request.queued
+        entry.cache_version = self._cache.tree_version
+        entry.expected_cached = self._cache.cached_positions(request.tokens, request.salt, request.cacheable)
 
     def _count(self, request: Request, sign: int) -> None:
         self.requests[request.phase] += sign

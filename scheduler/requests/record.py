@@ -7,7 +7,7 @@ from headrace.core.types.errors import ErrorInfo
 from headrace.core.types.kv.geometry import pages_spanned
 from headrace.core.types.packed import ITEM_BYTES, pack, unpack
 from headrace.core.types.requests.constraint import GrammarStart
-from headrace.core.types.requests.draft import NO_DRAFT, Draft, DraftTerms, DraftTokens, HiddenStates
+from headrace.core.types.requests.draft import NO_DRAFT, Draft, DraftTerms
 from headrace.core.types.requests.request import (
     AnyRoute,
     FetchFrom,
@@ -20,9 +20,9 @@ from headrace.core.types.requests.request import (
     TokenLogprob,
     Usage,
 )
-from headrace.scheduler.costs.backlog import UNRANKED, Rank
 from headrace.scheduler.costs.cost_model import NOTHING, Load
 from headrace.scheduler.kv.lease import Lease
+from headrace.scheduler.requests.parts import OnStages, PromptResult, QueueEntry
 from headrace.scheduler.requests.phase import ENDED, Phase, timing
 from headrace.scheduler.requests.span_log import SpanLog
 from headrace.scheduler.requests.transfers import IncomingState, IncomingTransfer, OutgoingTransfer
@@ -62,17 +62,8 @@ class Request:
     target: int = 0
     """Tokens to prefill: all that were known when it was last started."""
 
-    expected_cached: int = 0
-    """Positions that the prefix cache had when it was last looked up for this request, which has no pages yet."""
-
-    cache_version: int = -1
-    """Version of the prefix tree that expected_cached is from; -1: it was not looked up."""
-
-    counted: Load = NOTHING
-    """What the queues count of it as to be computed."""
-
-    rank: Rank = UNRANKED
-    """The rank under which they count it."""
+    queued: QueueEntry = field(default_factory=QueueEntry)
+    """What the queues note of it."""
 
     predicted_ttft_s: float | None = None
     """Seconds to its first token, as predicted at its arrival; None: it is not computed here."""
@@ -86,10 +77,6 @@ class Request:
     in_flight: int = 0
     """Plans in flight that contain it; counted by the PlanTable."""
 
-    next_token_on_stages: bool = False
-    """The token at position `planned` was or will be sampled by this pipeline, so stages have it and are not sent it.
-    False for a first token that came from a prefill server."""
-
     lease: Lease | None = None
     """Its KV pages."""
 
@@ -98,12 +85,6 @@ class Request:
 
     row: int | None = None
     """Its metadata row."""
-
-    first: FirstToken | None = None
-    """What the metadata row says, once the first token is known."""
-
-    first_token_plan: int = 0
-    """Order number of the plan that gave the first token."""
 
     early_prefill: bool = False
     """Route SendTo: computed before a peer has reserved the ticket."""
@@ -117,31 +98,17 @@ class Request:
     incoming: IncomingTransfer | None = None
     """Route FetchFrom: set when pages are leased."""
 
-    awaiting_stages: set[int] = field(default_factory=set)
-    """Stages that have not answered CancelSend or CancelReceive."""
+    on_stages: OnStages = field(default_factory=OnStages)
+    """What stages have of it."""
 
-    grammar_on_stages: bool = False
-    """Stages have its constraint, under its serial."""
-
-    history_on_stages: bool = False
-    """The stage that samples knows the tokens that its penalties go by, under its serial."""
-
-    known_to_stages: bool = False
-    """Stages hold something under its serial, and need a ReleaseRequest."""
+    result: PromptResult = field(default_factory=PromptResult)
+    """What its prompt has given beside the KV."""
 
     error: ErrorInfo | None = None
     """Why it has failed."""
 
     span_log: SpanLog | None = None
     """Set for a request that is part of a distributed trace."""
-
-    """By position in the prompt."""
-
-    last_hidden: HiddenStates | None = None
-    """Of the last prompt token, where its KV is sent and a client or the peer has asked for it."""
-
-    draft_tokens: DraftTokens | None = None
-    """Of the first generated token, likewise."""
 
     route: AnyRoute = field(init=False)
     """submit.route"""
@@ -232,7 +199,7 @@ class Request:
         """What is left to compute of its prefill: neither planned, nor expected to be cached, nor to be fetched."""
         if self.ended or self.to_fetch:
             return NOTHING
-        return Load.between(max(self.planned, self.expected_cached), self.target)
+        return Load.between(max(self.planned, self.queued.expected_cached), self.target)
 
     @property
     def has_kv(self) -> bool:
@@ -256,17 +223,17 @@ class Request:
     def grammar_start(self) -> GrammarStart | None:
         """What stages have to know of its constraint before its next row; None if it has none, or they know."""
         constraint = self.submit.constraint
-        if constraint is None or self.grammar_on_stages:
+        if constraint is None or self.on_stages.grammar:
             return None
-        self.grammar_on_stages = True
+        self.on_stages.grammar = True
         return GrammarStart(constraint, self.packed(self.prompt_tokens, self.length))
 
     def token_history(self) -> TokenHistory | None:
         """What the stage that samples has to know of its tokens before the next one; None if that needs none, or knows.
         All tokens before the first one that is sampled under a serial are known here."""
-        if not self.penalizes or self.history_on_stages:
+        if not self.penalizes or self.on_stages.history:
             return None
-        self.history_on_stages = True
+        self.on_stages.history = True
         prompt = self.packed(0, self.prompt_tokens) if self.submit.sampling.repetition_penalty != 1.0 else b""
         return TokenHistory(prompt, self.packed(self.prompt_tokens, self.length))
 
@@ -280,12 +247,7 @@ class Request:
 
     def peer_draft(self) -> Draft | None:
         """What there is of the draft data that the peer asks for; None for nothing."""
-        if self.outgoing is None:
-            return None
-        wanted = self.outgoing.draft
-        hidden = self.last_hidden if wanted.hidden else None
-        tokens = None if self.draft_tokens is None else self.draft_tokens.best(wanted.top_k)
-        return None if hidden is None and tokens is None else Draft(hidden, tokens)
+        return None if self.outgoing is None else self.result.draft(self.outgoing.draft)
 
     def hidden_wanted(self, end: int, count: int) -> int:
         """The last positions of a row of count tokens whose hidden states are wanted. end: the one after it."""

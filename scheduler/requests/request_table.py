@@ -65,8 +65,7 @@ class RequestTable:
         """Give a request a new serial: what stages still report under the old one does not match it."""
         del self._by_serial[request.serial]
         request.serial = self.new_serial()
-        request.grammar_on_stages = False
-        request.history_on_stages = False
+        request.on_stages.renumbered()
         self._by_serial[request.serial] = request
 
     def remove(self, request: Request) -> None:

@@ -41,7 +41,7 @@ def told_before_quiet(original: Any) -> Any:
         original(self, request, reason, now)
         if request.outgoing is not None and request.outgoing.final_reply is not None:
             self._state.out.add(request.outgoing.final_reply)
-            request.awaiting_stages.clear()
+            request.on_stages.stopping.clear()
             self.release_if_safe(request)
 
     return cancelled
