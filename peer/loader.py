@@ -38,10 +38,8 @@ from headrace.core.messages.stage_events import (
     StageEvent,
 )
 from headrace.core.types.errors import PEER_GONE, QUEUE_FULL, TOO_LONG
-from headrace.core.types.kv.backends import writes_directly
 from headrace.core.types.kv.geometry import ceil_div
 from headrace.core.types.peers.allow_list import PREFILL_NOT_ALLOWED
-from headrace.core.types.requests.request import FirstToken
 from headrace.peer.commands import (
     AnyCommand,
     AnyResult,
@@ -57,7 +55,7 @@ from headrace.peer.commands import (
     RenewLease,
     TicketRef,
 )
-from headrace.peer.records import LoadPhase, PeerLimits, PrefillRecord, TicketRecord
+from headrace.peer.records import RECEIVER, LoadPhase, PeerLimits, PrefillRecord, TicketRecord
 from headrace.peer.servers import TOO_MANY, Effect, PrefillServers
 from headrace.peer.staging import PageRunAllocator
 
@@ -124,15 +122,13 @@ class KvLoader:
             case TicketFailed() | TicketFinished() | TicketCancelled():
                 self._ended(event, now)
             case SessionClosed():
-                for record in [one for one in self._records.values() if one.phase is LoadPhase.STOPPING]:
-                    if record.session == event.session:
-                        self._close(record, now)
+                self._revoked(event.session, now)
             case ReceivePrepared(request=serial) if serial in self._by_serial:
                 self._reserve(self._by_serial[serial])
             case ChunkReceived(request=serial) if serial in self._by_serial:
                 self._by_serial[serial].deadline = now + self._limits.load_timeout_s
             case KvReceived(request=serial) if serial in self._by_serial:
-                self._finish(self._by_serial[serial], event.first, now)
+                self._finish(self._by_serial[serial], event, now)
             case ReceiveFailed(request=serial) if serial in self._by_serial:
                 self._fail(self._by_serial[serial], event.code, event.message, now)
             case _:
@@ -210,8 +206,8 @@ class KvLoader:
         waiting: deque[TicketRecord] = deque()
         while self._queue:
             record = self._queue.popleft()
-            session = self._server_of(record).session
-            if session is None:
+            server = self._server_of(record)
+            if server.session is None:
                 waiting.append(record)
                 continue
             page = self.staging_pages.allocate(record.pages) if self._rows else None
@@ -219,24 +215,25 @@ class KvLoader:
                 waiting.append(record)
                 break
             record.phase, record.page, record.row = LoadPhase.RESERVED, page, self._rows.pop()
-            record.session, record.generation = session, self._generation()
             record.deadline = now + self._limits.load_timeout_s
-            self.effects.append(record.prepare_receive())
+            self.effects.append(record.begin(server.session, server.backend, self._generation()))
         self._queue.extendleft(reversed(waiting))
 
     def _reserve(self, record: TicketRecord) -> None:
         """Ask the prefill server to send, now that the receiver is ready."""
-        if record.phase is LoadPhase.RESERVED:
-            record.written_directly = writes_directly(self._server_of(record).backend)
-            self.effects.append(record.ask_reserve())
+        if record.phase is LoadPhase.RESERVED and record.incoming is not None:
+            ask = record.incoming.prepared(RECEIVER)
+            if ask is not None:
+                self.effects.append(ask)
 
-    def _finish(self, record: TicketRecord, first: FirstToken, now: float) -> None:
+    def _finish(self, record: TicketRecord, event: KvReceived, now: float) -> None:
         """All KV is in the staging area: report Loaded."""
-        if record.phase is not LoadPhase.RESERVED:
+        if record.phase is not LoadPhase.RESERVED or record.incoming is None:
             return
+        record.incoming.arrived(RECEIVER, event.bytes, event.chunks)
         self._rows.append(record.row)
-        record.phase, record.deadline, record.written_directly = LoadPhase.LOADED, math.inf, False
-        self.results.append(record.loaded(first, self._limits.page_tokens, now))
+        record.phase, record.deadline = LoadPhase.LOADED, math.inf
+        self.results.append(record.loaded(event.first, self._limits.page_tokens, now))
 
     def _cancel(self, name: str, now: float) -> None:
         record = self._records.get(name)
@@ -262,10 +259,11 @@ class KvLoader:
         record = self._records.get(name)
         if record is None or record.phase in ANSWERED:
             return
-        session, generation = self._server_of(record).session, record.generation or self._generation()
-        if record.phase is LoadPhase.RESERVED:
+        session, incoming = self._server_of(record).session, record.incoming
+        generation = self._generation() if incoming is None else incoming.generation
+        if incoming is not None:
             self.effects.append(CancelReceive(seq=0, request=record.serial))
-            notify = notify and session == record.session
+            notify = notify and session == incoming.session
         elif record.phase is LoadPhase.QUEUED and record in self._queue:
             self._queue.remove(record)
         if notify and session is None:
@@ -275,7 +273,7 @@ class KvLoader:
             self.effects.append(
                 AskCancel(session=session, ticket=record.ticket.name, generation=generation, reason="not needed")
             )
-        if record.written_directly:
+        if incoming is not None and incoming.remote_writes:
             record.phase, record.deadline = LoadPhase.STOPPING, math.inf
             self.stopping_pages += record.pages
             return
@@ -313,13 +311,16 @@ class KvLoader:
         if server is None:
             return
         for record in list(server.records.values()):
-            if record.phase is LoadPhase.RESERVED and record.session != server.session:
+            incoming = record.incoming
+            lost = incoming is not None and incoming.session != server.session
+            if record.phase is LoadPhase.RESERVED and incoming is not None and lost:
+                incoming.lose()
                 self._fail(record, PEER_GONE, f"the prefill server is gone: {event.reason}", now, notify=False)
             elif record.phase is LoadPhase.QUEUED and event.unfit:
                 self._fail(record, "unfit", event.reason, now, notify=False)
             elif record.phase is LoadPhase.QUEUED and record.deadline == math.inf:
                 record.deadline = now + self._limits.connect_timeout_s
-            if record.phase is LoadPhase.STOPPING and record.session != server.session:
+            if record.phase is LoadPhase.STOPPING and lost:
                 del server.records[record.id]  # it waits for SessionClosed, for which the server is not needed
                 server.idle_since = now
 
@@ -327,17 +328,29 @@ class KvLoader:
         """The prefill server has ended a ticket, and writes nothing more for it."""
         key = event.session, event.ticket, event.generation
         for record in self._records.values():
-            if record.key == key and record.phase in (LoadPhase.RESERVED, LoadPhase.STOPPING):
+            incoming = record.incoming
+            if incoming is not None and incoming.key == key and record.phase is not LoadPhase.LOADED:
                 break
         else:
             return
-        record.written_directly = False
+        if isinstance(event, TicketCancelled) and record.phase is LoadPhase.RESERVED:
+            if incoming.remote_writes:  # nobody has asked for that: the load goes on, or falls silent
+                incoming.stop_writer()
+            return
+        incoming.end()
         if record.phase is LoadPhase.STOPPING:
             self._close(record, now)
         elif isinstance(event, TicketFailed):
             self._fail(record, event.error.code, event.error.message, now, notify=False)
         elif isinstance(event, TicketFinished):
             self._fail(record, "no_kv", "the first token ended the prompt, so no KV was sent", now, notify=False)
+
+    def _revoked(self, session: str, now: float) -> None:
+        """Nothing can be written through an ended session any more."""
+        for record in [one for one in self._records.values() if one.phase is LoadPhase.STOPPING]:
+            if record.incoming is not None and record.incoming.session == session:
+                record.incoming.stop_writer()
+                self._close(record, now)
 
     def _server_of(self, record: TicketRecord) -> PrefillRecord:
         server = self._servers.get(record.ticket)

@@ -6,8 +6,9 @@ from enum import Enum, auto
 
 import msgspec
 
+from headrace.core.incoming import IncomingTransfer
 from headrace.core.messages.orders import PrepareReceive
-from headrace.core.messages.peers import AskReserve, ConnectPrefill
+from headrace.core.messages.peers import ConnectPrefill
 from headrace.core.types.kv.backends import ZMQ
 from headrace.core.types.packed import pack
 from headrace.core.types.peers.addresses import url
@@ -62,6 +63,7 @@ class PeerLimits(msgspec.Struct, frozen=True, kw_only=True):
         return ""
 
 
+RECEIVER = 0  # the one stage of a peer
 NO_ANSWER_YET = "it has not answered yet"
 
 
@@ -87,56 +89,27 @@ class TicketRecord:
     deadline: float = math.inf
     started: float = 0.0  # when the load was asked for
     load: LoadKv | None = None  # None while only the lease is renewed
-    session: str = ""  # of the reservation
-    generation: int = 0  # of the reservation
     row: int = 0  # metadata row of the reservation
     page: int = 0  # first page in the staging area
     pages: int = 0  # pages in the staging area
-    written_directly: bool = (
-        False  # the prefill server itself may write into the pages, and is not known to have stopped
-    )
+    incoming: IncomingTransfer | None = None  # set with the reservation
 
-    @property
-    def key(self) -> tuple[str, str, int]:
-        """What the prefill server names the reservation by."""
-        return self.session, self.ticket.name, self.generation
-
-    @property
-    def packed_pages(self) -> bytes:
-        """Packed page ids in the staging area."""
-        return pack(range(self.page, self.page + self.pages))
-
-    def prepare_receive(self) -> PrepareReceive:
-        """The order for the receiver, once staging pages are allocated."""
-        assert self.load is not None, "only loads have pages"
-        return PrepareReceive(
-            seq=0,
-            request=self.serial,
-            session=self.session,
-            ticket=self.ticket.name,
-            generation=self.generation,
-            start=self.load.start,
-            count=self.load.count,
-            pages=self.packed_pages,
-            row=self.row,
-            draft=self.load.draft,
-        )
-
-    def ask_reserve(self) -> AskReserve:
-        """The reservation for the control endpoint, once the receiver is ready."""
+    def begin(self, session: str, backend: str, generation: int) -> PrepareReceive:
+        """Fetch through this session into the page and row that it has. Returns the order for the receiver."""
         assert self.load is not None, "only loads have pages"
         reservation = Reservation(
             ticket=self.ticket.name,
-            generation=self.generation,
+            generation=generation,
             prompt_tokens=self.load.tokens,
             cached_tokens=self.load.start,
-            pages=self.packed_pages,
+            pages=pack(range(self.page, self.page + self.pages)),
             row=self.row,
             wait=self.ticket.wait,
             prompt_hash=self.load.prompt_hash,
             draft=self.load.draft,
         )
-        return AskReserve(session=self.session, reservation=reservation)
+        self.incoming = IncomingTransfer.begin(session, backend, reservation, (RECEIVER,))
+        return self.incoming.prepare(0, self.serial)
 
     def loaded(self, first: FirstToken, page_tokens: int, now: float) -> Loaded:
         """The result, once all KV is in the staging area."""

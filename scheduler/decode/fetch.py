@@ -5,15 +5,15 @@ WAITING ─► lease, PrepareReceive ─► every stage: ReceivePrepared ─► 
 
 A prefill server that writes into our pages itself may do so from AskReserve until it has said that the ticket has
 ended, or our stages have made sure that nothing can be written through its session any more (SessionClosed). Only then
-do pages of requests that failed meanwhile go to others: see RemoteWriter.
+do pages of requests that failed meanwhile go to others: see core/incoming.py.
 """
 
 import math
 
 from msgspec.structs import replace
 
-from headrace.core.messages.orders import PrepareReceive
-from headrace.core.messages.peers import AskReserve, TicketCancelled, TicketFailed, TicketFinished
+from headrace.core.incoming import IncomingTransfer
+from headrace.core.messages.peers import TicketCancelled, TicketFailed, TicketFinished
 from headrace.core.messages.replies import Reserved
 from headrace.core.messages.stage_events import (
     ChunkReceived,
@@ -24,7 +24,6 @@ from headrace.core.messages.stage_events import (
     SessionClosed,
 )
 from headrace.core.types.errors import ErrorInfo
-from headrace.core.types.kv.backends import writes_directly
 from headrace.core.types.packed import pack, prompt_hash
 from headrace.core.types.requests.request import FetchFrom, FirstToken
 from headrace.core.types.requests.reservation import Reservation
@@ -33,7 +32,7 @@ from headrace.scheduler.lifecycle.completion import Completion
 from headrace.scheduler.queues.deadlines import AnswerTimer
 from headrace.scheduler.requests.phase import Phase
 from headrace.scheduler.requests.record import Request
-from headrace.scheduler.requests.transfers import IncomingTransfer, RemoteWriter
+from headrace.scheduler.requests.transfers import IncomingTransfer
 from headrace.scheduler.state.state import State
 
 BAD_GATEWAY = 502
@@ -64,34 +63,25 @@ class RemoteFetch:
         request.row = state.metadata_rows.allocate(1, request.arrival)[0]
         request.cached_tokens = lease.matched * state.config.page_size
         self._generations += 1
-        request.incoming = incoming = IncomingTransfer(
-            session=hello.session,
+        reservation = Reservation(
             ticket=route.ticket,
             generation=self._generations,
-            pages=len(lease.pages) - lease.matched,
-            unready=set(replica.ranks),
-            missing=set(replica.ranks),
-            writer=RemoteWriter.IDLE if writes_directly(hello.terms.backend) else RemoteWriter.NONE,
+            prompt_tokens=request.prompt_tokens,
+            cached_tokens=request.cached_tokens,
+            pages=pack(lease.pages[lease.matched :]),
+            row=request.row,
+            wait=route.posting != "done",
+            prompt_hash=prompt_hash(request.submit.prompt) if route.posting != "local" else "",
         )
+        incoming = IncomingTransfer.begin(hello.session, hello.terms.backend, reservation, replica.ranks)
+        request.incoming = incoming
         state.prefills.start_fetch(request)
         replica.queues.plan(request, request.target - request.planned)
         request.on_stages.known = True
         state.metrics.counters.add("prompt_tokens_total", request.prompt_tokens)
         state.metrics.counters.add("cached_tokens_total", request.cached_tokens)
         state.enter(request, Phase.FETCHING, now)
-        replica.order(
-            PrepareReceive(
-                seq=state.out.next_seq(),
-                request=request.serial,
-                session=incoming.session,
-                ticket=incoming.ticket,
-                generation=incoming.generation,
-                start=request.cached_tokens,
-                count=request.prompt_tokens - request.cached_tokens,
-                pages=pack(lease.pages[lease.matched :]),
-                row=request.row,
-            )
-        )
+        replica.order(incoming.prepare(state.out.next_seq(), request.serial))
         state.deadlines.set(AnswerTimer(request.arrival), now + state.config.stage_timeout_s)
         return True
 
@@ -102,30 +92,11 @@ class RemoteFetch:
         if request is None or incoming is None or event.stage not in incoming.unready:
             state.drop("unknown_request")
             return
-        incoming.unready.discard(event.stage)
-        if incoming.unready:
+        ask = incoming.prepared(event.stage)
+        if ask is None:
             return
-        assert request.lease is not None, "start() has leased pages"
-        assert request.row is not None, "start() has allocated a row"
-        assert isinstance(request.route, FetchFrom), "only such requests are fetched"
-        posting = request.route.posting
         state.deadlines.clear(AnswerTimer(request.arrival))
-        incoming.reserve()
-        state.out.add(
-            AskReserve(
-                session=incoming.session,
-                reservation=Reservation(
-                    ticket=incoming.ticket,
-                    generation=incoming.generation,
-                    prompt_tokens=request.prompt_tokens,
-                    cached_tokens=request.cached_tokens,
-                    pages=pack(request.lease.pages[request.lease.matched :]),
-                    row=request.row,
-                    wait=posting != "done",
-                    prompt_hash=prompt_hash(request.submit.prompt) if posting != "local" else "",
-                ),
-            )
-        )
+        state.out.add(ask)
         state.out.add(Reserved(rid=request.rid))
 
     def chunk_received(self, event: ChunkReceived) -> None:
@@ -147,13 +118,9 @@ class RemoteFetch:
             return
         if self._reject_metadata(request, event.first, now):
             return
-        incoming.missing.discard(event.stage)
-        incoming.bytes += event.bytes
-        incoming.chunks += event.chunks
-        if incoming.missing:
+        if not incoming.arrived(event.stage, event.bytes, event.chunks):
             return
         assert request.lease is not None, "start() has leased pages"
-        incoming.receive()
         state.prefills.end_fetch(request)
         request.computed = request.target
         if _first_token_forbidden(request, event.first):  # the prompt is computed here, from its cached pages

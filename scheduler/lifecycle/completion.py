@@ -12,6 +12,7 @@ every plan in flight with the request is done
 ReleaseRequest           the lease and the metadata row end, here and nowhere else
 """
 
+from headrace.core.incoming import IncomingState
 from headrace.core.messages.orders import CancelReceive, CancelSend, ReleaseRequest
 from headrace.core.messages.peers import AskCancel, TellCancelled, TellFailed, TellFinished
 from headrace.core.messages.replies import RequestFailed, RequestFinished, RequestTraced
@@ -209,9 +210,7 @@ class Completion:
         """Tell the prefill server that the KV is not needed, where it has been reserved or was posted by a router."""
         incoming, error = request.incoming, request.error
         if incoming is not None and incoming.state is IncomingState.RESERVED:
-            session, ticket, generation = incoming.key
-            reason = error.message if error else "no longer needed"
-            self._state.out.add(AskCancel(session=session, ticket=ticket, generation=generation, reason=reason))
+            self._state.out.add(incoming.ask_cancel(error.message if error else "no longer needed"))
         elif (
             (incoming is None or incoming.state is IncomingState.PREPARING)
             and route.posting != "local"

@@ -4,10 +4,10 @@ from collections import Counter, deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
+from headrace.core.incoming import IncomingState, TransferKey
 from headrace.core.messages.peers import PeerJoined, PrefillUp
 from headrace.core.types.requests.request import FetchFrom
 from headrace.scheduler.requests.record import Request
-from headrace.scheduler.requests.transfers import IncomingState, TransferKey
 
 MAX_CHANGES = 32
 

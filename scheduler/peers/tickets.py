@@ -4,6 +4,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
+from headrace.core.incoming import TransferKey
 from headrace.core.messages.peers import PeerReserved
 from headrace.core.shares import Shares
 from headrace.core.types.errors import ErrorInfo

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 
+from headrace.core.incoming import IncomingState, IncomingTransfer
 from headrace.core.messages.frontend import Submit
 from headrace.core.types.errors import ErrorInfo
 from headrace.core.types.kv.geometry import pages_spanned
@@ -25,7 +26,7 @@ from headrace.scheduler.kv.lease import Lease
 from headrace.scheduler.requests.parts import OnStages, PromptResult, QueueEntry
 from headrace.scheduler.requests.phase import ENDED, Phase, timing
 from headrace.scheduler.requests.span_log import SpanLog
-from headrace.scheduler.requests.transfers import IncomingState, IncomingTransfer, OutgoingTransfer
+from headrace.scheduler.requests.transfers import OutgoingTransfer
 
 
 @dataclass(slots=True, eq=False)

@@ -1,16 +1,13 @@
-"""The transfer of one request's KV cache, out to a decode peer or in from a prefill server."""
+"""The transfer of one request's KV cache to a decode peer. The way in: core/incoming.py."""
 
 from array import array
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from enum import Enum
 
+from headrace.core.incoming import TransferKey
 from headrace.core.messages.peers import ControlServerEffect
 from headrace.core.types.kv.geometry import ceil_div
 from headrace.core.types.requests.draft import NO_DRAFT, DraftTerms
-
-TransferKey = tuple[str, str, int]
-"""Session, ticket, generation: one use of a ticket."""
 
 
 @dataclass(slots=True, eq=False)
@@ -107,96 +104,3 @@ class OutgoingTransfer:
         self.bytes += size
         self.silent_since = now
         return True
-
-
-class IncomingState(Enum):
-    """How far the fetch of one request's KV is.
-
-    PREPARING ──reserve()──► RESERVED ──receive()──► RECEIVED
-        │                        │
-        └── end(), lose() ───────┴─────────────────► ENDED
-    """
-
-    PREPARING = "preparing"  # our stages get ready to receive; the prefill server has not been asked
-    RESERVED = "reserved"  # the prefill server has our page ids, and sends
-    RECEIVED = "received"  # every stage has all of the KV
-    ENDED = "ended"  # the prefill server has ended the ticket or its session: there is nothing left to cancel
-
-
-class RemoteWriter(Enum):
-    """Whether the prefill server itself may write into our pages (backends "shm" and "nixl").
-
-    IDLE ──reserve()──► WRITING ──receive(), end(), stop_writer()──► STOPPED
-    """
-
-    NONE = "none"  # chunks come as messages, which our own stages write
-    IDLE = "idle"  # it has not been told our page ids
-    WRITING = "writing"  # it may write into our pages at any time, whatever our stages are told
-    STOPPED = "stopped"  # it has ended the ticket, has written all of it, or can reach our pool no more
-
-
-@dataclass(slots=True, eq=False)
-class IncomingTransfer:
-    """KV that is fetched from a prefill server. Pages may be given to others only when `remote_writes` is False and no
-    stage writes any more."""
-
-    session: str
-    ticket: str
-    generation: int
-    pages: int
-    """Pages that are fetched; those found in the prefix cache are not."""
-
-    unready: set[int]
-    """Stages that have not answered PrepareReceive."""
-
-    missing: set[int]
-    """Stages whose KV has not arrived."""
-
-    writer: RemoteWriter
-    state: IncomingState = IncomingState.PREPARING
-    bytes: int = 0
-    """Payload bytes that have arrived, over all stages."""
-
-    chunks: int = 0
-    """Chunks that have arrived, over all stages."""
-
-    @property
-    def key(self) -> TransferKey:
-        """What the prefill server's messages name this transfer by."""
-        return (self.session, self.ticket, self.generation)
-
-    @property
-    def remote_writes(self) -> bool:
-        """The prefill server may write into our pages now."""
-        return self.writer is RemoteWriter.WRITING
-
-    def reserve(self) -> None:
-        """The prefill server is told our page ids. Raises ValueError unless the transfer is being prepared."""
-        self._leave(IncomingState.PREPARING)
-        self.state = IncomingState.RESERVED
-        if self.writer is RemoteWriter.IDLE:
-            self.writer = RemoteWriter.WRITING
-
-    def receive(self) -> None:
-        """All of the KV is here. Raises ValueError unless pages were reserved."""
-        self._leave(IncomingState.RESERVED)
-        self.state = IncomingState.RECEIVED
-        self.stop_writer()
-
-    def end(self) -> None:
-        """The prefill server has ended the ticket, and writes nothing more for it."""
-        self.state = IncomingState.ENDED
-        self.stop_writer()
-
-    def lose(self) -> None:
-        """The session has ended. A prefill server that writes by itself may go on until its access is revoked."""
-        self.state = IncomingState.ENDED
-
-    def stop_writer(self) -> None:
-        """The prefill server cannot write into our pages any more."""
-        if self.writer is not RemoteWriter.NONE:
-            self.writer = RemoteWriter.STOPPED
-
-    def _leave(self, state: IncomingState) -> None:
-        if self.state is not state:
-            raise ValueError(f"transfer {self.key} is {self.state.value}, not {state.value}")

@@ -10,6 +10,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest.mock import patch
 
+from headrace.core.incoming import IncomingTransfer
 from headrace.core.types.requests.request import FetchFrom, SendTo
 from headrace.scheduler.decode.prefill_sessions import PrefillSessions
 from headrace.scheduler.peers.peer_tables import DecodePeerTable
@@ -17,7 +18,6 @@ from headrace.scheduler.peers.tickets import TicketTable
 from headrace.scheduler.requests.phase import Phase
 from headrace.scheduler.requests.record import Request
 from headrace.scheduler.requests.request_table import RequestTable
-from headrace.scheduler.requests.transfers import IncomingTransfer
 from headrace.scheduler.scheduler import Scheduler
 from headrace.testing.driver import SchedulerDriver
 from headrace.transfer.control.session_table import SessionTable

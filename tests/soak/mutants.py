@@ -8,6 +8,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
+from headrace.core.incoming import IncomingTransfer
 from headrace.scheduler.batching.page_copies import PageCopies
 from headrace.scheduler.decode.fetch import RemoteFetch
 from headrace.scheduler.decode.generation import TokenGeneration
@@ -18,7 +19,7 @@ from headrace.scheduler.prefill.handoff import KvHandoff
 from headrace.scheduler.prefill.holding import HeldRequests
 from headrace.scheduler.prefill.rendezvous import Rendezvous
 from headrace.scheduler.requests.request_table import RequestTable
-from headrace.scheduler.requests.transfers import IncomingTransfer, OutgoingTransfer
+from headrace.scheduler.requests.transfers import OutgoingTransfer
 from headrace.scheduler.scheduler import Scheduler
 from headrace.scheduler.state.replica import Replica
 from headrace.transfer.control.session import PeerSession

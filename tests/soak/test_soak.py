@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from headrace.core.incoming import IncomingState, RemoteWriter
 from headrace.scheduler.requests.phase import Phase
-from headrace.scheduler.requests.transfers import IncomingState, RemoteWriter
 from headrace.testing.scenario import Scenario
 from tests.soak.cases import Case, Result, as_json, case_of, from_json, run_case, signature
 from tests.soak.coverage import Recorder

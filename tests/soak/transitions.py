@@ -1,7 +1,7 @@
 """The declared transitions of every state machine, in one table: machine, state before > state after, and the events.
 
 request   see scheduler/requests/phase.py: held (ticket flow), sent (rendezvous), fetched, own (decoded here, or not)
-ticket    see scheduler/peers/tickets.py         incoming transfer, remote writer   see scheduler/requests/transfers.py
+ticket    see scheduler/peers/tickets.py         incoming transfer, remote writer   see core/incoming.py
 peers     see scheduler/peers/peer_tables.py     session, inbound and outbound KV   see transfer/
 
 "-" is before it is there, "gone" when nothing is left of it. "next" is what follows by itself: planning, and starting

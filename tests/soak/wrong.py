@@ -4,6 +4,7 @@ from typing import Any
 
 import msgspec
 
+from headrace.core.incoming import IncomingTransfer
 from headrace.core.messages.replies import RequestFinished
 from headrace.scheduler.batching.page_copies import PageCopies
 from headrace.scheduler.decode.fetch import RemoteFetch
@@ -15,7 +16,7 @@ from headrace.scheduler.prefill.handoff import KvHandoff
 from headrace.scheduler.prefill.holding import HeldRequests
 from headrace.scheduler.requests.phase import Phase
 from headrace.scheduler.requests.record import Request
-from headrace.scheduler.requests.transfers import IncomingTransfer, OutgoingTransfer
+from headrace.scheduler.requests.transfers import OutgoingTransfer
 from headrace.scheduler.scheduler import Scheduler
 from headrace.scheduler.state.replica import Replica
 from headrace.transfer.control.session import PeerSession

@@ -4,11 +4,11 @@ from collections.abc import Callable
 
 import pytest
 
+from headrace.core.incoming import RemoteWriter
 from headrace.core.types.requests.request import FetchFrom, SendTo
 from headrace.scheduler.peers.tickets import EndedTicket
 from headrace.scheduler.requests.phase import Phase
 from headrace.scheduler.requests.record import Request
-from headrace.scheduler.requests.transfers import RemoteWriter
 from headrace.scheduler.state.plan_table import Plan, PlannedRow
 from headrace.scheduler.state.state import State
 from tests.scheduler.bench import Bench

@@ -2,12 +2,15 @@
 
 import pytest
 
+from headrace.core.incoming import IncomingState, IncomingTransfer, RemoteWriter
 from headrace.core.types.packed import pack, unpack
-from headrace.scheduler.requests.transfers import IncomingState, IncomingTransfer, OutgoingTransfer, RemoteWriter
+from headrace.core.types.requests.reservation import Reservation
+from headrace.scheduler.requests.transfers import OutgoingTransfer
 
 
 def incoming(writer: RemoteWriter = RemoteWriter.IDLE) -> IncomingTransfer:
-    return IncomingTransfer("s", "t", 1, pages=3, unready={0}, missing={0}, writer=writer)
+    wanted = Reservation(ticket="t", generation=1, prompt_tokens=3, cached_tokens=0, pages=pack([4, 5, 6]), row=0)
+    return IncomingTransfer("s", wanted, unready={0}, missing={0}, writer=writer)
 
 
 def outgoing(cached: int = 0) -> OutgoingTransfer:
