@@ -15,7 +15,6 @@ from headrace.core.types.kv.kv_tiers import PageHeader, Tier
 from headrace.scheduler.kv.cache_events import CacheEventLog
 from headrace.scheduler.kv.node import NONE, TIERS, Node, PageCopy, PageLoad, PageStore, has_copy, load_of, slot_of
 from headrace.scheduler.kv.prefix_tree import PrefixTree
-from headrace.scheduler.kv.tier_check import check_tiers
 from headrace.scheduler.kv.tier_slots import TierSlots
 
 
@@ -230,7 +229,7 @@ class KvTiers:
 
     def check(self, nodes: Sequence[Node]) -> list[str]:
         """Discrepancies between tiers and tree. nodes: all of the tree."""
-        return check_tiers(nodes, self._slots.values(), self.loading, self.leaving + self.archiving)
+        return _check_tiers(nodes, self._slots.values(), self.loading, self.leaving + self.archiving)
 
     def _add(self, store: PageStore, node: Node, slot: int) -> None:
         assert node.copies is not None, "it has just been given a slot"
@@ -338,3 +337,28 @@ def _below(node: Node, tier: Tier) -> list[Node]:
             continue
         stack += [child for child in one.children.values() if slot_of(child, tier) != NONE]
     return found
+
+
+def _check_tiers(nodes: Sequence[Node], tiers: Iterable[TierSlots], loading_now: int, stored_now: int) -> list[str]:
+    """Discrepancies; none when no copy is without a parent's, no slot without a node, and counts are right. nodes: all
+    of the tree. loading_now, stored_now: pages that are counted as being copied from and to tiers."""
+    parents = {id(node.parent): node.parent for node in nodes if node.parent is not None}
+    counting = [*nodes, *(parent for parent in parents.values() if parent.parent is None)]
+    problems = [problem for slots in tiers for problem in slots.check(counting)]
+    loading = busy = 0
+    for node in nodes:
+        parent, copies = node.parent, node.copies
+        if copies is not None:
+            loading += copies.load is not None
+            busy += copies.busy
+        if parent is None or parent.parent is None:
+            continue
+        if has_copy(node) and not has_copy(parent):
+            problems.append("a node with a copy has a parent without")
+        if node.page != NONE and parent.page == NONE:
+            problems.append(f"page {node.page} has a parent outside the pool")
+        if slot_of(node, "disk") != NONE and slot_of(parent, "disk") == NONE and copies is not None and not copies.busy:
+            problems.append(f"disk slot {slot_of(node, 'disk')} has a parent that is not on disk")
+    if (loading, busy) != (loading_now, loading_now + stored_now):
+        problems.append(f"{loading_now} pages are being loaded and {busy} copied; nodes say {loading}")
+    return problems

@@ -4,6 +4,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 
 from headrace.core.messages.frontend import Submit
+from headrace.core.shares import Shares
 from headrace.core.types.packed import packed_length
 from headrace.scheduler.costs.backlog import UNRANKED, Backlog, RankOf
 from headrace.scheduler.costs.cost_model import NOTHING, CostModel, Load
@@ -16,7 +17,31 @@ from headrace.scheduler.requests.record import Request
 from headrace.scheduler.telemetry.metrics import QUEUES
 
 NONE_QUEUED = dict.fromkeys(QUEUES, 0)
+QUEUED = (Phase.BOOTSTRAP, Phase.WAITING)
 STARTED = (Phase.RUNNING, Phase.GENERATING)
+
+
+class QueuedShares:
+    """What the tenants of a server have queued, of all replicas: requests, and prompt tokens that no plan has begun, by
+    the name of the API key. Keys without a name are one tenant, whatever cache salts come with them: clients choose
+    these."""
+
+    def __init__(self) -> None:
+        self.requests = Shares()
+        self.tokens = Shares()
+
+    def count(self, request: Request, sign: int) -> None:
+        """A request enters its phase (1), or leaves it (-1)."""
+        if request.phase in QUEUED:
+            self.requests.add(request.submit.tenant, sign)
+            self.tokens.add(request.submit.tenant, sign * request.prompt_tokens)
+
+    def check(self, requests: Iterable[Request]) -> Iterator[str]:
+        """Counts that are wrong."""
+        queued = [request for request in requests if request.phase in QUEUED]
+        counted = (self.requests.total, self.tokens.total)
+        if counted != (found := (len(queued), sum(request.prompt_tokens for request in queued))):
+            yield f"{counted} requests and tokens counted as queued by tenants; there are {found}"
 
 
 class Queues:

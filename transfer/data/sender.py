@@ -22,14 +22,14 @@ from headrace.core.stats import Counters, Sample, Stats
 from headrace.core.trace import Buffer, Outcome, TransferTrace
 from headrace.core.types.errors import CANCELLED, PEER_GONE
 from headrace.core.types.kv.geometry import Geometry
+from headrace.core.types.packed import packed_length
 from headrace.transfer.backends.base import Transport
 from headrace.transfer.data.outbound import PARTS_IN_FLIGHT, Outbound
-from headrace.transfer.data.outgoing import Lane, OutPart
+from headrace.transfer.data.outgoing import Lane, OutPart, OutSession
 from headrace.transfer.data.peer_pools import PeerPools
-from headrace.transfer.data.send_checks import attached_lane, page_error
 from headrace.transfer.data.transmitter import PageOutOfRange, Transmitter
 from headrace.transfer.protocol import draft_frame, messages, metadata
-from headrace.transfer.protocol.layout import SourceStore
+from headrace.transfer.protocol.layout import SourceStore, pages_for
 from headrace.transfer.protocol.messages import (
     Ack,
     AnswerMessage,
@@ -195,7 +195,7 @@ class Sender:
                 return self._answer(lane, message, now)
 
     def _attach(self, arrival: Arrival, attach: Attach, now: float) -> list[StageEvent]:
-        lane = attached_lane(self._outbound.session(attach.session), self._number, attach)
+        lane = _attached_lane(self._outbound.session(attach.session), self._number, attach)
         if isinstance(lane, Refuse):
             return self._refuse(arrival, lane.code, lane.message, now)
         self._peer_pools.open(attach.session, lane, attach)
@@ -241,7 +241,7 @@ class Sender:
         session = self._outbound.session(order.session)
         if session is None:
             return self._fail(order.request, PEER_GONE, "the peer's session has ended")
-        problem = page_error(order, self._geometry.page_size, session.page_size)
+        problem = _page_error(order, self._geometry.page_size, session.page_size)
         if problem:
             return self._fail(order.request, messages.BAD_CHUNK, problem)
         try:
@@ -310,3 +310,23 @@ def _last_frames(order: SendChunk) -> tuple[bytes, bytes]:
         return b"", b""
     row = metadata.encode(order.ticket, order.generation, last)
     return row, b"" if last.draft is None else draft_frame.encode(order.ticket, order.generation, last.draft)
+
+
+def _attached_lane(session: OutSession | None, stage: int, attach: Attach) -> Lane | Refuse:
+    """The lane that an Attach asks for, or why it is refused. session: the one it names. stage: number in Welcome."""
+    if session is None:
+        return Refuse(code=messages.NO_SESSION, message="no session of this name is admitted here")
+    if attach.stage != stage:
+        return Refuse(code=messages.WRONG_STAGE, message=f"stage {stage} here, {attach.stage} asked for")
+    lane = session.lanes.get(attach.peer_stage)
+    if lane is None:
+        text = f"stage {stage} shares no layers and heads with stage {attach.peer_stage} of the peer"
+        return Refuse(code=messages.WRONG_STAGE, message=text)
+    return lane
+
+
+def _page_error(order: SendChunk, page_size: int, peer_page_size: int) -> str:
+    """How the page lists of an order do not fit its positions; "" when they do. Page sizes are in tokens."""
+    needed = pages_for(page_size, order.start, order.count), pages_for(peer_page_size, order.start, order.count)
+    given = packed_length(order.pages), packed_length(order.dst_pages)
+    return "" if given == needed else f"source and destination pages: {given} given, {needed} needed"
