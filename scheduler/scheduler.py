@@ -294,7 +294,7 @@ class Scheduler:
             case TicketFinished():
                 self._fetch.ticket_finished(event, now)
             case TicketCancelled():
-                self._fetch.ticket_cancelled(event)
+                self._fetch.ticket_cancelled(event, now)
 
     def _conclude(self, now: float) -> list[Effect]:
         """Do what any change may have made possible; return the effects of the event."""

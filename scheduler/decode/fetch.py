@@ -23,7 +23,7 @@ from headrace.core.messages.stage_events import (
     SampledToken,
     SessionClosed,
 )
-from headrace.core.types.errors import ErrorInfo
+from headrace.core.types.errors import PREFILL_FAILED, ErrorInfo
 from headrace.core.types.packed import pack, prompt_hash
 from headrace.core.types.requests.request import FetchFrom, FirstToken
 from headrace.core.types.requests.reservation import Reservation
@@ -154,10 +154,16 @@ class RemoteFetch:
         else:
             self._bad_metadata(request, "the request goes on after its first token, and its KV has not come", now)
 
-    def ticket_cancelled(self, event: TicketCancelled) -> None:
-        """The answer to our cancel. Pages that the prefill server could write directly are freed now."""
-        if self._state.prefills.fetched((event.session, event.ticket, event.generation)) is not None:
-            self._end_ticket(event)
+    def ticket_cancelled(self, event: TicketCancelled, now: float) -> None:
+        """The answer to our cancel: pages that the prefill server could write directly are freed now. Nobody has asked
+        to cancel a live request: its KV does not come."""
+        if self._state.prefills.fetched((event.session, event.ticket, event.generation)) is None:
+            return
+        request = self._end_ticket(event)
+        if request is not None:
+            text = "the prefill server said that the ticket was cancelled, which nobody had asked for"
+            error = ErrorInfo(code=PREFILL_FAILED, message=text, status=BAD_GATEWAY, at_prefill=True)
+            self._completion.fail(request, error, now)
 
     def session_closed(self, event: SessionClosed) -> None:
         """A stage has made sure that nothing can be written through an ended session any more."""

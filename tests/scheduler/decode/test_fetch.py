@@ -26,7 +26,7 @@ from headrace.core.messages.peers import (
     TicketFinished,
 )
 from headrace.core.messages.replies import PrefillState, RequestFailed, RequestFinished, Reserved, Tokens
-from headrace.core.messages.stage_events import ChunkReceived, KvReceived, ReceiveFailed
+from headrace.core.messages.stage_events import ChunkReceived, KvReceived, ReceiveCancelled, ReceiveFailed
 from headrace.core.types.errors import ErrorInfo
 from headrace.core.types.peers.session_terms import PrefillTerms
 from headrace.core.types.requests.request import FetchFrom, FirstToken, TokenLogprob
@@ -93,6 +93,25 @@ def test_decoding_goes_on_from_the_first_token() -> None:
     assert finished.timing.forward_s == 0
     assert (finished.handoff.bytes, finished.handoff.chunks, finished.handoff.pages) == (200, 4, 3)
     assert none(bench.seen, CancelReceive)
+    bench.assert_empty()
+
+
+@pytest.mark.parametrize("prepared", [1, 2])
+def test_a_cancel_that_nobody_has_asked_for_fails_the_request_and_what_comes_after_it_changes_nothing(
+    prepared: int,
+) -> None:
+    bench = connected(stages=2)
+    fetch(bench)
+    expect = bench.last(PrepareReceive)
+    for stage in range(prepared):
+        bench.expecting(expect.request, stage)
+    bench.do(TicketCancelled(session="p1", ticket="t", generation=expect.generation))
+    assert (bench.error().code, bench.error().status) == ("prefill_failed", 502)
+    for stage in range(2):
+        bench.expecting(expect.request, stage)
+        arrive(bench, expect, stage)
+    for stage in range(2):
+        bench.do(ReceiveCancelled(stage=stage, request=expect.request))
     bench.assert_empty()
 
 
