@@ -20,7 +20,7 @@ from headrace.core.messages.orders import PlanRow
 from headrace.core.types.packed import pack
 from headrace.core.types.requests.constraint import Constraint, GrammarStart
 from headrace.core.types.requests.request import SamplingParams
-from headrace.engine.grammar.compiler import Vocabulary, compile_constraint, load_vocabulary
+from headrace.engine.grammar.compiler import GrammarVocabulary, compile_constraint, load_vocabulary
 from headrace.engine.load_plan import plan_rank
 from headrace.engine.model.source import load_spec, resolve_source
 from headrace.engine.runner import ModelRunner
@@ -91,7 +91,7 @@ def _row(number: int, constrained: bool, constraint: Constraint, step: int, batc
     )
 
 
-def compile_row(name: str, constraint: Constraint, vocabulary: Vocabulary, rounds: int) -> tuple[str, ...]:
+def compile_row(name: str, constraint: Constraint, vocabulary: GrammarVocabulary, rounds: int) -> tuple[str, ...]:
     """A row of the table of compile times."""
     compiled: list[float] = []
     first: list[float] = []

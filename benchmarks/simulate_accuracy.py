@@ -27,10 +27,10 @@ from headrace.server.launch.local_server import LocalServer
 from headrace.tools.simulate.calibrate import Calibration, calibrate, evaluate, stage_passes
 from headrace.tools.simulate.objectives import OBJECTIVES
 from headrace.tools.simulate.replay.offered_work import offered_work
-from headrace.tools.simulate.replay.replay import Outcome, Replay, ReplayResult, ReplaySettings
+from headrace.tools.simulate.replay.replay import Replay, ReplayOutcome, ReplayResult, ReplaySettings
 from headrace.tools.simulate.replay.routing import ScoreRouter
-from headrace.tools.simulate.replay.workload import Segment, TraceRequest, prompt
-from headrace.tools.simulate.summary import Summary, summarise
+from headrace.tools.simulate.replay.workload import PromptSegment, TraceRequest, prompt
+from headrace.tools.simulate.summary import ReplaySummary, summarise
 from headrace.tools.simulate.trace_file import read_trace
 
 STUB = "stub:layers=4,us_per_token=300,ps_per_token_squared=60000,us_per_plan=10000,max_len=8192"
@@ -54,7 +54,7 @@ def workload(count: int, longest: int, seed: int) -> list[TraceRequest]:
         if sessions and draw.random() < CONTINUED:
             session = draw.choice(sessions[-20:])
         sessions.append(session)
-        requests.append(TraceRequest(at, (Segment(session, tokens),), tokens))
+        requests.append(TraceRequest(at, (PromptSegment(session, tokens),), tokens))
         at += draw.expovariate(1.0)
     return requests
 
@@ -63,7 +63,7 @@ async def _replay(server: LocalServer, requests: Sequence[TraceRequest]) -> tupl
     """Send every request at its time; the first token is there when the answer is. Returns what came of them, and the
     costs of the passes of the first minute."""
     bodies = [prefill_body(unpack(prompt(request, VOCABULARY))) for request in requests]
-    outcomes = [Outcome(request.tokens, request.arrival_s) for request in requests]
+    outcomes = [ReplayOutcome(request.tokens, request.arrival_s) for request in requests]
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=200)
     async with direct_async_client(base_url=server.url, timeout=CONNECT_S, limits=limits) as client:
         for tokens in WARM_UP:  # the first requests of a server and of a client are slower
@@ -109,7 +109,7 @@ def at_load(
     return [msgspec.structs.replace(request, arrival_s=request.arrival_s * scale) for request in requests]
 
 
-def figures(summary: Summary) -> dict[str, float]:
+def figures(summary: ReplaySummary) -> dict[str, float]:
     """What is compared."""
     latency = summary.ttft["all"]
     return {

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from headrace.core.config import MlaForm
-from headrace.core.runtime.progress import Progress
+from headrace.core.runtime.progress import PassProgress
 from headrace.engine.attention.base import AttentionPass
 from headrace.engine.collectives.alone import ALONE
 from headrace.engine.collectives.base import Collectives
@@ -61,7 +61,7 @@ class Decoder:
         tensor.
         """
         shard = shard or whole_model(spec)
-        self.progress = Progress()
+        self.progress = PassProgress()
         """Layers that were begun, in all passes."""
         self._spec = spec
         self._precision = precision

@@ -52,7 +52,7 @@ from headrace.core.runtime.codec import Codec
 from headrace.core.runtime.event_loop import MAX_WAIT_S, EventLoop
 from headrace.core.runtime.event_source import EventSource
 from headrace.core.runtime.frames import UNSENT_WAIT_S, ConnectionClosed
-from headrace.core.runtime.progress import Progress
+from headrace.core.runtime.progress import PassProgress
 from headrace.core.stats import Sample, Stats, join
 from headrace.engine.kv.tiers.copier import Copier
 from headrace.engine.order_check import OrderCheck, OrderMismatch
@@ -149,7 +149,7 @@ class StageIoThread(threading.Thread):
         clock: Clock,
         copies: Copies | None = None,
         experts: ExpertMeter | None = None,
-        progress: Progress | None = None,
+        progress: PassProgress | None = None,
         replica: int = 0,
     ) -> None:
         """stage: the rank. replica: its data-parallel replica. inbox: orders for the compute thread. outbox: its
@@ -164,7 +164,7 @@ class StageIoThread(threading.Thread):
         self._meter = meter
         self._recorder = recorder
         self._experts = experts
-        self._progress = progress or Progress()
+        self._progress = progress or PassProgress()
         self._data_sockets: tuple[DataSocket, ...] = (sender, receiver)
         self._inbox = inbox
         self._copies = copies

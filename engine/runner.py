@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from headrace.core.messages.orders import PlanRow
-from headrace.core.runtime.progress import LoadProgress, Progress
+from headrace.core.runtime.progress import LoadProgress, PassProgress
 from headrace.core.types import packed
 from headrace.core.types.kv.geometry import Geometry
 from headrace.core.types.ranks.coordinate import Agreement, halves
@@ -84,7 +84,7 @@ class Runner(Protocol):
         ...
 
     @property
-    def progress(self) -> Progress:
+    def progress(self) -> PassProgress:
         """Steps of all passes so far."""
         ...
 

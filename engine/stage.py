@@ -54,7 +54,7 @@ from headrace.engine.parallel.pipeline import PipelineLinks
 from headrace.engine.runner import ModelRunner, Runner
 from headrace.engine.stub.runner import StubRunner
 from headrace.engine.telemetry.expert_meter import ExpertMeter
-from headrace.engine.telemetry.load_report import LoadReport
+from headrace.engine.telemetry.load_report import LoadingReport
 from headrace.engine.telemetry.meter import Meter
 from headrace.engine.telemetry.recorder import Recorder
 from headrace.engine.telemetry.speed import measure
@@ -87,7 +87,7 @@ def _serve(config: StageConfig, memory: KvMemory, groups: Groups) -> int:
     clock = SystemClock()
     control = connect_scheduler(context, config.endpoint, stage_identity(config.rank, config.epoch, config.session))
     loading = LoadProgress()
-    report = LoadReport(loading, partial(_send, control), clock, rank=config.rank, epoch=config.epoch)
+    report = LoadingReport(loading, partial(_send, control), clock, rank=config.rank, epoch=config.epoch)
     with report:  # it has the connection meanwhile
         runner = _make_runner(config, memory, groups, loading)
     links = PipelineLinks(config.shared_layout, config.shared_rank, runner.hidden_spec, groups.tokens, config.credits)

@@ -3,7 +3,7 @@
 import threading
 
 
-class Progress:
+class PassProgress:
     """Steps of a computation. Counted by one thread, read by any."""
 
     def __init__(self) -> None:

@@ -36,7 +36,7 @@ _HOST, _NAME = 32, 16  # bytes
 _CREDENTIALS = struct.Struct("3i")  # struct ucred: process, user, group
 
 
-class Part(NamedTuple):
+class SegmentPart(NamedTuple):
     """What one rank has of a segment: file descriptors, which it has to close."""
 
     memory: int
@@ -52,7 +52,7 @@ class Part(NamedTuple):
 class Segment:
     """A segment that this rank has mapped."""
 
-    def __init__(self, part: Part, rank: int) -> None:
+    def __init__(self, part: SegmentPart, rank: int) -> None:
         """Takes the part over. Raises OSError when there is no address space."""
         self.size = len(part.sockets) + 1
         self.rank = rank
@@ -70,7 +70,7 @@ class Segment:
         self._part.close()
 
 
-def make_parts(size: int, memory_bytes: int) -> list[Part]:
+def make_parts(size: int, memory_bytes: int) -> list[SegmentPart]:
     """A new segment of zeros, cut into the parts of all ranks. Raises OSError when memory or descriptors are short."""
     with contextlib.ExitStack() as stack:
         memory = os.memfd_create("headrace-sums", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
@@ -89,7 +89,7 @@ def make_parts(size: int, memory_bytes: int) -> list[Part]:
                 short.callback(os.close, memories[-1])
             short.pop_all()
         return [
-            Part(memories[rank], tuple(ends[rank, other].detach() for other in range(size) if other != rank))
+            SegmentPart(memories[rank], tuple(ends[rank, other].detach() for other in range(size) if other != rank))
             for rank in range(size)
         ]
 
@@ -124,7 +124,7 @@ def form_segment(group: Collectives, memory_bytes: int) -> Segment | None:
     return None
 
 
-def _mapped(part: Part, rank: int) -> Segment:
+def _mapped(part: SegmentPart, rank: int) -> Segment:
     try:
         return Segment(part, rank)
     except OSError:
@@ -158,7 +158,7 @@ def _listen(name: bytes, backlog: int) -> socket.socket:
     return listener
 
 
-def _give(listener: socket.socket, parts: Sequence[Part], deadline: float) -> Part:
+def _give(listener: socket.socket, parts: Sequence[SegmentPart], deadline: float) -> SegmentPart:
     """Give each other rank the part that it asks for by its number. Returns the first part. Raises OSError when a rank
     does not ask in time."""
     waiting = dict(enumerate(parts))
@@ -179,7 +179,7 @@ def _give(listener: socket.socket, parts: Sequence[Part], deadline: float) -> Pa
             part.close()
 
 
-def _receive(name: bytes, rank: int, size: int, deadline: float) -> Part:
+def _receive(name: bytes, rank: int, size: int, deadline: float) -> SegmentPart:
     """This rank's part. Raises OSError when the first rank does not give it in time."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
         connection.settimeout(_left(deadline))
@@ -192,7 +192,7 @@ def _receive(name: bytes, rank: int, size: int, deadline: float) -> Part:
         for each in descriptors:
             os.close(each)
         raise ConnectionError("the first rank has ended")
-    return Part(descriptors[0], tuple(descriptors[1:]))
+    return SegmentPart(descriptors[0], tuple(descriptors[1:]))
 
 
 def _left(deadline: float) -> float:

@@ -98,7 +98,7 @@ class Grammar:
             raise GrammarError(NOTHING_NEXT if "NoExtensionBias" in why else _cut(why))
 
 
-class Vocabulary(NamedTuple):
+class GrammarVocabulary(NamedTuple):
     """The tokens of a model as llguidance has them."""
 
     tokenizer: "llguidance.LLTokenizer"
@@ -115,11 +115,11 @@ class GrammarCompiler:
         self._model = model
         self._cache_dir = cache_dir
         self._words = words
-        self._vocabulary: Vocabulary | None = None
+        self._vocabulary: GrammarVocabulary | None = None
         self._cache: OrderedDict[Constraint, Grammar] = OrderedDict()  # least recently used first
         self._cached_bytes = 0
 
-    def load(self) -> Vocabulary:
+    def load(self) -> GrammarVocabulary:
         """The vocabulary, loaded now if it is not. Raises GrammarError for a model without a tokenizer that can be
         used."""
         if self._vocabulary is None:
@@ -138,7 +138,7 @@ class GrammarCompiler:
         return found.copy()
 
 
-def load_vocabulary(model: str, cache_dir: str, words: int) -> Vocabulary:
+def load_vocabulary(model: str, cache_dir: str, words: int) -> GrammarVocabulary:
     """The vocabulary of a model. Holds the GIL for most of a second. Raises GrammarError for a model without a
     tokenizer that can be used, or without a token that ends a text."""
     import llguidance
@@ -159,10 +159,10 @@ def load_vocabulary(model: str, cache_dir: str, words: int) -> Vocabulary:
         tokenizer = llguidance.LLTokenizer(text, n_vocab=words, eos_token=list(ends))
     except ValueError as error:
         raise GrammarError(f"the model's tokenizer cannot be used for constraints: {_cut(str(error))}") from error
-    return Vocabulary(tokenizer, words)
+    return GrammarVocabulary(tokenizer, words)
 
 
-def compile_constraint(constraint: Constraint, vocabulary: Vocabulary) -> Grammar:
+def compile_constraint(constraint: Constraint, vocabulary: GrammarVocabulary) -> Grammar:
     """A grammar at its beginning. Raises GrammarError for a constraint that is wrong, too large or not supported."""
     import llguidance
 

@@ -7,7 +7,7 @@ from torch import Tensor
 NO_EXPERT = -1  # in place of an expert that another rank computes, or of a padded row; never computed
 
 
-class Choice(NamedTuple):
+class ExpertChoice(NamedTuple):
     """Experts of the rows of a forward pass."""
 
     experts: Tensor

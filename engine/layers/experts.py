@@ -5,7 +5,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from headrace.engine.layers.choice import Choice
+from headrace.engine.layers.choice import ExpertChoice
 from headrace.engine.layers.exchange.ways import TILE_ROWS
 from headrace.engine.model.arithmetic import Arithmetic
 from headrace.engine.model.moe_spec import MoeSpec
@@ -41,7 +41,7 @@ class Experts:
         self.rows = torch.zeros(len(own), dtype=torch.int64)
         """Rows computed by each own expert; written by the compute thread, may be read by others."""
 
-    def compute(self, x: Tensor, choice: Choice) -> Tensor:
+    def compute(self, x: Tensor, choice: ExpertChoice) -> Tensor:
         """Weighted sums of the own experts' results for rows x [tokens, hidden size]: float32 [tokens, hidden size].
 
         Results of a token are added in ascending order of experts, so its sum does not depend on the other tokens.
@@ -59,7 +59,7 @@ class Experts:
                 sums.index_add_(0, rows, result.mul_(weights[tile]))
         return sums
 
-    def _sorted(self, choice: Choice) -> tuple[Tensor, Tensor, list[int]]:
+    def _sorted(self, choice: ExpertChoice) -> tuple[Tensor, Tensor, list[int]]:
         """Tokens and weights [rows, 1] in the order of experts, and where each own expert's rows begin and end."""
         if self._edges is None:
             self._edges = torch.arange(self._own.start, self._own.stop + 1, device=choice.experts.device)

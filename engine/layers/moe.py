@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from headrace.engine.collectives.steps import Steps, finish
-from headrace.engine.layers.choice import Choice
+from headrace.engine.layers.choice import ExpertChoice
 from headrace.engine.layers.exchange.base import Exchange
 from headrace.engine.layers.experts import Experts
 from headrace.engine.layers.router import Router
@@ -46,11 +46,11 @@ class MoeMlp:
         sums = yield from self._exchanges[half].run(normed, self)
         return sums.to(normed.dtype)
 
-    def route(self, x: Tensor) -> Choice:
+    def route(self, x: Tensor) -> ExpertChoice:
         """See Mixture."""
         return self._router.route(x)
 
-    def compute(self, x: Tensor, choice: Choice) -> Tensor:
+    def compute(self, x: Tensor, choice: ExpertChoice) -> Tensor:
         """See Mixture."""
         return self._experts.compute(x, choice)
 

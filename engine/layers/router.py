@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from headrace.engine.layers.choice import Choice
+from headrace.engine.layers.choice import ExpertChoice
 from headrace.engine.model.arithmetic import Arithmetic
 from headrace.engine.model.moe_spec import MoeSpec
 from headrace.engine.model.weights import LayerReader
@@ -23,16 +23,16 @@ class Router:
         self._weight = arithmetic.pack(weight.float() if moe.float32_logits else weight)
         self._bias = read.float32(name, "e_score_correction_bias", (moe.experts,)) if moe.choice_bias else None
 
-    def route(self, x: Tensor) -> Choice:
+    def route(self, x: Tensor) -> ExpertChoice:
         """Choose the experts of rows [tokens, hidden size]."""
         if not len(x):
             shape = (0, self._moe.top_k)
-            return Choice(x.new_empty(shape, dtype=torch.int64), x.new_empty(shape, dtype=torch.float32))
+            return ExpertChoice(x.new_empty(shape, dtype=torch.int64), x.new_empty(shape, dtype=torch.float32))
         rows = x.float() if self._moe.float32_logits else x
         return choose(self._arithmetic.linear(rows, self._weight), self._moe, self._bias)
 
 
-def choose(logits: Tensor, moe: MoeSpec, bias: Tensor | None = None) -> Choice:
+def choose(logits: Tensor, moe: MoeSpec, bias: Tensor | None = None) -> ExpertChoice:
     """The best k experts by the router's logits [tokens, experts], which are in the dtype of their product.
 
     bias: float32 [experts], added to scores for the choice only. A row's result does not depend on the other rows, bit
@@ -48,7 +48,7 @@ def choose(logits: Tensor, moe: MoeSpec, bias: Tensor | None = None) -> Choice:
         weights = weights / (total + SMALLEST_SUM if moe.scores == "sigmoid" else total)
     if moe.rounded_weights:
         weights = weights.to(logits.dtype).float()
-    return Choice(experts, weights if moe.scaling == 1.0 else weights * moe.scaling)
+    return ExpertChoice(experts, weights if moe.scaling == 1.0 else weights * moe.scaling)
 
 
 def _scores(logits: Tensor, moe: MoeSpec) -> Tensor:

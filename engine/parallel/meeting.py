@@ -38,7 +38,7 @@ Terms = Mapping[str, str]
 """What all ranks must have in common, by the flag that sets it."""
 
 
-class Registration(msgspec.Struct, frozen=True):
+class MemberRegistration(msgspec.Struct, frozen=True):
     """A rank that waits for the others."""
 
     incarnation: str
@@ -48,7 +48,7 @@ class Registration(msgspec.Struct, frozen=True):
     terms: dict[str, str]
 
 
-class Admission(msgspec.Struct, frozen=True):
+class MemberAdmission(msgspec.Struct, frozen=True):
     """The group is complete."""
 
     incarnations: tuple[str, ...]
@@ -61,9 +61,9 @@ class Attendance:
     def __init__(self, ranks: int) -> None:
         """ranks: of the group, rank 0 included."""
         self._others = range(1, ranks)
-        self._seen: dict[int, tuple[Registration, float]] = {}  # with the time of the last change
+        self._seen: dict[int, tuple[MemberRegistration, float]] = {}  # with the time of the last change
 
-    def see(self, rank: int, registration: Registration, now: float) -> None:
+    def see(self, rank: int, registration: MemberRegistration, now: float) -> None:
         """Take note of what a rank has registered."""
         known = self._seen.get(rank)
         if known is None or known[0] != registration:
@@ -96,7 +96,7 @@ class _Visitor:
         self._config = config
         self._member = member
         self._rank = config.shared_rank
-        self._mine = Registration(secrets.token_hex(8), 0, terms)
+        self._mine = MemberRegistration(secrets.token_hex(8), 0, terms)
         self._logged_at = time.monotonic() - LOG_S + 1.0  # the first line, after a second
         self._pauses = Backoff(REPEAT_S, FRESH_S)
 
@@ -117,13 +117,13 @@ class _Visitor:
         self._register(store)
         while True:
             for rank in range(1, size):
-                if (found := _read(store, _key(rank), Registration)) is not None:
+                if (found := _read(store, _key(rank), MemberRegistration)) is not None:
                     attendance.see(rank, found, time.monotonic())
             if not (missing := attendance.missing(time.monotonic())):
                 break
             self._say(f"waiting for {self._names(missing)} of {size // self._config.layout.tp}")
             time.sleep(REPEAT_S)
-        store.set(ADMITTED, _text(Admission((self._mine.incarnation, *attendance.incarnations()))))
+        store.set(ADMITTED, _text(MemberAdmission((self._mine.incarnation, *attendance.incarnations()))))
         return self._group(store, self._mine.incarnation)
 
     def visit(self) -> PrefixStore:
@@ -148,12 +148,12 @@ class _Visitor:
             return TCPStore(member.host, member.port, is_master=False, timeout=timeout, wait_for_workers=False)
 
     def _stay(self, store: TCPStore) -> PrefixStore:
-        hosting = msgspec.json.decode(store.get(_key(0)), type=Registration)  # waits for it
+        hosting = msgspec.json.decode(store.get(_key(0)), type=MemberRegistration)  # waits for it
         self._compare(hosting.terms)
         self._take_place(store)
         while True:
             self._register(store)
-            admission = _read(store, ADMITTED, Admission)
+            admission = _read(store, ADMITTED, MemberAdmission)
             if admission is not None and admission.incarnations[self._rank] == self._mine.incarnation:
                 return self._group(store, hosting.incarnation)
             if admission is not None:
@@ -164,11 +164,11 @@ class _Visitor:
 
     def _take_place(self, store: TCPStore) -> None:
         """Raises ConfigError when another process repeats a registration as this rank."""
-        before = _read(store, _key(self._rank), Registration)
+        before = _read(store, _key(self._rank), MemberRegistration)
         if before is None:
             return
         time.sleep(FRESH_S)
-        if _read(store, _key(self._rank), Registration) != before:
+        if _read(store, _key(self._rank), MemberRegistration) != before:
             raise ConfigError(
                 f"--dp-external {self._member}: another server is there as {self._member.rank}; give each server a "
                 f"rank of its own, from 0 to {self._member.size - 1}"

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from headrace.engine.collectives.steps import Steps
-from headrace.engine.layers.choice import Choice
+from headrace.engine.layers.choice import ExpertChoice
 from headrace.engine.layers.exchange.base import Exchange
 from headrace.engine.layers.exchange.ways import TILE_TOKENS
 from headrace.engine.model.moe_spec import MoeSpec
@@ -122,15 +122,15 @@ class StubMixture:
         self._clock = clock
         self._seconds = seconds
 
-    def route(self, x: Tensor) -> Choice:
+    def route(self, x: Tensor) -> ExpertChoice:
         """See Mixture."""
         first = _words(x) % np.uint64(self._moe.experts)
         order = np.arange(self._moe.top_k)
         chosen = (first.astype(np.int64)[:, None] + order) % self._moe.experts
         weights = np.broadcast_to(1 + order, chosen.shape).astype(np.float32)
-        return Choice(torch.from_numpy(chosen).to(x.device), torch.from_numpy(weights).to(x.device))
+        return ExpertChoice(torch.from_numpy(chosen).to(x.device), torch.from_numpy(weights).to(x.device))
 
-    def compute(self, x: Tensor, choice: Choice) -> Tensor:
+    def compute(self, x: Tensor, choice: ExpertChoice) -> Tensor:
         """See Mixture."""
         self._clock.compute(self._seconds)
         return self.sums(x, choice, self._own)
@@ -138,7 +138,7 @@ class StubMixture:
     def add_shared(self, x: Tensor, sums: Tensor) -> None:
         """See Mixture. There are none."""
 
-    def sums(self, x: Tensor, choice: Choice, held: range) -> Tensor:
+    def sums(self, x: Tensor, choice: ExpertChoice, held: range) -> Tensor:
         """Weighted sums over those of the chosen experts that are held: float32 [rows, ROW]."""
         experts, weights = choice.experts.cpu().numpy(), choice.weights.cpu().numpy()
         words = mixed(_words(x)[:, None] + (experts.astype(np.uint64) << np.uint64(32)))  # [rows, k]

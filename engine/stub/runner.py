@@ -23,7 +23,7 @@ from torch import Tensor
 
 from headrace.core.messages.orders import PlanRow
 from headrace.core.messages.stage_events import PromptLogprobs, SampledToken
-from headrace.core.runtime.progress import Progress
+from headrace.core.runtime.progress import PassProgress
 from headrace.core.types import packed
 from headrace.core.types.ranks.coordinate import Agreement, halves
 from headrace.core.types.requests.constraint import GrammarRejection
@@ -80,7 +80,7 @@ class StubRunner:
         self.geometry = plan.geometry
         self.pool = KVPool(self.geometry, memory.kv_pages, device, allocate)
         self.expert_rows: ExpertRows | None = None
-        self.progress = Progress()
+        self.progress = PassProgress()
         self._first, self._last = part.first, part.last
         self._tp = tp
         self._share = len(layers) / spec.layers * len(shard.heads) / spec.heads

@@ -15,7 +15,7 @@ LOG_S = 5.0
 EARLY = 0.02  # share of the weights before which the time that is left is not known
 
 
-class LoadReport:
+class LoadingReport:
     """A thread that reports while its context lasts. send: called by that thread only."""
 
     def __init__(

@@ -13,7 +13,7 @@ from headrace.server.frontend.request.generation_request import GenerationReques
 from headrace.server.telemetry.prometheus import FrontMetrics
 from headrace.server.upstream.connection import Extensions, connection_error, past_stale_connection
 from headrace.server.upstream.prefill_call import response_error, stated_error
-from headrace.server.upstream.prefill_pool import Choice, PrefillPool
+from headrace.server.upstream.prefill_pool import PrefillChoice, PrefillPool
 
 KEY_STATUSES = (401, 403)  # of the key of this gateway, which its client does not know
 UNKNOWN_PROMPT = (0,)  # a gateway has no tokenizer: each request counts as a prompt of one token
@@ -44,7 +44,7 @@ class PrefillPoster:
         """The answer of the server with the fewest requests, or of another one if that refuses or fails it. Raises
         HeadraceError: what a server says of the request, or why none has computed it."""
 
-        async def attempt(_left: GenerationRequest, choice: Choice, _moved: bool) -> PrefillAnswer:
+        async def attempt(_left: GenerationRequest, choice: PrefillChoice, _moved: bool) -> PrefillAnswer:
             return await self._answer(choice, path, body, headers)
 
         request = GenerationRequest(rid=rid, prompt=UNKNOWN_PROMPT, sampling=SamplingParams())
@@ -62,7 +62,7 @@ class PrefillPoster:
             raise HeadraceError(connection_error(url, error)) from error
         return response.status_code, response.content
 
-    async def _answer(self, choice: Choice, path: str, body: bytes, headers: Mapping[str, str]) -> PrefillAnswer:
+    async def _answer(self, choice: PrefillChoice, path: str, body: bytes, headers: Mapping[str, str]) -> PrefillAnswer:
         """Raises HeadraceError (at_prefill)."""
         server = choice.server
         assert server.target is not None, "it is up"

@@ -27,7 +27,7 @@ from headrace.server.frontend.request.generation_request import GenerationReques
 from headrace.server.frontend.request.request_context import RequestContext
 from headrace.server.http.ranges import MAX_SALT_CHARS
 from headrace.server.upstream.prefill_call import PrefillCall, PrefillProgress
-from headrace.server.upstream.prefill_pool import Choice, PrefillPool
+from headrace.server.upstream.prefill_pool import PrefillChoice, PrefillPool
 
 NO_KV = "no_kv"  # code of a load whose prompt ended with its first token
 SAMPLING = SamplingParams(
@@ -123,7 +123,9 @@ class Handoffs:
             context=prompt.context,
         )
 
-        async def attempt(left: GenerationRequest, choice: Choice, _moved: bool) -> tuple[Loaded, GenerationResult]:
+        async def attempt(
+            left: GenerationRequest, choice: PrefillChoice, _moved: bool
+        ) -> tuple[Loaded, GenerationResult]:
             began = self._clock.now()
             loaded = await self._load(left, choice)
             usage = Usage(len(left.prompt), 1, loaded.first.cached_tokens)
@@ -148,7 +150,7 @@ class Handoffs:
     def _pages_for(self, tokens: int) -> int:
         return ceil_div(tokens, self._page_tokens)
 
-    async def _load(self, request: GenerationRequest, choice: Choice) -> Loaded:
+    async def _load(self, request: GenerationRequest, choice: PrefillChoice) -> Loaded:
         """Have the chosen server compute the prompt, and load its KV meanwhile. Raises HeadraceError (at_prefill)."""
         ticket, server = f"gw-{secrets.token_hex(16)}", choice.server
         assert server.target is not None, "it is up"

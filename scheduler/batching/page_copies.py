@@ -13,7 +13,7 @@ from headrace.core.messages.stage_events import PagesFound, PagesLoaded, PagesLo
 from headrace.core.types.kv.kv_tiers import PageHeader, Tier
 from headrace.core.types.packed import pack, unpack
 from headrace.scheduler.kv.copy_table import PendingCopy
-from headrace.scheduler.kv.node import TIERS, Node, PageLoad, PageStore
+from headrace.scheduler.kv.node import TIERS, Node, PageLoad, StoringPages
 from headrace.scheduler.lifecycle.completion import Completion
 from headrace.scheduler.queues.deadlines import CopyTimer
 from headrace.scheduler.requests.phase import Phase
@@ -47,7 +47,7 @@ class PageCopies:
             if not len(self._replica.copies):
                 state.deadlines.set(CopyTimer(self._replica.index), now + state.config.stage_timeout_s)
             pending = PendingCopy(copy, now)
-            if isinstance(copy, PageStore):
+            if isinstance(copy, StoringPages):
                 self._order_store(pending, copy)
             else:
                 self._order_load(pending, copy)
@@ -69,7 +69,7 @@ class PageCopies:
         pending = self._answered(event, now)
         if pending is None:
             return
-        assert isinstance(pending.copy, PageStore), "PagesStored answers StorePages"
+        assert isinstance(pending.copy, StoringPages), "PagesStored answers StorePages"
         if pending.copy.tier == "disk":
             self._replica.copies.written(event.stage, event.written_bytes)
         if not pending.waiting:
@@ -137,7 +137,7 @@ class PageCopies:
         """No copy has ended in time; returns the stage that has not answered."""
         return self._replica.copies.silent()
 
-    def _order_store(self, pending: PendingCopy, store: PageStore) -> None:
+    def _order_store(self, pending: PendingCopy, store: StoringPages) -> None:
         out = self._state.out
         for first in range(0, len(store.nodes), ORDER_PAGES):
             nodes = store.nodes[first : first + ORDER_PAGES]

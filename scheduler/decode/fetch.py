@@ -32,7 +32,6 @@ from headrace.scheduler.lifecycle.completion import Completion
 from headrace.scheduler.queues.deadlines import AnswerTimer
 from headrace.scheduler.requests.phase import Phase
 from headrace.scheduler.requests.record import Request
-from headrace.scheduler.requests.transfers import IncomingTransfer
 from headrace.scheduler.state.state import State
 
 BAD_GATEWAY = 502

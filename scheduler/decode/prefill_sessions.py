@@ -10,7 +10,7 @@ from headrace.core.messages.replies import PrefillState
 from headrace.core.types.errors import PEER_GONE, ErrorInfo
 from headrace.scheduler.admission import no_prefill
 from headrace.scheduler.lifecycle.completion import Completion
-from headrace.scheduler.peers.peer_tables import PrefillServer
+from headrace.scheduler.peers.peer_tables import PrefillPeer
 from headrace.scheduler.requests.phase import Phase
 from headrace.scheduler.state.replica import Replica
 from headrace.scheduler.state.state import State
@@ -72,7 +72,7 @@ class PrefillSessions:
 
     def _end_session(
         self,
-        server: PrefillServer,
+        server: PrefillPeer,
         replica: Replica,
         reason: str,
         now: float,

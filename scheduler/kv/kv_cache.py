@@ -21,7 +21,7 @@ from headrace.core.types.packed import ITEM_BYTES
 from headrace.scheduler.kv.cache_events import CacheEventLog
 from headrace.scheduler.kv.eviction import SHORT_TOKENS, make_ranking
 from headrace.scheduler.kv.lease import Lease
-from headrace.scheduler.kv.node import Node, PageCopy, PageStore, load_of
+from headrace.scheduler.kv.node import Node, PageCopy, StoringPages, load_of
 from headrace.scheduler.kv.page_allocator import PageAllocator
 from headrace.scheduler.kv.page_digests import page_digests
 from headrace.scheduler.kv.prefix_tree import PrefixTree, next_turn, pages_of
@@ -228,7 +228,7 @@ class KvCache:
         """A copy of pages has ended on all stages; failed: indices of pages that failed on one of them. For a load:
         leases on those, and on pages after them, have ended."""
         assert self.tiers is not None, "it has begun the copy"
-        freed = self.tiers.stored(copy, failed) if isinstance(copy, PageStore) else self.tiers.loaded(copy, failed)
+        freed = self.tiers.stored(copy, failed) if isinstance(copy, StoringPages) else self.tiers.loaded(copy, failed)
         self._allocator.release(freed, TREE)
         self.version += 1
 

@@ -91,7 +91,7 @@ class Node:
 
 
 @dataclass(slots=True, eq=False)
-class PageStore:
+class StoringPages:
     """Pages of the pool that are being copied to a tier."""
 
     tier: Tier
@@ -110,7 +110,7 @@ class PageLoad:
     """Where each of them is read from."""
 
 
-PageCopy = PageStore | PageLoad
+PageCopy = StoringPages | PageLoad
 
 
 def slot_of(node: Node, tier: Tier) -> int:

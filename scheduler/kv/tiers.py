@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 
 from headrace.core.types.kv.kv_tiers import PageHeader, Tier
 from headrace.scheduler.kv.cache_events import CacheEventLog
-from headrace.scheduler.kv.node import NONE, TIERS, Node, PageCopy, PageLoad, PageStore, has_copy, load_of, slot_of
+from headrace.scheduler.kv.node import NONE, TIERS, Node, PageCopy, PageLoad, StoringPages, has_copy, load_of, slot_of
 from headrace.scheduler.kv.prefix_tree import PrefixTree
 from headrace.scheduler.kv.tier_slots import TierSlots
 
@@ -66,7 +66,7 @@ class KvTiers:
         """Copy up to count of the coldest pages to the host tier, to leave the pool. Returns pages that have left it at
         once, since all that is in the tier is worth more."""
         slots, left = self._slots["host"], []
-        store = PageStore("host")
+        store = StoringPages("host")
         for _ in range(count if slots.total else 0):
             node = self._tree.coldest()
             if node is None:
@@ -92,7 +92,7 @@ class KvTiers:
         that may be under way."""
         if not self.disk_ready or not self.may_write or turn < self._admission_turn:
             return
-        slots, store = self._slots["disk"], PageStore("disk")
+        slots, store = self._slots["disk"], StoringPages("disk")
         anchor: Node | None = None  # the page before those, which must not be evicted meanwhile
         for node in path:
             if slot_of(node, "disk") != NONE:
@@ -145,7 +145,7 @@ class KvTiers:
         self._begun.append(load)
         self.loading += len(nodes)
 
-    def stored(self, store: PageStore, failed: set[int]) -> list[int]:
+    def stored(self, store: StoringPages, failed: set[int]) -> list[int]:
         """A store has ended; failed: indices of pages that some stage could not store. Returns the pages of the pool
         that have become free."""
         for index, node in enumerate(store.nodes):
@@ -231,17 +231,17 @@ class KvTiers:
         """Discrepancies between tiers and tree. nodes: all of the tree."""
         return _check_tiers(nodes, self._slots.values(), self.loading, self.leaving + self.archiving)
 
-    def _add(self, store: PageStore, node: Node, slot: int) -> None:
+    def _add(self, store: StoringPages, node: Node, slot: int) -> None:
         assert node.copies is not None, "it has just been given a slot"
         node.copies.busy += 1
         store.nodes.append(node)
         store.slots.append(slot)
 
-    def _begin(self, store: PageStore) -> None:
+    def _begin(self, store: StoringPages) -> None:
         if store.nodes:
             self._begun.append(store)
 
-    def _left(self, store: PageStore, failed: set[int]) -> list[int]:
+    def _left(self, store: StoringPages, failed: set[int]) -> list[int]:
         """Pages have been copied to the host tier, children first. They leave the pool, unless they are used again."""
         self.leaving -= len(store.nodes)
         freed = []
@@ -254,7 +254,7 @@ class KvTiers:
                 self._release(node, "host")
         return freed
 
-    def _archived(self, store: PageStore, failed: set[int]) -> list[int]:
+    def _archived(self, store: StoringPages, failed: set[int]) -> list[int]:
         """Pages have been copied to disk, parents first. With a page that failed go those behind it."""
         self.archiving -= len(store.nodes)
         for index, node in enumerate(store.nodes):

@@ -28,7 +28,7 @@ from headrace.scheduler.queues.deadlines import (
 )
 from headrace.scheduler.requests.phase import Phase
 from headrace.scheduler.requests.record import Request
-from headrace.scheduler.requests.transfers import IncomingState, OutgoingTransfer
+from headrace.scheduler.requests.transfers import OutgoingTransfer
 from headrace.scheduler.state.state import State
 
 

@@ -122,7 +122,7 @@ class DecodePeerTable:
 
 
 @dataclass(slots=True, eq=False)
-class PrefillServer:
+class PrefillPeer:
     """A prefill server that KV is fetched from."""
 
     name: str
@@ -145,17 +145,17 @@ class PrefillTable:
     """Prefill servers by name, the fetches from them, and ended sessions whose access is being revoked."""
 
     def __init__(self) -> None:
-        self._servers: dict[str, PrefillServer] = {}
+        self._servers: dict[str, PrefillPeer] = {}
         self._fetches: dict[TransferKey, Request] = {}
         self._revoking: dict[str, set[int]] = {}
 
-    def __iter__(self) -> Iterator[PrefillServer]:
+    def __iter__(self) -> Iterator[PrefillPeer]:
         return iter(self._servers.values())
 
-    def __getitem__(self, name: str) -> PrefillServer:
+    def __getitem__(self, name: str) -> PrefillPeer:
         return self._servers[name]
 
-    def get(self, name: str) -> PrefillServer | None:
+    def get(self, name: str) -> PrefillPeer | None:
         """The server with this name."""
         return self._servers.get(name)
 
@@ -171,13 +171,13 @@ class PrefillTable:
 
     def add(self, name: str) -> None:
         """Know a server by this name."""
-        self._servers.setdefault(name, PrefillServer(name))
+        self._servers.setdefault(name, PrefillPeer(name))
 
     def remove(self, name: str) -> None:
         """Forget a server. Raises KeyError for an unknown name."""
         del self._servers[name]
 
-    def attach(self, request: Request, route: FetchFrom) -> PrefillServer:
+    def attach(self, request: Request, route: FetchFrom) -> PrefillPeer:
         """The request will be fetched from its server. Raises KeyError for an unknown one."""
         server = self._servers[route.prefill]
         server.requests[request.arrival] = request

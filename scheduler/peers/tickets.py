@@ -10,7 +10,6 @@ from headrace.core.shares import Shares
 from headrace.core.types.errors import ErrorInfo
 from headrace.core.types.requests.request import FirstToken, SendTo
 from headrace.scheduler.requests.record import Request
-from headrace.scheduler.requests.transfers import TransferKey
 
 
 @dataclass(slots=True)

@@ -10,7 +10,6 @@ from headrace.scheduler.costs.backlog import UNRANKED, Backlog, RankOf
 from headrace.scheduler.costs.cost_model import NOTHING, CostModel, Load
 from headrace.scheduler.kv.kv_cache import KvCache
 from headrace.scheduler.policies.policy import Policy
-from headrace.scheduler.queues.queued_shares import QueuedShares
 from headrace.scheduler.requests.parts import QueueEntry
 from headrace.scheduler.requests.phase import Phase
 from headrace.scheduler.requests.record import Request

@@ -14,7 +14,6 @@ from headrace.scheduler.kv.copy_table import CopyTable
 from headrace.scheduler.kv.kv_cache import KvCache
 from headrace.scheduler.policies.policy import make_policy
 from headrace.scheduler.queues.held_pages import HeldPages
-from headrace.scheduler.queues.queued_shares import QueuedShares
 from headrace.scheduler.queues.queues import QueuedShares, Queues
 from headrace.scheduler.requests.phase import Phase
 from headrace.scheduler.requests.record import Request

@@ -10,7 +10,6 @@ from headrace.scheduler.peers.peer_tables import DecodePeerTable, PrefillTable
 from headrace.scheduler.peers.tickets import TicketTable
 from headrace.scheduler.peers.unacknowledged import Unacknowledged
 from headrace.scheduler.queues.deadlines import Deadlines
-from headrace.scheduler.queues.queued_shares import QueuedShares
 from headrace.scheduler.queues.queues import QueuedShares
 from headrace.scheduler.requests.phase import Phase
 from headrace.scheduler.requests.record import Request

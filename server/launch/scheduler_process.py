@@ -40,7 +40,7 @@ from headrace.scheduler.scheduler import Event, Scheduler
 from headrace.server.launch.control_clients import ControlClients
 from headrace.server.launch.front_channel import FrontChannel, FrontEndGone
 from headrace.server.launch.stage_channel import StageChannel
-from headrace.server.launch.stage_connections import FrameRouter, Router, ZmqRouter, bound_port, order_socket
+from headrace.server.launch.stage_connections import FrameRouter, StageRouter, ZmqRouter, bound_port, order_socket
 from headrace.server.stage_group.join_endpoint import JoinEndpoint
 from headrace.server.stage_group.registry import StageRegistry
 from headrace.server.telemetry.kv_event_publisher import KvEventPublisher
@@ -160,7 +160,7 @@ def _stage_channel(config: SchedulerProcessConfig, context: "zmq.Context[zmq.Soc
     silence_s = config.transfer.peer_timeout_s
     external = config.external
     join_endpoint: JoinEndpoint | None = None
-    router: Router
+    router: StageRouter
     if external is None:
         router = FrameRouter(opened(config.stage_endpoint))
     else:

@@ -23,7 +23,7 @@ from headrace.core.stats import Sample, Stats, join
 from headrace.core.types.ranks.expert_load import ExpertLoad
 from headrace.core.types.ranks.layout import Layout
 from headrace.server.launch.replica_streams import ReplicaStreams
-from headrace.server.launch.stage_connections import Router
+from headrace.server.launch.stage_connections import StageRouter
 from headrace.server.launch.stage_silence import FIRST_LOOK_S, NEXT_LOOK_S, Inspect, StageSilences
 from headrace.server.stage_group.join_endpoint import JoinEndpoint
 
@@ -56,7 +56,7 @@ class StageChannel:
 
     def __init__(
         self,
-        router: Router,
+        router: StageRouter,
         layout: Layout,
         *,
         heartbeat_s: float,

@@ -26,7 +26,7 @@ UNREAD = 1000  # received messages of one connection; further ones wait in TCP
 ACCEPT_PAUSE_S = 0.1  # after no connection could be accepted for want of descriptors or memory
 
 
-class Router(Protocol):
+class StageRouter(Protocol):
     """Sends and receives messages over connections that have routing ids ("names"). No call blocks."""
 
     @property

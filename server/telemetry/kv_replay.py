@@ -29,7 +29,7 @@ MAX_REQUEST_BYTES = 1024
 
 
 @dataclass(slots=True)
-class Replay:
+class KvReplay:
     """The replay that one subscriber has asked for."""
 
     next: int
@@ -53,7 +53,7 @@ class ReplaySocket:
         self.socket.linger = 0
         self.socket.maxmsgsize = MAX_REQUEST_BYTES
         self.connections.watch(self.socket)
-        self._replays: dict[bytes, Replay] = {}  # by identity, the one that has waited longest first
+        self._replays: dict[bytes, KvReplay] = {}  # by identity, the one that has waited longest first
         self._retry_at = 0.0
 
     def receive(self, now: float) -> None:
@@ -117,7 +117,7 @@ class ReplaySocket:
             self._counters.add("kv_event_replays_total", labels=("refused",))
             return
         if known is None:
-            known = self._replays[identity] = Replay(0, self.connections.of(request[-1]))
+            known = self._replays[identity] = KvReplay(0, self.connections.of(request[-1]))
         known.next = int.from_bytes(request[1].bytes, "big")
         self._counters.add("kv_event_replays_total", labels=("accepted",))
 

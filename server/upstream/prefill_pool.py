@@ -55,7 +55,7 @@ MISSING: dict[Feature, tuple[str, str]] = {  # code and name of what no prefill 
 }
 
 
-class Choice(msgspec.Struct, frozen=True):
+class PrefillChoice(msgspec.Struct, frozen=True):
     """The server that a prompt goes to."""
 
     server: PrefillServer
@@ -150,7 +150,7 @@ class PrefillPool:
     @contextlib.contextmanager
     def chosen(
         self, prompt: tuple[int, ...], salt: str, tried: Container[str] = (), needs: Collection[Feature] = ()
-    ) -> Iterator[Choice]:
+    ) -> Iterator[PrefillChoice]:
         """The reachable configured server for a prompt, which counts as its load while the context lasts, or until it
         is answered. tried: URLs of servers that are not to get it. needs: what the server has to know. Raises
         HeadraceError (503) if none is reachable."""
@@ -165,7 +165,7 @@ class PrefillPool:
         else:
             sent = self._router.least_loaded(len(prompt), up, self._clock.now())
         try:
-            yield Choice(servers[sent.replica], sent)
+            yield PrefillChoice(servers[sent.replica], sent)
         finally:
             self._router.done(sent)
 
@@ -184,7 +184,7 @@ class PrefillPool:
         """Whether a configured server is reachable that is not among these URLs, and knows what is needed."""
         return any(server.up and server.url not in tried and server.knows(needs) for server in self._servers.values())
 
-    def avoid(self, choice: Choice, error: ErrorInfo, reason: MoveReason) -> None:
+    def avoid(self, choice: PrefillChoice, error: ErrorInfo, reason: MoveReason) -> None:
         """The chosen server has failed its prompt: for a moment, later ones go elsewhere if they can."""
         now = self._clock.now()
         if (seconds := avoided_s(error, reason, AVOID_S)) > 0:
@@ -253,7 +253,7 @@ class PrefillPool:
         if server.target is not None:
             self._post(RemovePrefill(name=server.url))
 
-    def prefill_call(self, choice: Choice, body: dict[str, Any], observer: CallObserver) -> PrefillCall:
+    def prefill_call(self, choice: PrefillChoice, body: dict[str, Any], observer: CallObserver) -> PrefillCall:
         """A prompt to send to the server that was chosen for it."""
         router, sent = self._router, choice.sent
 

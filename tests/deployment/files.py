@@ -10,6 +10,8 @@ import pytest
 import yaml
 
 ROOT = Path(__file__).resolve().parents[2]
+PACKAGES = tuple(sorted(link.name for link in (ROOT / "src/headrace").iterdir() if link.is_symlink()))
+"""The packages of the program: all that imports as headrace.*"""
 DASHBOARD = ROOT / "configs/grafana/dashboards/headrace.json"
 RULES = ROOT / "configs/rules/headrace.yml"
 NOT_ON_PANELS = ROOT / "configs/grafana/not_on_panels.yml"

@@ -8,9 +8,8 @@ from headrace.gateway.metrics import OWN_CATALOG, PREFIX
 from headrace.scheduler.telemetry.metrics import DROPPED
 from headrace.server.telemetry.catalog import CATALOG
 from headrace.server.telemetry.label_values import MISMATCHES
-from tests.deployment.files import ROOT
+from tests.deployment.files import PACKAGES, ROOT
 
-PACKAGES = ("core", "scheduler", "transfer", "engine", "server", "gateway")
 COUNTING = ("add", "observe")  # methods of headrace.core.stats.Counters and Histograms
 SAMPLES = ("Sample", "HistogramSample")
 PREFIXED = ("gateway/vllm_nixl", "gateway/sglang_nixl")  # the gateway puts its prefix before their names

@@ -2,10 +2,9 @@
 
 import ast
 from collections.abc import Iterator
-from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
-PACKAGES = ("core", "scheduler", "transfer", "engine", "server", "integrations")
+from tests.deployment.files import PACKAGES, ROOT
+
 STARTING = ("Popen", "run", "call", "check_call", "check_output", "create_subprocess_exec", "create_subprocess_shell")
 
 

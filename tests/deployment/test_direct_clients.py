@@ -18,9 +18,9 @@ import pytest
 import yaml
 
 from headrace.integrations.http_client import direct_async_client, direct_client
-from tests.deployment.files import ROOT
+from tests.deployment.files import PACKAGES, ROOT
 
-SHIPPED = ("core", "scheduler", "transfer", "engine", "server", "integrations", "benchmarks", "examples")
+SHIPPED = (*PACKAGES, "benchmarks", "examples")
 VERBS = ("get", "post", "put", "patch", "delete", "head", "options", "request")
 MAKERS = {
     "httpx": {"Client", "AsyncClient", "stream", "HTTPTransport", "AsyncHTTPTransport", *VERBS},

@@ -20,7 +20,7 @@ from headrace.scheduler.requests.transfers import OutgoingTransfer
 from headrace.scheduler.scheduler import Scheduler
 from headrace.scheduler.state.replica import Replica
 from headrace.transfer.control.session import PeerSession
-from headrace.transfer.control.session_table import Outcome, SessionTable
+from headrace.transfer.control.session_table import SessionOutcome, SessionTable
 from headrace.transfer.data.inbound import InboundTable
 from headrace.transfer.data.outbound import Outbound
 
@@ -222,7 +222,7 @@ def old_generations(original: Any) -> Any:
 
 
 def revived(original: Any) -> Any:
-    def reserve(self: SessionTable, peer: PeerSession, message: Any) -> Outcome:
+    def reserve(self: SessionTable, peer: PeerSession, message: Any) -> SessionOutcome:
         peer.ended.clear()
         return original(self, peer, message)  # type: ignore[no-any-return]
 
@@ -272,7 +272,7 @@ def no_window(original: Any) -> Any:
 
 
 def cancel_ignored(_original: Any) -> Any:
-    return lambda self, peer, cancel: Outcome([], [])
+    return lambda self, peer, cancel: SessionOutcome([], [])
 
 
 def any_model(original: Any) -> Any:

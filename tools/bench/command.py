@@ -15,9 +15,9 @@ from headrace.server.config.load import load
 from headrace.tools.bench import options, plot
 from headrace.tools.bench.http_client import HttpClient
 from headrace.tools.bench.options import Options
-from headrace.tools.bench.progress import Progress
-from headrace.tools.bench.report import Report, as_json, as_text, first_failure
-from headrace.tools.bench.runner import COMPLETIONS, Load, Measured, Runner
+from headrace.tools.bench.progress import BenchProgress
+from headrace.tools.bench.report import BenchReport, as_json, as_text, first_failure
+from headrace.tools.bench.runner import COMPLETIONS, BenchLoad, BenchRunner, Measured
 from headrace.tools.bench.summary import summarise
 from headrace.tools.bench.target import Target, base_url, find_target
 from headrace.tools.bench.workload import PlannedRequest, warmup
@@ -41,7 +41,7 @@ def main(given: argparse.Namespace, environ: Mapping[str, str]) -> int:
     options.check_lengths(requests, target.max_model_len, generating=generating)
     taken: list[int] = []
     measured = asyncio.run(_measure(chosen, target, headers, requests, taken))
-    report = Report(
+    report = BenchReport(
         url=chosen.url,
         endpoint=target.path,
         model=target.model,
@@ -73,7 +73,7 @@ async def _measure(
     """Warm the server up and send the load; a signal ends it, and is put into taken; a second one ends the program."""
     clock = SystemClock()
     client = HttpClient(chosen.url, headers, clock)
-    what = Load(
+    what = BenchLoad(
         model=target.model,
         path=target.path,
         seed=chosen.seed,
@@ -83,8 +83,8 @@ async def _measure(
         open_loop=chosen.open_loop,
         concurrency=chosen.max_concurrency,
     )
-    progress = Progress(sys.stderr, len(requests), clock)
-    runner = Runner(client, what, clock, progress.update)
+    progress = BenchProgress(sys.stderr, len(requests), clock)
+    runner = BenchRunner(client, what, clock, progress.update)
     try:
         if failed := await runner.warm_up(warmup(requests, chosen.num_warmups)):
             raise ConfigError(f"the first request failed: {first_failure([failed])}")

@@ -21,7 +21,7 @@ class ConnectionLost(Exception):
     """The connection ended before the response did, or carried something else than HTTP."""
 
 
-class Connection(asyncio.Protocol):
+class BenchConnection(asyncio.Protocol):
     """One connection, as a protocol of asyncio and the callbacks of httptools."""
 
     def __init__(self, clock: Clock) -> None:
@@ -95,7 +95,7 @@ class HttpClient:
         named = {"Host": parts.netloc.rpartition("@")[2], "Content-Type": "application/json", **headers}
         self._headers = "".join(f"{name}: {value}\r\n" for name, value in named.items())
         self._clock = clock
-        self._idle: list[Connection] = []
+        self._idle: list[BenchConnection] = []
 
     async def post(self, path: str, body: bytes, take: Take) -> int:
         """Send a body. take: gets the answer's bytes with their times. Returns the status. Raises OSError where there
@@ -115,7 +115,7 @@ class HttpClient:
         for connection in self._idle:
             connection.close()
 
-    def _reused(self) -> Connection | None:
+    def _reused(self) -> BenchConnection | None:
         while self._idle:
             connection = self._idle.pop()
             if connection.reusable and self._clock.now() - connection.idle_since < REUSED_S:
@@ -123,9 +123,9 @@ class HttpClient:
             connection.close()
         return None
 
-    async def _connect(self) -> Connection:
+    async def _connect(self) -> BenchConnection:
         loop = asyncio.get_running_loop()
         _, connection = await loop.create_connection(
-            lambda: Connection(self._clock), self._host, self._port, ssl=self._tls
+            lambda: BenchConnection(self._clock), self._host, self._port, ssl=self._tls
         )
         return connection

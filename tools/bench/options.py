@@ -14,7 +14,7 @@ import msgspec
 from headrace.core.types.errors import ConfigError
 from headrace.tools.bench.arrivals import BURST, arrival_times, sped_up
 from headrace.tools.bench.runner import COMPLETIONS, PREFILL
-from headrace.tools.bench.summary import Limits
+from headrace.tools.bench.summary import LatencyLimits
 from headrace.tools.bench.workload import Lengths, PlannedRequest, cut, from_texts, synthetic
 from headrace.tools.simulate.options import check_output
 from headrace.tools.simulate.trace_file import read_trace
@@ -55,7 +55,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     temperature: float
     stop_at_eos: bool
     timeout_s: float
-    limits: Limits
+    limits: LatencyLimits
     percentiles: tuple[float, ...]
     json: Path | None
     plot: Path | None
@@ -149,7 +149,7 @@ def parse(given: Mapping[str, Any], url: str) -> Options:
         temperature=flag("temperature", _number, 0.0),
         stop_at_eos=given["stop_at_eos"],
         timeout_s=flag("timeout", _above_zero, 600.0),
-        limits=Limits(flag("ttft-slo", _milliseconds, None), flag("tpot-slo", _milliseconds, None)),
+        limits=LatencyLimits(flag("ttft-slo", _milliseconds, None), flag("tpot-slo", _milliseconds, None)),
         percentiles=flag("percentiles", _percentiles, PERCENTILES),
         json=check_output("--json", given["json"]),
         plot=check_output("--plot", given["plot"], ".png"),

@@ -6,7 +6,7 @@ OK = "ok"
 INTERRUPTED = "interrupted"
 
 
-class Outcome(msgspec.Struct, frozen=True, kw_only=True):
+class BenchOutcome(msgspec.Struct, frozen=True, kw_only=True):
     """One request that was sent. Times are seconds since the start of the measurement."""
 
     due_s: float

@@ -6,14 +6,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from headrace.core.types.errors import ConfigError
-from headrace.tools.bench.outcome import INTERRUPTED, Outcome
-from headrace.tools.bench.report import Report
+from headrace.tools.bench.outcome import INTERRUPTED, BenchOutcome
+from headrace.tools.bench.report import BenchReport
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 
-def draw(report: Report, path: Path) -> None:
+def draw(report: BenchReport, path: Path) -> None:
     """Write the picture: distributions of the latencies, time to first token by arrival, open requests. Raises
     ConfigError for a file that cannot be written."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -56,7 +56,7 @@ def _distribution(panel: "Axes", title: str, series: dict[str, Sequence[float]],
     panel.set(xlabel=title, ylabel="% of values below", ylim=(0, 101))
 
 
-def _by_arrival(panel: "Axes", requests: Sequence[Outcome], limit_s: float | None) -> None:
+def _by_arrival(panel: "Axes", requests: Sequence[BenchOutcome], limit_s: float | None) -> None:
     ok = [each for each in requests if each.ok]
     failed = [each for each in requests if not each.ok and each.status != INTERRUPTED]
     panel.scatter([each.due_s for each in ok], [1000 * each.ttft_s for each in ok], s=6, label="first token")
@@ -68,7 +68,7 @@ def _by_arrival(panel: "Axes", requests: Sequence[Outcome], limit_s: float | Non
     panel.set(xlabel="arrival, s", ylabel="time to first token, ms", ylim=(0, None))
 
 
-def _open(panel: "Axes", requests: Sequence[Outcome]) -> None:
+def _open(panel: "Axes", requests: Sequence[BenchOutcome]) -> None:
     moments = sorted([(each.sent_s, 1) for each in requests] + [(each.ended_s, -1) for each in requests])
     now, counts = 0, []
     for _, change in moments:

@@ -7,7 +7,7 @@ from headrace.core.runtime.clock import Clock
 LEAST_S = 0.5  # between two updates, each of which takes time from the client
 
 
-class Progress:
+class BenchProgress:
     """Shows how many requests have ended."""
 
     def __init__(self, stream: TextIO, requests: int, clock: Clock) -> None:

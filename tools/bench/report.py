@@ -4,15 +4,15 @@ from collections.abc import Sequence
 
 import msgspec
 
-from headrace.tools.bench.outcome import OK, Outcome
-from headrace.tools.bench.summary import Limits, Spread, Summary
+from headrace.tools.bench.outcome import OK, BenchOutcome
+from headrace.tools.bench.summary import BenchSummary, LatencyLimits, Spread
 
 NOTHING = "-"
 LATE_MS = 20.0  # P99 of the client's lag that is worth a warning
 LATENCIES = {"TTFT": "ttft_ms", "TPOT": "tpot_ms", "ITL": "itl_ms", "E2E": "e2e_ms", "client lag": "lag_ms"}
 
 
-class Report(msgspec.Struct, frozen=True, kw_only=True):
+class BenchReport(msgspec.Struct, frozen=True, kw_only=True):
     """A measurement and what it was of."""
 
     url: str
@@ -28,19 +28,19 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     """What they asked for, in words."""
     seed: int
     warmups: int
-    limits: Limits
+    limits: LatencyLimits
     interrupted: bool
-    summary: Summary
-    requests: Sequence[Outcome]
+    summary: BenchSummary
+    requests: Sequence[BenchOutcome]
     """In the order in which they ended."""
 
 
-def as_json(report: Report) -> bytes:
+def as_json(report: BenchReport) -> bytes:
     """All figures and all requests, indented."""
     return msgspec.json.format(msgspec.json.encode(report), indent=2) + b"\n"
 
 
-def as_text(report: Report) -> str:
+def as_text(report: BenchReport) -> str:
     """What was measured, counts and rates, and a table with a line for each latency."""
     summary = report.summary
     server = f" ({report.server})" if report.server else ""
@@ -57,7 +57,7 @@ def as_text(report: Report) -> str:
     return "\n".join(parts)
 
 
-def _counts(report: Report) -> list[tuple[str, str]]:
+def _counts(report: BenchReport) -> list[tuple[str, str]]:
     summary = report.summary
     lines = [
         (
@@ -78,27 +78,27 @@ def _counts(report: Report) -> list[tuple[str, str]]:
     return lines
 
 
-def _cut(summary: Summary) -> str:
+def _cut(summary: BenchSummary) -> str:
     return f", {summary.interrupted:,} interrupted" if summary.interrupted else ""
 
 
-def _message(report: Report, status: str) -> str:
+def _message(report: BenchReport, status: str) -> str:
     """The first message of this failure."""
     message = next((each.message for each in report.requests if each.status == status and each.message), "")
     return f"  {message[:120]}" if message else ""
 
 
-def _cached(summary: Summary) -> str:
+def _cached(summary: BenchSummary) -> str:
     share = summary.cached_tokens / summary.input_tokens if summary.input_tokens else 0.0
     return f"{100 * share:.1f} % of them from the server's prefix cache"
 
 
-def _limits(limits: Limits) -> str:
+def _limits(limits: LatencyLimits) -> str:
     named = (("TTFT", limits.ttft_s), ("TPOT", limits.tpot_s))
     return ", ".join(f"{name} ≤ {1000 * value:g} ms" for name, value in named if value is not None)
 
 
-def _latencies(summary: Summary) -> str:
+def _latencies(summary: BenchSummary) -> str:
     """Right-aligned columns, milliseconds."""
     spreads: dict[str, Spread] = {
         name: found
@@ -125,7 +125,7 @@ def _ms(value: float) -> str:
     return f"{value:,.0f}" if value >= 1000 else f"{value:.1f}" if value >= 10 else f"{value:.2f}"
 
 
-def _warning(report: Report) -> str:
+def _warning(report: BenchReport) -> str:
     lag = report.summary.lag_ms
     if lag is None or lag.max <= LATE_MS or (late := _late_share(report.requests)) < 0.01:
         return ""
@@ -135,11 +135,11 @@ def _warning(report: Report) -> str:
     )
 
 
-def _late_share(requests: Sequence[Outcome]) -> float:
+def _late_share(requests: Sequence[BenchOutcome]) -> float:
     return sum(1000 * each.lag_s > LATE_MS for each in requests) / max(1, len(requests))
 
 
-def first_failure(requests: Sequence[Outcome]) -> str:
+def first_failure(requests: Sequence[BenchOutcome]) -> str:
     """Status and message of the first failure, for an error line."""
     failed = next(each for each in requests if each.status != OK)
     return f"{failed.status}: {failed.message}" if failed.message else failed.status

@@ -12,7 +12,7 @@ import msgspec
 
 from headrace.core.runtime.clock import Clock
 from headrace.tools.bench.http_client import ConnectionLost, HttpClient
-from headrace.tools.bench.outcome import INTERRUPTED, Outcome
+from headrace.tools.bench.outcome import INTERRUPTED, BenchOutcome
 from headrace.tools.bench.stream_reader import StreamReader
 from headrace.tools.bench.workload import PlannedRequest, token_ids
 
@@ -21,7 +21,7 @@ PREFILL = "/v1/prefill"
 PREPARED_TOKENS = 20_000_000  # prompts of fewer tokens are encoded before the start; a burst would wait for them
 
 
-class Load(msgspec.Struct, frozen=True, kw_only=True):
+class BenchLoad(msgspec.Struct, frozen=True, kw_only=True):
     """How requests are sent."""
 
     model: str
@@ -41,21 +41,21 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
 class Measured(msgspec.Struct, frozen=True, kw_only=True):
     """All outcomes."""
 
-    outcomes: Sequence[Outcome]
+    outcomes: Sequence[BenchOutcome]
     seconds: float
     """From the start to the end of the last request, or to the interrupt."""
     interrupted: bool
 
 
-class Runner:
+class BenchRunner:
     """One measurement. ended: called with the number of requests that have ended."""
 
-    def __init__(self, client: HttpClient, load: Load, clock: Clock, ended: Callable[[int], None]) -> None:
+    def __init__(self, client: HttpClient, load: BenchLoad, clock: Clock, ended: Callable[[int], None]) -> None:
         self._client = client
         self._load = load
         self._clock = clock
         self._ended = ended
-        self._outcomes: list[Outcome] = []
+        self._outcomes: list[BenchOutcome] = []
         self._free = asyncio.Semaphore(load.concurrency or 1 << 30)
         self._start = 0.0
 
@@ -78,7 +78,7 @@ class Runner:
             sending.result()
         return Measured(outcomes=self._outcomes, seconds=self._now(), interrupted=interrupted)
 
-    async def warm_up(self, requests: Sequence[PlannedRequest]) -> Outcome | None:
+    async def warm_up(self, requests: Sequence[PlannedRequest]) -> BenchOutcome | None:
         """Send requests one after the other, which do not count. Returns the first that failed."""
         self._start = self._clock.now()
         for request in requests:
@@ -128,7 +128,7 @@ class Runner:
             status, message = "no connection", error.strerror or str(error)
         finally:
             self._outcomes.append(
-                Outcome(
+                BenchOutcome(
                     due_s=due_s,
                     sent_s=sent,
                     token_s=tuple(reader.token_s),

@@ -6,12 +6,12 @@ from itertools import pairwise
 
 import msgspec
 
-from headrace.tools.bench.outcome import INTERRUPTED, Outcome
+from headrace.tools.bench.outcome import INTERRUPTED, BenchOutcome
 from headrace.tools.bench.runner import Measured
 from headrace.tools.simulate.summary import quantile
 
 
-class Limits(msgspec.Struct, frozen=True):
+class LatencyLimits(msgspec.Struct, frozen=True):
     """Service level objectives of a good request."""
 
     ttft_s: float | None
@@ -36,7 +36,7 @@ class Goodput(msgspec.Struct, frozen=True):
     requests_per_s: float
 
 
-class Summary(msgspec.Struct, frozen=True, kw_only=True):
+class BenchSummary(msgspec.Struct, frozen=True, kw_only=True):
     """The figures of one measurement. Latencies are of requests that are ok, and count from when they were due."""
 
     sent: int
@@ -70,7 +70,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     """How late the client was; it is part of the latencies."""
 
 
-def summarise(measured: Measured, limits: Limits, percentiles: Sequence[float]) -> Summary:
+def summarise(measured: Measured, limits: LatencyLimits, percentiles: Sequence[float]) -> BenchSummary:
     """The figures of all outcomes."""
     outcomes = [outcome for outcome in measured.outcomes if outcome.status != INTERRUPTED]
     ok = [outcome for outcome in outcomes if outcome.ok]
@@ -82,7 +82,7 @@ def summarise(measured: Measured, limits: Limits, percentiles: Sequence[float]) 
     def spread(values: Sequence[float]) -> Spread | None:
         return _spread(values, percentiles)
 
-    return Summary(
+    return BenchSummary(
         sent=len(measured.outcomes),
         ok=len(ok),
         interrupted=len(measured.outcomes) - len(outcomes),
@@ -104,7 +104,7 @@ def summarise(measured: Measured, limits: Limits, percentiles: Sequence[float]) 
     )
 
 
-def is_good(outcome: Outcome, limits: Limits) -> bool:
+def is_good(outcome: BenchOutcome, limits: LatencyLimits) -> bool:
     """Whether a request is ok and within the limits; one without a second token has no TPOT to limit."""
     if not outcome.ok or (limits.ttft_s is not None and outcome.ttft_s > limits.ttft_s):
         return False
@@ -112,7 +112,7 @@ def is_good(outcome: Outcome, limits: Limits) -> bool:
     return limits.tpot_s is None or tpot is None or tpot <= limits.tpot_s
 
 
-def most_open(outcomes: Sequence[Outcome]) -> int:
+def most_open(outcomes: Sequence[BenchOutcome]) -> int:
     """The most requests that were open at once."""
     moments = sorted([(each.sent_s, 1) for each in outcomes] + [(each.ended_s, -1) for each in outcomes])
     most = now = 0

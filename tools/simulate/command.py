@@ -14,14 +14,14 @@ from headrace.scheduler.costs.chunking import Cost
 from headrace.tools.simulate import options, plot
 from headrace.tools.simulate.objectives import OBJECTIVES
 from headrace.tools.simulate.options import Point
-from headrace.tools.simulate.progress import Progress
+from headrace.tools.simulate.progress import ReplayProgress
 from headrace.tools.simulate.replay.costs import split_evenly
 from headrace.tools.simulate.replay.offered_work import offered_work
 from headrace.tools.simulate.replay.replay import Replay, ReplaySettings
 from headrace.tools.simulate.replay.replica import HostTier
 from headrace.tools.simulate.replay.routing import ROUTERS
 from headrace.tools.simulate.replay.workload import TraceRequest
-from headrace.tools.simulate.report import Report, Row, as_json, as_text
+from headrace.tools.simulate.report import ReplayReport, Row, as_json, as_text
 from headrace.tools.simulate.summary import summarise
 from headrace.tools.simulate.trace_file import read_trace
 
@@ -77,14 +77,14 @@ def main(given: argparse.Namespace, environ: Mapping[str, str]) -> int:
     asked = [_with_pool(point, engine) for point in asked]
     gc.collect()
     gc.freeze()  # hundreds of thousands of segments, which no later collection need look at
-    progress = Progress(sys.stderr, len(asked), len(requests))
+    progress = ReplayProgress(sys.stderr, len(asked), len(requests))
     rows = []
     work_s = _work(requests, asked[0], engine)
     around = _Around(fetch_rate, host_rate, retries, given.send_objective)
     for point in asked:
         rows.append(_replay(point, requests, engine, work_s, around, objective, progress))
     progress.close()
-    report = Report(
+    report = ReplayReport(
         trace=Path(given.trace).name,
         requests=len(requests),
         tokens=sum(request.tokens for request in requests),
@@ -149,7 +149,7 @@ def _replay(
     work_s: float,
     around: _Around,
     objective: str,
-    progress: Progress,
+    progress: ReplayProgress,
 ) -> Row:
     duration_s = requests[-1].arrival_s
     if point.load is not None and not (duration_s and work_s):

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from headrace.core.types.errors import ConfigError
 from headrace.tools.simulate.objectives import CLASSES
-from headrace.tools.simulate.report import Report, Row
+from headrace.tools.simulate.report import ReplayReport, Row
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -27,7 +27,7 @@ def check_installed() -> None:
         raise ConfigError("--plot needs matplotlib: pip install 'headrace[plot]'")
 
 
-def draw(report: Report, path: Path) -> None:
+def draw(report: ReplayReport, path: Path) -> None:
     """Write the picture: time to first token by length class above, shares below. Raises ConfigError for a file that
     cannot be written."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg

@@ -6,7 +6,7 @@ from typing import TextIO
 LEAST_S = 0.2  # between two updates
 
 
-class Progress:
+class ReplayProgress:
     """Shows which replay runs and how many of its requests have ended."""
 
     def __init__(self, stream: TextIO, replays: int, requests: int) -> None:

@@ -7,7 +7,7 @@ import msgspec
 
 from headrace.scheduler.costs.chunking import Cost
 from headrace.tools.simulate.objectives import CLASSES
-from headrace.tools.simulate.summary import Summary
+from headrace.tools.simulate.summary import ReplaySummary
 
 NOTHING = "-"
 MOST_TENANTS = 12  # columns; JSON has all
@@ -28,10 +28,10 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     page_size: int
     plans: int
     """Forward passes of all replicas."""
-    summary: Summary
+    summary: ReplaySummary
 
 
-class Report(msgspec.Struct, frozen=True, kw_only=True):
+class ReplayReport(msgspec.Struct, frozen=True, kw_only=True):
     """A sweep over one trace."""
 
     trace: str
@@ -55,12 +55,12 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     rows: Sequence[Row]
 
 
-def as_json(report: Report) -> bytes:
+def as_json(report: ReplayReport) -> bytes:
     """All figures, indented."""
     return msgspec.json.format(msgspec.json.encode(report), indent=2) + b"\n"
 
 
-def as_text(report: Report) -> str:
+def as_text(report: ReplayReport) -> str:
     """What was replayed, and a table with a line for each replay."""
     costs = "; ".join(f"{a:.3g} l² + {b:.3g} l + {c:.3g} s" for a, b, c in report.costs)
     about = (
@@ -76,7 +76,7 @@ def as_text(report: Report) -> str:
     return f"{about}\nTime to first token in seconds, shares in %.\n\n{_table(header, rows)}{_by_tenant(report, swept)}"
 
 
-def _by_tenant(report: Report, swept: Sequence[str]) -> str:
+def _by_tenant(report: ReplayReport, swept: Sequence[str]) -> str:
     """A table of goodput by tenant; nothing where the trace has no tenants."""
     tenants = list(report.rows[0].summary.tenants)[:MOST_TENANTS]
     if not tenants:
@@ -103,7 +103,7 @@ def _load(row: Row) -> str:
     return NOTHING if row.load is None else f"{row.load:.2f}"
 
 
-def _figures(summary: Summary) -> list[str]:
+def _figures(summary: ReplaySummary) -> list[str]:
     times = [f"{_seconds(summary.ttft[name].p50_s)} {_seconds(summary.ttft[name].p99_s):>6}" for name in CLASSES]
     shares = (summary.goodput, summary.goodput_tokens, summary.utilisation, summary.hits)
     refused = sum(summary.refused.values())
@@ -116,7 +116,7 @@ def _figures(summary: Summary) -> list[str]:
     ]
 
 
-def _retries(summary: Summary) -> list[str]:
+def _retries(summary: ReplaySummary) -> list[str]:
     share = summary.first_retry_accepted
     return [f"{summary.retried:,}", NOTHING if share is None else f"{100 * share:.1f}"]
 

@@ -7,7 +7,7 @@ import msgspec
 
 from headrace.scheduler.costs.chunking import Cost
 from headrace.tools.simulate.objectives import CLASSES, Objective, length_class
-from headrace.tools.simulate.replay.replay import Outcome, ReplayResult
+from headrace.tools.simulate.replay.replay import ReplayOutcome, ReplayResult
 
 
 class Latency(msgspec.Struct, frozen=True):
@@ -20,7 +20,7 @@ class Latency(msgspec.Struct, frozen=True):
     p99_s: float | None
 
 
-class Summary(msgspec.Struct, frozen=True, kw_only=True):
+class ReplaySummary(msgspec.Struct, frozen=True, kw_only=True):
     """The figures of one replay."""
 
     ttft: dict[str, Latency]
@@ -73,7 +73,7 @@ def quantile(ordered: Sequence[float], share: float) -> float | None:
     return ordered[low] + (place - low) * (ordered[high] - ordered[low])
 
 
-def summarise(result: ReplayResult, objective: Objective, cost: Cost) -> Summary:
+def summarise(result: ReplayResult, objective: Objective, cost: Cost) -> ReplaySummary:
     """cost: of the whole engine, which the objective may refer to."""
     outcomes = result.outcomes
     served = [outcome for outcome in outcomes if outcome.first_token_s is not None]
@@ -87,7 +87,7 @@ def summarise(result: ReplayResult, objective: Objective, cost: Cost) -> Summary
     retried = [outcome for outcome in outcomes if outcome.attempts > 1]
     groups = {name: [each for each in outcomes if length_class(each.tokens) == name] for name in CLASSES}
     seconds = result.seconds
-    return Summary(
+    return ReplaySummary(
         ttft={name: _latency(group) for name, group in groups.items()} | {"all": _latency(outcomes)},
         mean_s=sum(times) / len(times) if times else None,
         longest_s=times[-1] if times else None,
@@ -106,7 +106,7 @@ def summarise(result: ReplayResult, objective: Objective, cost: Cost) -> Summary
     )
 
 
-def _tenants(outcomes: Sequence[Outcome], good: Sequence[Outcome]) -> dict[str, float]:
+def _tenants(outcomes: Sequence[ReplayOutcome], good: Sequence[ReplayOutcome]) -> dict[str, float]:
     """Goodput by tenant, those of most requests first."""
     offered = Counter(outcome.tenant for outcome in outcomes)
     if set(offered) == {""}:
@@ -115,10 +115,10 @@ def _tenants(outcomes: Sequence[Outcome], good: Sequence[Outcome]) -> dict[str, 
     return {tenant: within[tenant] / count for tenant, count in offered.most_common()}
 
 
-def _is_good(outcome: Outcome, objective: Objective, cost: Cost) -> bool:
+def _is_good(outcome: ReplayOutcome, objective: Objective, cost: Cost) -> bool:
     return outcome.first_token_s is not None and outcome.first_token_s <= objective(outcome.tokens, cost)
 
 
-def _latency(outcomes: Sequence[Outcome]) -> Latency:
+def _latency(outcomes: Sequence[ReplayOutcome]) -> Latency:
     times = sorted(outcome.first_token_s for outcome in outcomes if outcome.first_token_s is not None)
     return Latency(len(outcomes), quantile(times, 0.5), quantile(times, 0.99))

@@ -28,7 +28,7 @@ from msgspec import Meta
 from headrace.core.runtime.codec import NO_MESSAGE
 from headrace.core.types.errors import ConfigError
 from headrace.core.types.kv.geometry import ceil_div
-from headrace.tools.simulate.replay.workload import Segment, TraceRequest
+from headrace.tools.simulate.replay.workload import PromptSegment, TraceRequest
 
 BLOCK_TOKENS = 512  # of a hash id in Mooncake's traces
 LONGEST_PROMPT = 16_000_000  # tokens; more is a mistake of the file
@@ -92,7 +92,7 @@ def _read_mooncake(name: str, lines: Iterable[str]) -> list[TraceRequest]:
 def _mooncake_request(line: _Line) -> TraceRequest:
     last = line.input_length - BLOCK_TOKENS * (len(line.hash_ids) - 1)
     sizes = [BLOCK_TOKENS] * (len(line.hash_ids) - 1) + [last]
-    segments = tuple(map(Segment, line.hash_ids, sizes))
+    segments = tuple(map(PromptSegment, line.hash_ids, sizes))
     return TraceRequest(line.timestamp / 1000, segments, line.input_length, line.output_length, line.tenant)
 
 
@@ -161,10 +161,10 @@ def _csv_request(where: str, row: dict[str, str], texts: _Texts) -> TraceRequest
     if bool(group) != bool(shared):
         given, other = ("prefix_group", "prefix_tokens") if group else ("prefix_tokens", "prefix_group")
         raise ConfigError(f"{where}: {given} needs {other} beside it")
-    segments = [Segment(texts.named("group", group), min(shared, tokens))] if group else []
+    segments = [PromptSegment(texts.named("group", group), min(shared, tokens))] if group else []
     if tokens > shared:
         own = texts.named("session", session) if session else texts.unique()
-        segments.append(Segment(own, tokens - shared))
+        segments.append(PromptSegment(own, tokens - shared))
     output = _whole(where, "output_tokens", row.get("output_tokens") or "0", 0)
     return TraceRequest(_seconds(where, row["arrival_s"]), tuple(segments), tokens, output, row.get("tenant", ""))
 

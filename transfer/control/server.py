@@ -14,8 +14,8 @@ from headrace.core.runtime.codec import Codec, DecodeError
 from headrace.core.runtime.log_throttle import LogThrottle, printable
 from headrace.core.stats import Sample, Stats
 from headrace.core.types.errors import NOT_READY
-from headrace.transfer.control.session import UNKNOWN, Sender
-from headrace.transfer.control.session_table import Outcome, SessionTable
+from headrace.transfer.control.session import UNKNOWN, MessageSender
+from headrace.transfer.control.session_table import SessionOutcome, SessionTable
 from headrace.transfer.protocol.matching import BackendOffer
 from headrace.transfer.protocol.messages import CONTROL_FRAME_BYTES, ControlMessage, Hello, PeerMessage, Refuse
 from headrace.transfer.sockets.connections import ENDED, UNREAD
@@ -108,7 +108,7 @@ class ControlServer:
         gauges = (Sample("control_sessions", self._sessions.peers), Sample("open_tickets", self._sessions.open_tickets))
         return Stats(samples=(*gauges, *self._sessions.counters.snapshot(), *self._listener.statistics()))
 
-    def _read(self, arrival: Arrival, now: float) -> Outcome:
+    def _read(self, arrival: Arrival, now: float) -> SessionOutcome:
         route, body = arrival.route, arrival.body
         if len(body) != 1 or len(body[0]) > CONTROL_FRAME_BYTES:
             return self._sessions.malformed(route, f"one frame of up to {CONTROL_FRAME_BYTES} bytes was expected", now)
@@ -118,7 +118,7 @@ class ControlServer:
             return self._sessions.malformed(route, f"no message of this protocol: {error}", now)
         if not isinstance(message, Hello):
             return self._sessions.receive(route, message, now, UNKNOWN)
-        sender = Sender(*self._listener.sender(arrival))
+        sender = MessageSender(*self._listener.sender(arrival))
         outcome = self._sessions.receive(route, message, now, sender)
         for _, reply in outcome.replies:
             if not isinstance(reply, Refuse) or reply.code == NOT_READY:
@@ -127,7 +127,7 @@ class ControlServer:
                 log.warning("refused %s at %s: %s: %s", message.name, sender.host, reply.code, reply.message)
         return outcome
 
-    def _act(self, outcome: Outcome, now: float, arrival: Arrival | None = None) -> list[PeerEvent]:
+    def _act(self, outcome: SessionOutcome, now: float, arrival: Arrival | None = None) -> list[PeerEvent]:
         """Send the replies and close ended connections. A session whose connection takes no more is ended.
 
         arrival: the message that the outcome answers; None if there is none.

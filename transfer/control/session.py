@@ -18,7 +18,7 @@ from headrace.transfer.protocol.messages import Cancelled, ControlMessage, Faile
 ENDED_KEPT = 4096  # ended tickets remembered per peer, to know late duplicates of their reservations
 
 
-class Sender(NamedTuple):
+class MessageSender(NamedTuple):
     """Who a message is from, as its connection shows it."""
 
     key: str = ""
@@ -32,7 +32,7 @@ class Sender(NamedTuple):
         return f"key {self.key}" if self.key else f"host {self.host}"
 
 
-UNKNOWN = Sender()
+UNKNOWN = MessageSender()
 
 
 @dataclass(slots=True)
@@ -56,7 +56,7 @@ class PeerSession:
     offer: BackendOffer
     """What this server offered when the session began."""
     welcome: Welcome
-    sender: Sender
+    sender: MessageSender
     last_heard: float
     """Time of the peer's last message, seconds."""
     last_active: float

@@ -31,9 +31,9 @@ from headrace.transfer.control.backend_health import BackendHealth
 from headrace.transfer.control.quotas import BURST, MESSAGES_PER_S, renewal_limit
 from headrace.transfer.control.session import (
     UNKNOWN,
+    MessageSender,
     OpenTicket,
     PeerSession,
-    Sender,
     failed,
     final_reply,
     reservation_refusal,
@@ -59,7 +59,7 @@ RESTARTED = "the stages of this server have started again"
 IGNORED_KEPT = 1024  # connections whose messages are dropped
 
 
-class Outcome(NamedTuple):
+class SessionOutcome(NamedTuple):
     """What follows from a message, a command or the passing of time."""
 
     replies: list[tuple[bytes, ControlMessage]]
@@ -107,7 +107,9 @@ class SessionTable:
         """
         self._offer = offer
 
-    def receive(self, route: bytes, message: PeerMessage, now: float, sender: Sender = UNKNOWN) -> Outcome:
+    def receive(
+        self, route: bytes, message: PeerMessage, now: float, sender: MessageSender = UNKNOWN
+    ) -> SessionOutcome:
         """Handle a message of the connection with this route. sender: of a Hello."""
         if (cut := self._limit_rate(route, now)) is not None:
             return cut
@@ -124,40 +126,40 @@ class SessionTable:
             case Cancel():
                 return self._cancel(peer, message)
             case Ping():
-                return Outcome([(route, Pong(number=message.number))], self._renewals(peer, message, now))
+                return SessionOutcome([(route, Pong(number=message.number))], self._renewals(peer, message, now))
             case Goodbye():
                 return self._drop(peer, f"goodbye: {message.reason}")
 
-    def malformed(self, route: bytes, why: str, now: float) -> Outcome:
+    def malformed(self, route: bytes, why: str, now: float) -> SessionOutcome:
         """Handle a message that could not be decoded. The session of its connection, if it has one, goes on."""
         if (cut := self._limit_rate(route, now)) is not None:
             return cut
         self.counters.add("malformed_frames_total", labels=("control",))
         return self._refuse(route, messages.BAD_MESSAGE, why)
 
-    def tell(self, effect: ControlServerEffect, now: float) -> Outcome:
+    def tell(self, effect: ControlServerEffect, now: float) -> SessionOutcome:
         """Carry out an effect of the scheduler: end a ticket or a session. Does nothing when the session has ended."""
         peer = self._by_session.get(effect.session)
         if peer is None:
-            return Outcome([], [])
+            return SessionOutcome([], [])
         if isinstance(effect, EndPeer):
             if effect.backend_failed:
                 self._health.failed(peer.hello.name, peer.welcome.backend, now)
-            return Outcome([(peer.route, Goodbye(reason=effect.reason))], self._drop(peer, effect.reason).events)
+            return SessionOutcome([(peer.route, Goodbye(reason=effect.reason))], self._drop(peer, effect.reason).events)
         peer.last_active = now
         peer.end(effect.ticket, effect.generation)
-        return Outcome([(peer.route, final_reply(effect))], [])
+        return SessionOutcome([(peer.route, final_reply(effect))], [])
 
     def has_session(self, route: bytes) -> bool:
         """Whether the connection has a session."""
         return route in self._by_route
 
-    def lose(self, route: bytes, reason: str) -> Outcome:
+    def lose(self, route: bytes, reason: str) -> SessionOutcome:
         """End the session of a connection that cannot be written to: its peer is gone, or reads too slowly."""
         peer = self._by_route.get(route)
-        return self._drop(peer, reason) if peer else Outcome([], [])
+        return self._drop(peer, reason) if peer else SessionOutcome([], [])
 
-    def tick(self, now: float) -> Outcome:
+    def tick(self, now: float) -> SessionOutcome:
         """End the sessions of peers that were silent for too long, and those of stages that are gone."""
         over = [peer for peer in self._by_session.values() if peer.offer != self._offer]
         ended = _join(self._drop(peer, RESTARTED) for peer in over)
@@ -170,19 +172,21 @@ class SessionTable:
         """When tick() has to be called next."""
         return min((self._deadline(peer) for peer in self._by_session.values()), default=None)
 
-    def close(self, reason: str) -> Outcome:
+    def close(self, reason: str) -> SessionOutcome:
         """End every session, with a goodbye."""
         goodbyes: list[tuple[bytes, ControlMessage]] = [(route, Goodbye(reason=reason)) for route in self._by_route]
-        return Outcome(goodbyes, _join(self._drop(peer, reason) for peer in list(self._by_session.values())).events)
+        return SessionOutcome(
+            goodbyes, _join(self._drop(peer, reason) for peer in list(self._by_session.values())).events
+        )
 
     def _deadline(self, peer: PeerSession) -> float:
         return peer.last_heard + self._config.peer_timeout_s if peer.offer == self._offer else 0.0
 
-    def _limit_rate(self, route: bytes, now: float) -> Outcome | None:
+    def _limit_rate(self, route: bytes, now: float) -> SessionOutcome | None:
         """End the session of a connection that exceeds the message rate, and ignore the connection from then on."""
         if route in self._ignored:
             self.counters.add("stale_messages_total", labels=("cut_off",))
-            return Outcome([], [])
+            return SessionOutcome([], [])
         peer = self._by_route.get(route)
         if peer is None or not peer.rate.exceeded(now):
             return None
@@ -190,20 +194,20 @@ class SessionTable:
         if len(self._ignored) > IGNORED_KEPT:
             del self._ignored[next(iter(self._ignored))]
         reason = f"more than {MESSAGES_PER_S:g} messages a second"
-        return Outcome([(route, Goodbye(reason=reason))], self._drop(peer, reason).events)
+        return SessionOutcome([(route, Goodbye(reason=reason))], self._drop(peer, reason).events)
 
-    def _hello(self, route: bytes, hello: Hello, sender: Sender, now: float) -> Outcome:
+    def _hello(self, route: bytes, hello: Hello, sender: MessageSender, now: float) -> SessionOutcome:
         same_route = self._by_route.get(route)
         if same_route is not None and same_route.hello == hello:  # a repeated hello gets the same answer
             same_route.last_heard = now
-            return Outcome([(route, same_route.welcome)], [])
+            return SessionOutcome([(route, same_route.welcome)], [])
         if self._offer is None:
             return self._refuse(route, NOT_READY, "the stages of this server are still loading")
         refusal = matching.check_hello(self._offer, self._checksums, hello)
         if refusal is not None:
             return self._refuse(route, refusal.code, refusal.message)
         old = [p for p in self._by_session.values() if p.route == route or p.hello.instance == hello.instance]
-        displaced = Outcome([], [])
+        displaced = SessionOutcome([], [])
         if len(self._by_session) - len(old) >= self._config.max_peers:
             found = self._make_room(sender, now)
             if found is None:
@@ -240,9 +244,9 @@ class SessionTable:
             key=sender.key,
             backend_reason=choice.reason,
         )
-        return Outcome([*dropped.replies, (route, welcome)], [*dropped.events, joined])
+        return SessionOutcome([*dropped.replies, (route, welcome)], [*dropped.events, joined])
 
-    def _make_room(self, sender: Sender, now: float) -> Outcome | None:
+    def _make_room(self, sender: MessageSender, now: float) -> SessionOutcome | None:
         """End the session that gives way to a new one; None if there is none."""
         limit, idle_s = self._config.max_peers, self._config.peer_timeout_s
         found = gives_way(self._by_session.values(), sender.owner, limit, now, idle_s)
@@ -250,7 +254,7 @@ class SessionTable:
             return None
         self.counters.add("sessions_displaced_total", labels=(found.cause,))
         goodbye = (found.session.route, Goodbye(reason=messages.text(found.reason)))
-        return Outcome([goodbye], self._drop(found.session, found.reason, displaced=True).events)
+        return SessionOutcome([goodbye], self._drop(found.session, found.reason, displaced=True).events)
 
     def _welcome(self, offer: BackendOffer, hello: Hello, backend: str) -> Welcome:
         return Welcome(
@@ -270,21 +274,21 @@ class SessionTable:
             model=offer.model[: messages.MAX_NAME_CHARS],
         )
 
-    def _reserve(self, peer: PeerSession, reserve: Reserve) -> Outcome:
+    def _reserve(self, peer: PeerSession, reserve: Reserve) -> SessionOutcome:
         current = peer.tickets.get(reserve.ticket)
         known = max(current.generation if current else -1, peer.ended.get(reserve.ticket, -1))
         if reserve.generation <= known:
             self.counters.add("stale_messages_total", labels=("reserve",))
-            return Outcome([], [])
+            return SessionOutcome([], [])
         error = reservation_refusal(peer, reserve, self._config.max_tickets_per_peer)
         if error is not None:
             self.counters.add("reservations_refused_total", labels=(error.code,))
             peer.end(reserve.ticket, reserve.generation)  # a late copy of the message must not revive it
-            return Outcome([(peer.route, failed(reserve.ticket, reserve.generation, error))], [])
+            return SessionOutcome([(peer.route, failed(reserve.ticket, reserve.generation, error))], [])
         pages = packed_length(reserve.pages)
         peer.tickets[reserve.ticket] = OpenTicket(reserve.generation, pages)
         peer.pages += pages
-        return Outcome([], [PeerReserved(session=peer.session, reservation=reserve.reservation)])
+        return SessionOutcome([], [PeerReserved(session=peer.session, reservation=reserve.reservation)])
 
     def _renewals(self, peer: PeerSession, ping: Ping, now: float) -> list[PeerEvent]:
         """The tickets that a ping renews; none if the peer renews too many."""
@@ -295,7 +299,7 @@ class SessionTable:
             return []
         return [PeerRenewed(session=peer.session, tickets=ping.renew)]
 
-    def _cancel(self, peer: PeerSession, cancel: Cancel) -> Outcome:
+    def _cancel(self, peer: PeerSession, cancel: Cancel) -> SessionOutcome:
         current = peer.tickets.get(cancel.ticket)
         if current is None or current.generation != cancel.generation:
             unknown = current is None and cancel.generation > peer.ended.get(cancel.ticket, -1)
@@ -303,29 +307,31 @@ class SessionTable:
             reply = Cancelled(ticket=cancel.ticket, generation=cancel.generation)
             # A held request may wait for a ticket that was never reserved: its name gives the right to release it.
             released = PeerReleased(session=peer.session, ticket=cancel.ticket, reason=cancel.reason)
-            return Outcome([(peer.route, reply)], [released] if unknown else [])
+            return SessionOutcome([(peer.route, reply)], [released] if unknown else [])
         if current.cancelling:
             self.counters.add("stale_messages_total", labels=("cancel",))
-            return Outcome([], [])
+            return SessionOutcome([], [])
         current.cancelling = True
         event = PeerCancelled(
             session=peer.session, ticket=cancel.ticket, generation=cancel.generation, reason=cancel.reason
         )
-        return Outcome([], [event])
+        return SessionOutcome([], [event])
 
-    def _drop(self, peer: PeerSession, reason: str, *, displaced: bool = False) -> Outcome:
+    def _drop(self, peer: PeerSession, reason: str, *, displaced: bool = False) -> SessionOutcome:
         del self._by_route[peer.route]
         del self._by_session[peer.session]
         self.counters.add("peers_gone_total")
-        return Outcome([], [PeerGone(session=peer.session, reason=reason, name=peer.hello.name, displaced=displaced)])
+        return SessionOutcome(
+            [], [PeerGone(session=peer.session, reason=reason, name=peer.hello.name, displaced=displaced)]
+        )
 
-    def _refuse(self, route: bytes, code: str, message: str) -> Outcome:
+    def _refuse(self, route: bytes, code: str, message: str) -> SessionOutcome:
         self.counters.add("refusals_total", labels=("control", code))
-        return Outcome([(route, Refuse(code=code, message=messages.text(message)))], [])
+        return SessionOutcome([(route, Refuse(code=code, message=messages.text(message)))], [])
 
 
-def _join(outcomes: Iterable[Outcome]) -> Outcome:
-    joined = Outcome([], [])
+def _join(outcomes: Iterable[SessionOutcome]) -> SessionOutcome:
+    joined = SessionOutcome([], [])
     for outcome in outcomes:
         joined.replies.extend(outcome.replies)
         joined.events.extend(outcome.events)

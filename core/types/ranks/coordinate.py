@@ -81,7 +81,7 @@ class Agreement(msgspec.Struct, frozen=True):
         return not any(self.tokens)
 
 
-class Part(msgspec.Struct, frozen=True):
+class RowPart(msgspec.Struct, frozen=True):
     """A run of one row's tokens in a half."""
 
     row: int
@@ -138,21 +138,21 @@ def cut_result(votes: Sequence[Vote], agreement: Agreement) -> CutResult:
     return "short" if all(each.wishes for each in votes) else "threshold"
 
 
-def halves(counts: Sequence[int], cut: int) -> tuple[list[Part], list[Part]]:
+def halves(counts: Sequence[int], cut: int) -> tuple[list[RowPart], list[RowPart]]:
     """Tokens [0, cut) of a replica's rows, and the rest. A row across the cut is in both.
 
     counts: tokens of each row. Raises ValueError when a half would be empty.
     """
     if not 0 < cut < sum(counts):
         raise ValueError(f"{sum(counts)} tokens cannot be cut at {cut}")
-    first: list[Part] = []
-    second: list[Part] = []
+    first: list[RowPart] = []
+    second: list[RowPart] = []
     left = cut
     for row, count in enumerate(counts):
         here = min(left, count)
         left -= here
         if here:
-            first.append(Part(row, 0, here))
+            first.append(RowPart(row, 0, here))
         if count > here:
-            second.append(Part(row, here, count - here))
+            second.append(RowPart(row, here, count - here))
     return first, second

@@ -79,6 +79,7 @@ FAILED = (
     errors.PREFILL_FAILED,
     errors.PREFILL_LOST,
     "prefill_refused",
+    "room_in_use",
     errors.PREFILL_UNREACHABLE,
     "scheduler_lost",
     "scheduler_silent",

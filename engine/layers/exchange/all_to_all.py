@@ -11,7 +11,7 @@ from torch import Tensor
 
 from headrace.engine.collectives.base import Collectives
 from headrace.engine.collectives.steps import Steps
-from headrace.engine.layers.choice import NO_EXPERT, Choice
+from headrace.engine.layers.choice import NO_EXPERT, ExpertChoice
 from headrace.engine.layers.exchange.base import Mixture
 from headrace.engine.layers.exchange.parcels import pack, unpack
 from headrace.engine.layers.exchange.replicated import shard_rows
@@ -58,7 +58,7 @@ class AllToAll:
         asked.scatter_(0, owners.T, True)
         ranks, tokens = asked.nonzero().unbind(1)  # in order of rank, then of token
         elsewhere = owners[tokens] != ranks[:, None]
-        parts = Choice(choice.experts[tokens].masked_fill_(elsewhere, NO_EXPERT), choice.weights[tokens])
+        parts = ExpertChoice(choice.experts[tokens].masked_fill_(elsewhere, NO_EXPERT), choice.weights[tokens])
         sent = asked.sum(1, dtype=torch.int32)
         one_each = [1] * self._ep.size
         received: list[int] = self._ep.all_to_all(sent, one_each, one_each).wait().tolist()

@@ -6,17 +6,17 @@ from typing import Protocol
 from torch import Tensor
 
 from headrace.engine.collectives.steps import Steps
-from headrace.engine.layers.choice import Choice
+from headrace.engine.layers.choice import ExpertChoice
 
 
 class Mixture(Protocol):
     """The parts of a mixture-of-experts layer on one rank."""
 
-    def route(self, x: Tensor) -> Choice:
+    def route(self, x: Tensor) -> ExpertChoice:
         """Choose the experts of rows [tokens, hidden size]."""
         ...
 
-    def compute(self, x: Tensor, choice: Choice) -> Tensor:
+    def compute(self, x: Tensor, choice: ExpertChoice) -> Tensor:
         """Weighted sums of the results of this rank's experts: float32 [tokens, hidden size]."""
         ...
 

@@ -3,11 +3,11 @@
 import torch
 from torch import Tensor
 
-from headrace.engine.layers.choice import NO_EXPERT, Choice
+from headrace.engine.layers.choice import NO_EXPERT, ExpertChoice
 from headrace.engine.layers.exchange.ways import WORD
 
 
-def pack(x: Tensor, choice: Choice, rows: int = 0) -> Tensor:
+def pack(x: Tensor, choice: ExpertChoice, rows: int = 0) -> Tensor:
     """Parcels int32 [rows, words] of x [tokens, hidden size], whose size in bytes is a multiple of 4.
 
     rows: filled up to this many with rows without experts; 0 adds none.
@@ -23,8 +23,8 @@ def pack(x: Tensor, choice: Choice, rows: int = 0) -> Tensor:
     return parcels
 
 
-def unpack(parcels: Tensor, k: int, dtype: torch.dtype) -> tuple[Tensor, Choice]:
+def unpack(parcels: Tensor, k: int, dtype: torch.dtype) -> tuple[Tensor, ExpertChoice]:
     """Hidden states of this dtype, experts and weights of parcels."""
     hidden = parcels.shape[1] - 2 * k
     weights = parcels[:, hidden + k :].contiguous().view(torch.float32)
-    return parcels[:, :hidden].view(dtype), Choice(parcels[:, hidden : hidden + k].long(), weights)
+    return parcels[:, :hidden].view(dtype), ExpertChoice(parcels[:, hidden : hidden + k].long(), weights)

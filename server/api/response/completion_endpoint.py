@@ -29,7 +29,7 @@ from headrace.server.http.body_budget import BodyBudget
 from headrace.server.http.streaming import EventStream, EventWriter, JsonAnswer
 
 
-class ResponseFormat(Protocol):
+class AnswerFormat(Protocol):
     """The JSON of one API. An instance serves one response. index: position of a choice in the response."""
 
     async def body(self, outputs: Sequence[Output]) -> dict[str, Any] | list[dict[str, Any]]:
@@ -59,7 +59,7 @@ class ResponseFormat(Protocol):
 
 B = TypeVar("B", bound=OpenAIBody | GenerateBody)
 Check = Callable[[B], Awaitable[CompletionRequest]]  # tokenizes and checks; raises HeadraceError
-MakeFormat = Callable[[B, CompletionRequest, Sequence[GenerationRequest]], ResponseFormat]
+MakeFormat = Callable[[B, CompletionRequest, Sequence[GenerationRequest]], AnswerFormat]
 
 
 class CompletionEndpoint:
@@ -101,11 +101,11 @@ class CompletionEndpoint:
             return EventStream(lambda events: self._stream(requests, form, events), form.write_error)
         return JsonAnswer(lambda: self._whole(requests, form))
 
-    async def _whole(self, requests: Sequence[GenerationRequest], form: ResponseFormat) -> object:
+    async def _whole(self, requests: Sequence[GenerationRequest], form: AnswerFormat) -> object:
         return await form.body(await collect_choices(self._completions, requests))
 
     async def _prefill(
-        self, completion: CompletionRequest, requests: Sequence[GenerationRequest], form: ResponseFormat, host: str
+        self, completion: CompletionRequest, requests: Sequence[GenerationRequest], form: AnswerFormat, host: str
     ) -> object:
         outputs = await prefill_choices(self._completions, self._model.tokenizer, requests)
         body = await form.body(outputs)
@@ -115,7 +115,7 @@ class CompletionEndpoint:
             return {**body, "kv_transfer_params": params}
         return body
 
-    async def _stream(self, requests: Sequence[GenerationRequest], form: ResponseFormat, events: EventWriter) -> None:
+    async def _stream(self, requests: Sequence[GenerationRequest], form: AnswerFormat, events: EventWriter) -> None:
         choices = [Choice() for _ in requests]
 
         async def emit(index: int, event: Progress | GenerationDelta) -> None:

@@ -19,7 +19,7 @@ from headrace.core.types.errors import DEADLINE, ErrorInfo, HeadraceError
 from headrace.server.frontend.request.generation_request import GenerationRequest
 from headrace.server.routing.failover import MoveReason, PrefillAttempts, PrefillFailure
 from headrace.server.telemetry.prometheus import FrontMetrics
-from headrace.server.upstream.prefill_pool import Choice, PrefillPool
+from headrace.server.upstream.prefill_pool import PrefillChoice, PrefillPool
 
 log = logging.getLogger(__name__)
 
@@ -27,7 +27,7 @@ LOG_EVERY_S = 1.0  # for one server and one reason
 REFUSALS: tuple[MoveReason, ...] = ("unreachable", "overloaded", "unavailable")  # it has not had the prompt
 
 Result = TypeVar("Result")
-Attempt = Callable[[GenerationRequest, Choice, bool], Awaitable[Result]]
+Attempt = Callable[[GenerationRequest, PrefillChoice, bool], Awaitable[Result]]
 """Runs a request with the chosen server; the flag tells whether it was at another one before. Raises HeadraceError."""
 
 

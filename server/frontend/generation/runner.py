@@ -47,7 +47,7 @@ from headrace.server.telemetry.spans import RecordSpan
 from headrace.server.tokenizer.detokenizer import TextStream
 from headrace.server.upstream.handoff_params import KvSource
 from headrace.server.upstream.prefill_call import PrefillProgress, posted_error
-from headrace.server.upstream.prefill_pool import Choice, PrefillPool
+from headrace.server.upstream.prefill_pool import PrefillChoice, PrefillPool
 
 log = logging.getLogger(__name__)
 
@@ -152,7 +152,7 @@ class GenerationRunner:
         assert failover is not None, "only a decode server has prompts computed elsewhere"
         sampling = await self._merge_stops(request)
 
-        async def attempt(left: GenerationRequest, choice: Choice, moved: bool) -> GenerationResult:
+        async def attempt(left: GenerationRequest, choice: PrefillChoice, moved: bool) -> GenerationResult:
             return await self._prefill_remotely(left, emit, pool, choice, sampling, moved=moved)
 
         return await failover.run(request, arrived, has_begun, attempt)
@@ -162,7 +162,7 @@ class GenerationRunner:
         request: GenerationRequest,
         emit: Emit,
         pool: PrefillPool,
-        choice: Choice,
+        choice: PrefillChoice,
         sampling: SamplingParams,
         *,
         moved: bool,

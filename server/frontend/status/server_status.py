@@ -48,7 +48,7 @@ class Peer(msgspec.Struct, frozen=True, kw_only=True):
     """Since it is up or down; None where it never was up."""
 
 
-class Setting(msgspec.Struct, frozen=True, kw_only=True):
+class ShownSetting(msgspec.Struct, frozen=True, kw_only=True):
     """A setting in effect. Secrets have no value."""
 
     group: str
@@ -188,13 +188,13 @@ class StatusCollector:
         )
 
 
-def _settings(config: Config) -> Iterator[Setting]:
+def _settings(config: Config) -> Iterator[ShownSetting]:
     for setting in SETTINGS:
         value = setting.value(config)
         changed = value != setting.default
         if setting.flag.secret:
             value = "set, not shown" if value else ""
-        yield Setting(group=setting.flag.group, key=setting.key, value=value, changed=changed)
+        yield ShownSetting(group=setting.flag.group, key=setting.key, value=value, changed=changed)
 
 
 def _peers(scheduler: SchedulerStatus | None, prefills: PrefillPool | None, now: float) -> Iterator[Peer]:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from headrace.core.runtime.cpu import cpu_quota, usable_cores
+from tests.deployment.files import PACKAGES, ROOT
 
 V2 = "30 23 0:26 {root} /sys/fs/cgroup rw,nosuid - cgroup2 cgroup2 rw\n"
 V1 = (
@@ -118,14 +119,10 @@ print(cpu_quota(), usable_cores())
     pytest.skip("no control group can be made here")
 
 
-ROOT = Path(__file__).resolve().parents[3]
-PROGRAM = ("core", "engine", "integrations", "scheduler", "server", "transfer")
-
-
 def test_cores_are_counted_in_one_place() -> None:
     found = {
         str(path.relative_to(ROOT))
-        for folder in PROGRAM
+        for folder in PACKAGES
         for path in (ROOT / folder).rglob("*.py")
         for text in (path.read_text(encoding="utf-8"),)
         if "sched_getaffinity" in text or "cpu_count" in text

@@ -5,7 +5,7 @@ import sys
 import torch
 
 from headrace.engine.collectives.alone import ALONE
-from headrace.engine.collectives.segment import Part, Segment
+from headrace.engine.collectives.segment import Segment, SegmentPart
 from headrace.engine.collectives.shared_memory import SharedMemoryCollectives, shared_sums
 
 
@@ -13,7 +13,7 @@ def main() -> None:
     memory, socket = map(int, sys.argv[1:])
     library = shared_sums()
     assert library is not None
-    group = SharedMemoryCollectives(library, Segment(Part(memory, (socket,)), 1), ALONE, timeout_s=60)
+    group = SharedMemoryCollectives(library, Segment(SegmentPart(memory, (socket,)), 1), ALONE, timeout_s=60)
     while True:
         group.all_reduce(torch.zeros(100_000))
 

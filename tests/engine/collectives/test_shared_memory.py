@@ -22,7 +22,7 @@ from torch import Tensor
 from headrace.engine.collectives import segment
 from headrace.engine.collectives.base import Collectives
 from headrace.engine.collectives.link import LinkBroken
-from headrace.engine.collectives.segment import Part, Segment, form_segment, make_parts
+from headrace.engine.collectives.segment import Segment, SegmentPart, form_segment, make_parts
 from headrace.engine.collectives.shared_memory import SharedMemoryCollectives, on_one_machine, shared_sums
 from tests.engine.collectives.test_collectives import check, operations
 from tests.engine.collectives.threads import ThreadCollectives, run_ranks
@@ -36,12 +36,12 @@ DTYPES = (torch.float32, torch.bfloat16, torch.int64)
 MEMORY_BYTES = 1 << 16
 
 
-def parts_of(size: int) -> list[Part]:
+def parts_of(size: int) -> list[SegmentPart]:
     assert LIBRARY is not None
     return make_parts(size, LIBRARY.headrace_shared_bytes(size))
 
 
-def member(part: Part, rank: int, timeout_s: float = TIMEOUT_S) -> SharedMemoryCollectives:
+def member(part: SegmentPart, rank: int, timeout_s: float = TIMEOUT_S) -> SharedMemoryCollectives:
     """Without a group for the rest: nothing here may go over it."""
     assert LIBRARY is not None
     return SharedMemoryCollectives(LIBRARY, Segment(part, rank), None, timeout_s)  # type: ignore[arg-type]
@@ -50,7 +50,7 @@ def member(part: Part, rank: int, timeout_s: float = TIMEOUT_S) -> SharedMemoryC
 def run(size: int, work: Callable[[SharedMemoryCollectives], T], timeout_s: float = TIMEOUT_S) -> list[T]:
     """The results of work() at ranks that are threads, each with a mapping of its own. One that is done leaves."""
 
-    def one(part: Part, rank: int) -> T:
+    def one(part: SegmentPart, rank: int) -> T:
         group = member(part, rank, timeout_s)
         try:
             return work(group)
@@ -258,7 +258,7 @@ def test_not_between_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_rank_that_cannot_map_it_has_all_do_without(monkeypatch: pytest.MonkeyPatch) -> None:
     class Unlucky(Segment):
-        def __init__(self, part: Part, rank: int) -> None:
+        def __init__(self, part: SegmentPart, rank: int) -> None:
             if rank == 1:
                 raise OSError("no address space")
             super().__init__(part, rank)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from headrace.engine.collectives.link import LinkBroken
-from headrace.engine.layers.choice import NO_EXPERT, Choice
+from headrace.engine.layers.choice import NO_EXPERT, ExpertChoice
 from headrace.engine.layers.exchange.all_gather import AllGather
 from headrace.engine.layers.exchange.all_to_all import AllToAll
 from headrace.engine.layers.exchange.base import Exchange
@@ -184,7 +184,7 @@ def test_ranks_are_sent_the_numbers_of_their_own_experts_only() -> None:
         mixture = make_mixture(moe, exchange)
         compute, seen = mixture.compute, set[int]()
 
-        def noted(x: torch.Tensor, choice: Choice) -> torch.Tensor:
+        def noted(x: torch.Tensor, choice: ExpertChoice) -> torch.Tensor:
             seen.update(choice.experts.flatten().tolist())
             return compute(x, choice)
 
@@ -244,7 +244,7 @@ def test_a_rank_that_fails_breaks_the_exchange_of_the_others() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_parcels_bring_rows_experts_and_weights(dtype: torch.dtype) -> None:
     x = random_rows(5, dtype=dtype)
-    choice = Choice(torch.tensor([[3, NO_EXPERT]] * 5), torch.rand(5, 2))
+    choice = ExpertChoice(torch.tensor([[3, NO_EXPERT]] * 5), torch.rand(5, 2))
     parcels = pack(x, choice, rows=7)
     assert parcels.shape[1] * parcels.element_size() == parcel_bytes(HIDDEN, 2, x.element_size())
     rows, found = unpack(parcels, 2, dtype)

@@ -13,7 +13,7 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3MoE
 from headrace.core.types.errors import ConfigError
 from headrace.engine.dtypes import Precision
 from headrace.engine.layers import router as router_module
-from headrace.engine.layers.choice import NO_EXPERT, Choice
+from headrace.engine.layers.choice import NO_EXPERT, ExpertChoice
 from headrace.engine.layers.experts import Experts
 from headrace.engine.model.arithmetic import Arithmetic, TorchArithmetic
 from headrace.engine.model.checkpoint import SafetensorsCheckpoint
@@ -96,7 +96,7 @@ def test_the_experts_of_a_model_are_those_that_transformers_chooses(
     ]
     chosen: list[torch.Tensor] = []
 
-    def noted(logits: torch.Tensor, moe: MoeSpec, bias: torch.Tensor | None = None) -> Choice:
+    def noted(logits: torch.Tensor, moe: MoeSpec, bias: torch.Tensor | None = None) -> ExpertChoice:
         choice = choose(logits, moe, bias)
         chosen.append(choice.experts.sort(-1).values)
         return choice
@@ -161,7 +161,7 @@ def test_all_tokens_at_one_expert_are_computed_in_tiles() -> None:
     moe = SPECS["mixtral"]
     experts, spy = make_experts(moe, range(5), tile_rows=16)
     x = random_rows(100)
-    choice = Choice(torch.tensor([[3, 1]] * 100), torch.tensor([[0.25, 0.75]] * 100))
+    choice = ExpertChoice(torch.tensor([[3, 1]] * 100), torch.tensor([[0.25, 0.75]] * 100))
     found = experts.compute(x, choice)
     assert spy.rows == [16, 16, 16, 16, 16, 16, 4] * 2
     assert experts.rows.tolist() == [0, 100, 0, 100, 0]
@@ -172,7 +172,7 @@ def test_all_tokens_at_one_expert_are_computed_in_tiles() -> None:
 def test_a_rank_computes_its_own_experts_only_and_counts_their_rows() -> None:
     moe = SPECS["mixtral"]
     x = random_rows(4)
-    choice = Choice(torch.tensor([[0, 2], [2, NO_EXPERT], [4, 3], [NO_EXPERT, NO_EXPERT]]), torch.ones(4, 2))
+    choice = ExpertChoice(torch.tensor([[0, 2], [2, NO_EXPERT], [4, 3], [NO_EXPERT, NO_EXPERT]]), torch.ones(4, 2))
     parts = []
     for own, rows in ((range(2), [1, 0]), (range(2, 5), [2, 1, 1])):
         experts, _ = make_experts(moe, own)

@@ -7,7 +7,7 @@ from headrace.core.types.errors import ConfigError
 from headrace.engine.collectives.alone import Alone
 from headrace.engine.collectives.steps import finish
 from headrace.engine.kv.memory_plan import plan_memory, weight_count
-from headrace.engine.layers.choice import Choice
+from headrace.engine.layers.choice import ExpertChoice
 from headrace.engine.layers.exchange.all_gather import AllGather
 from headrace.engine.layers.exchange.all_to_all import AllToAll
 from headrace.engine.layers.exchange.make import make_exchange
@@ -59,11 +59,11 @@ class AllToFirst:
     def __init__(self, mixture: MoeMlp) -> None:
         self._mixture = mixture
 
-    def route(self, x: torch.Tensor) -> Choice:
+    def route(self, x: torch.Tensor) -> ExpertChoice:
         """See Mixture."""
-        return Choice(torch.tensor([[0, 1]]).expand(len(x), 2), torch.ones(len(x), 2))
+        return ExpertChoice(torch.tensor([[0, 1]]).expand(len(x), 2), torch.ones(len(x), 2))
 
-    def compute(self, x: torch.Tensor, choice: Choice) -> torch.Tensor:
+    def compute(self, x: torch.Tensor, choice: ExpertChoice) -> torch.Tensor:
         """See Mixture."""
         return self._mixture.compute(x, choice)
 
@@ -88,7 +88,7 @@ def test_memory_is_kept_for_the_worst_routing(way: Way, dp: int, tp: int) -> Non
         mixture = make_mixture(MIXTRAL, exchange)
         compute = mixture.compute
 
-        def noted(x: torch.Tensor, choice: Choice) -> torch.Tensor:
+        def noted(x: torch.Tensor, choice: ExpertChoice) -> torch.Tensor:
             sums = compute(x, choice)
             parcels = len(x) * (HIDDEN * 4 + 2 * 2 * 4)
             seen.append(parcels + sums.numel() * sums.element_size())

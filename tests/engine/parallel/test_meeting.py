@@ -14,7 +14,7 @@ from headrace.core.config import EngineConfig, ModelConfig, StageConfig, Transfe
 from headrace.core.types.errors import ConfigError
 from headrace.core.types.ranks.external import ExternalMember
 from headrace.engine.parallel import meeting as module
-from headrace.engine.parallel.meeting import Attendance, Registration, meet
+from headrace.engine.parallel.meeting import Attendance, MemberRegistration, meet
 from headrace.server.launch.free_port import free_port
 
 TERMS = {"--dtype": "float32", "--page-size": "16"}
@@ -37,8 +37,8 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "FRESH_S", 0.5)
 
 
-def registered(incarnation: str, beat: int = 1) -> Registration:
-    return Registration(incarnation, beat, {})
+def registered(incarnation: str, beat: int = 1) -> MemberRegistration:
+    return MemberRegistration(incarnation, beat, {})
 
 
 def test_a_rank_that_no_longer_repeats_its_registration_is_missing() -> None:

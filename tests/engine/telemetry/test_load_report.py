@@ -14,7 +14,7 @@ from headrace.engine.load_plan import plan_rank
 from headrace.engine.model.sharding import part_of
 from headrace.engine.model.source import load_spec, resolve_source
 from headrace.engine.runner import ModelRunner
-from headrace.engine.telemetry.load_report import LoadReport
+from headrace.engine.telemetry.load_report import LoadingReport
 from tests.engine.models import Saved
 
 GIB = 1 << 30
@@ -22,7 +22,7 @@ GIB = 1 << 30
 
 def test_share_and_time_left_follow_what_was_read(caplog: pytest.LogCaptureFixture) -> None:
     clock, progress, sent = VirtualClock(100.0), LoadProgress(), list[StageLoading]()
-    report = LoadReport(progress, sent.append, clock, rank=2, epoch=3)
+    report = LoadingReport(progress, sent.append, clock, rank=2, epoch=3)
     progress.begin(1000, 8 * GIB)
     with caplog.at_level(logging.INFO):
         for _ in range(8):
@@ -45,7 +45,7 @@ def test_share_and_time_left_follow_what_was_read(caplog: pytest.LogCaptureFixtu
 
 def test_the_thread_reports_until_its_context_ends() -> None:
     progress, sent = LoadProgress(), list[StageLoading]()
-    report = LoadReport(progress, sent.append, VirtualClock(), rank=0, epoch=0, period_s=0.001)
+    report = LoadingReport(progress, sent.append, VirtualClock(), rank=0, epoch=0, period_s=0.001)
     with report:
         while_unknown = len(sent)
         progress.begin(10, 100)

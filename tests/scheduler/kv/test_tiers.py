@@ -6,7 +6,7 @@ from headrace.core.types.kv.kv_tiers import PageHeader, Tier
 from headrace.core.types.packed import pack
 from headrace.scheduler.kv.kv_cache import KvCache
 from headrace.scheduler.kv.lease import Lease
-from headrace.scheduler.kv.node import NONE, Node, PageLoad, PageStore
+from headrace.scheduler.kv.node import NONE, Node, PageLoad, StoringPages
 from headrace.scheduler.kv.page_digests import page_digest, root_digest
 from headrace.scheduler.kv.tier_slots import TierSlots
 from tests.scheduler.growth import grown_bytes
@@ -50,7 +50,7 @@ class Cache:
         assert self.kv.check() == []
         return lease.matched
 
-    def finish(self, failed: Iterable[int] = (), kinds: tuple[type, ...] = (PageStore, PageLoad)) -> int:
+    def finish(self, failed: Iterable[int] = (), kinds: tuple[type, ...] = (StoringPages, PageLoad)) -> int:
         """End all copies under way; returns how many there were."""
         begun = [copy for copy in self.kv.copies_begun() if isinstance(copy, kinds)]
         for copy in begun:
@@ -165,7 +165,7 @@ def test_two_requests_share_a_load() -> None:
     cache = in_host(host=20)
     first = loading(cache)
     while (second := cache.lease(A)) is None:
-        assert cache.finish(kinds=(PageStore,))
+        assert cache.finish(kinds=(StoringPages,))
     assert second.load is first.load
     assert list(first.pages[:4]) == list(second.pages[:4])
 

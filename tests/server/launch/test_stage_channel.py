@@ -30,7 +30,7 @@ from headrace.core.types.ranks.layout import Layout
 from headrace.engine.order_check import OrderCheck
 from headrace.engine.order_connection import OrderConnection, connect_scheduler
 from headrace.server.launch.stage_channel import ChannelEvent, StageChannel
-from headrace.server.launch.stage_connections import FrameRouter, Router, ZmqRouter, order_socket
+from headrace.server.launch.stage_connections import FrameRouter, StageRouter, ZmqRouter, order_socket
 from headrace.transfer.sockets.connections import Connections
 
 GEOMETRY = Geometry("float32", 1, 1, 2, 16)
@@ -44,7 +44,7 @@ class Ends:
     def __init__(self, context: "zmq.Context[zmq.Socket[bytes]]", kind: str) -> None:
         self._context = context
         self._stages: list[OrderConnection] = []
-        self.router: Router
+        self.router: StageRouter
         inner, self._outer = make_door()
         if kind == "door":
             self._endpoint = f"{DOOR}{self._outer.fileno()}"

@@ -13,7 +13,7 @@ from tokenizers import AddedToken, Tokenizer
 
 from headrace.core.config.server import ToolFormat, ToolParser
 from headrace.core.types.requests.constraint import Constraint
-from headrace.engine.grammar.compiler import GrammarError, Vocabulary, compile_constraint
+from headrace.engine.grammar.compiler import GrammarError, GrammarVocabulary, compile_constraint
 from headrace.engine.model.stub import CHAT_TEMPLATE, END, stub_tokenizer
 from headrace.server.tools.call_form import MARKS, CallForm, call_form, calls_grammar, new_call_id, opening_mark
 from headrace.server.tools.call_parser import DEEPSEEK_BEGIN, DEEPSEEK_SEPARATOR, ToolCallParser
@@ -89,7 +89,7 @@ def test_what_the_grammar_allows_are_calls(parser: ToolParser, template: str, sp
     form = form_of(parser, template)
     backend = stub_tokenizer("stub:vocab=258") if special is None else tokenizer(special)
     words = backend.get_vocab_size()
-    vocabulary = Vocabulary(llguidance.LLTokenizer(backend.to_str(), n_vocab=words, eos_token=[END]), words)
+    vocabulary = GrammarVocabulary(llguidance.LLTokenizer(backend.to_str(), n_vocab=words, eos_token=[END]), words)
     functions = {name: json.dumps(given) for name, given in SCHEMAS.items()}
     counts = set()
     for seed in range(4):
@@ -113,7 +113,7 @@ def test_calls_beside_other_text(parser: ToolParser, template: str, special: boo
     form = form_of(parser, template)
     backend = stub_tokenizer("stub:vocab=258") if special is None else tokenizer(special)
     words = backend.get_vocab_size()
-    vocabulary = Vocabulary(llguidance.LLTokenizer(backend.to_str(), n_vocab=words, eos_token=[END]), words)
+    vocabulary = GrammarVocabulary(llguidance.LLTokenizer(backend.to_str(), n_vocab=words, eos_token=[END]), words)
     functions = {name: json.dumps(given) for name, given in SCHEMAS.items()}
     added_id = no_token if special is None else backend.token_to_id
 
@@ -143,7 +143,7 @@ def no_token(_text: str) -> int | None:
     return None
 
 
-def walk(constraint: Constraint, vocabulary: Vocabulary, seed: int) -> Sequence[int]:
+def walk(constraint: Constraint, vocabulary: GrammarVocabulary, seed: int) -> Sequence[int]:
     """Random tokens that are allowed, up to an end."""
     random, grammar, ids = Random(seed), compile_constraint(constraint, vocabulary), list[int]()
     while not grammar.ended:

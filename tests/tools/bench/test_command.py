@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from headrace.cli import commands as cli
-from headrace.tools.bench.outcome import Outcome
+from headrace.tools.bench.outcome import BenchOutcome
 from tests.tools.bench.event_server import (
     STREAM,
     TOKEN,
@@ -107,8 +107,8 @@ def test_waiting_for_a_free_place_counts_as_latency(tmp_path: Path) -> None:
     assert last.ttft_s > last.lag_s
 
 
-def msg_outcome(request: dict[str, Any]) -> Outcome:
-    return Outcome(**{**request, "token_s": tuple(request["token_s"])})
+def msg_outcome(request: dict[str, Any]) -> BenchOutcome:
+    return BenchOutcome(**{**request, "token_s": tuple(request["token_s"])})
 
 
 def test_the_closed_loop_keeps_so_many_open(tmp_path: Path) -> None:

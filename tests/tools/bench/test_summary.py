@@ -4,19 +4,19 @@ from typing import Any
 
 import pytest
 
-from headrace.tools.bench.outcome import INTERRUPTED, OK, Outcome
-from headrace.tools.bench.report import Report, as_text
+from headrace.tools.bench.outcome import INTERRUPTED, OK, BenchOutcome
+from headrace.tools.bench.report import BenchReport, as_text
 from headrace.tools.bench.runner import Measured
 from headrace.tools.bench.stream_reader import StreamReader
-from headrace.tools.bench.summary import Limits, is_good, most_open, summarise
+from headrace.tools.bench.summary import LatencyLimits, is_good, most_open, summarise
 
-NO_LIMITS = Limits(None, None)
+NO_LIMITS = LatencyLimits(None, None)
 
 
-def outcome(due: float, *token_s: float, status: str = OK, **fields: Any) -> Outcome:
+def outcome(due: float, *token_s: float, status: str = OK, **fields: Any) -> BenchOutcome:
     ended = token_s[-1] if token_s else due + 1.0
     values = {"input_tokens": 10, "cached_tokens": 4, "output_tokens": len(token_s), "sent_s": due, "last_s": ended}
-    return Outcome(due_s=due, token_s=token_s, ended_s=ended, status=status, **{**values, **fields})
+    return BenchOutcome(due_s=due, token_s=token_s, ended_s=ended, status=status, **{**values, **fields})
 
 
 def test_latencies_count_from_when_a_request_was_due() -> None:
@@ -42,7 +42,7 @@ def test_failed_requests_are_counted_by_status_and_count_against_goodput() -> No
         outcome(0.0, status=INTERRUPTED),
     ]
     measured = Measured(outcomes=outcomes, seconds=2.0, interrupted=True)
-    found = summarise(measured, Limits(0.5, None), (50.0, 99.0))
+    found = summarise(measured, LatencyLimits(0.5, None), (50.0, 99.0))
     assert (found.sent, found.ok, found.interrupted) == (6, 2, 1)
     assert found.failed == {"429 queue_full": 2, "timeout": 1}
     assert found.goodput is not None
@@ -65,14 +65,19 @@ def test_nothing_ok_has_no_latencies() -> None:
 
 @pytest.mark.parametrize(
     ("limits", "good"),
-    [(NO_LIMITS, True), (Limits(1.0, 0.5), True), (Limits(0.9, None), False), (Limits(None, 0.4), False)],
+    [
+        (NO_LIMITS, True),
+        (LatencyLimits(1.0, 0.5), True),
+        (LatencyLimits(0.9, None), False),
+        (LatencyLimits(None, 0.4), False),
+    ],
 )
-def test_a_good_request_is_within_all_limits(limits: Limits, good: bool) -> None:
+def test_a_good_request_is_within_all_limits(limits: LatencyLimits, good: bool) -> None:
     assert is_good(outcome(0.0, 1.0, 1.5, 2.0), limits) is good
 
 
 def test_a_single_token_has_no_time_per_token_to_limit() -> None:
-    assert is_good(outcome(0.0, 1.0), Limits(2.0, 0.001))
+    assert is_good(outcome(0.0, 1.0), LatencyLimits(2.0, 0.001))
 
 
 def test_open_requests() -> None:
@@ -112,10 +117,10 @@ def test_streams_that_fail(events: bytes, status: str) -> None:
     assert reader.end(200, 2.0)[0] == status
 
 
-def report(*outcomes: Outcome) -> str:
+def report(*outcomes: BenchOutcome) -> str:
     measured = Measured(outcomes=outcomes, seconds=1.0, interrupted=False)
     return as_text(
-        Report(
+        BenchReport(
             url="http://x",
             endpoint="/v1/completions",
             model="m",

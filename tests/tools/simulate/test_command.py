@@ -12,7 +12,7 @@ from headrace.cli import commands as cli
 from headrace.core.config import SchedulerConfig
 from headrace.tools.simulate import options, plot
 from headrace.tools.simulate.objectives import OBJECTIVES
-from headrace.tools.simulate.replay.replay import Outcome, ReplayResult
+from headrace.tools.simulate.replay.replay import ReplayOutcome, ReplayResult
 from headrace.tools.simulate.summary import Latency, quantile, summarise
 
 COST = "1e-9,1e-4,0.01"
@@ -115,10 +115,10 @@ def test_a_picture(trace: Path) -> None:
 def test_what_the_axes_of_a_picture_show(trace: Path) -> None:
     from msgspec import convert
 
-    from headrace.tools.simulate.report import Report
+    from headrace.tools.simulate.report import ReplayReport
 
     def axes(*flags: str) -> tuple[str, dict[str, list[float]]]:
-        name, series = plot.split(convert(report(trace, *flags), Report).rows)
+        name, series = plot.split(convert(report(trace, *flags), ReplayReport).rows)
         return name, {label: [round(at, 3) for at, _ in points] for label, points in series.items()}
 
     assert axes("--load", "1,0.5", "--replicas", "1,2") == (
@@ -233,7 +233,7 @@ def test_refusals_and_retries_are_in_the_table(trace: Path, capsys: pytest.Captu
 
 def test_the_share_of_first_retries_is_of_those_that_came_again() -> None:
     attempts = [("", 1), ("", 2), ("", 2), ("", 3), ("slo_unreachable", 2), ("slo_unreachable", 1)]
-    outcomes = tuple(Outcome(100, 0.0, 0, None if error else 1.0, 0, error, tries) for error, tries in attempts)
+    outcomes = tuple(ReplayOutcome(100, 0.0, 0, None if error else 1.0, 0, error, tries) for error, tries in attempts)
     found = summarise(ReplayResult(outcomes, (1.0,), 1.0, 1), OBJECTIVES["flat"], (0.0, 0.001, 0.0))
     assert (found.retried, found.first_retry_accepted) == (4, 0.5)
 
@@ -241,10 +241,10 @@ def test_the_share_of_first_retries_is_of_those_that_came_again() -> None:
 def test_figures_of_a_replay() -> None:
     """Three short prompts, of which one is refused, and a mid one; a server of two is idle."""
     outcomes = (
-        Outcome(100, 0.0, 0, 1.0, 64),
-        Outcome(200, 0.0, 0, 3.0, 0),
-        Outcome(300, 0.0, 0, None, 0, "queue_full"),
-        Outcome(5000, 0.0, 0, 8.5, 1000),
+        ReplayOutcome(100, 0.0, 0, 1.0, 64),
+        ReplayOutcome(200, 0.0, 0, 3.0, 0),
+        ReplayOutcome(300, 0.0, 0, None, 0, "queue_full"),
+        ReplayOutcome(5000, 0.0, 0, 8.5, 1000),
     )
     found = summarise(ReplayResult(outcomes, (5.0, 0.0), 10.0, 7), OBJECTIVES["class"], (0.0, 0.001, 0.0))
     assert found.ttft["short"] == Latency(3, 2.0, pytest.approx(2.98))

@@ -8,14 +8,14 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from headrace.core.messages.peers import PeerGone, PeerJoined
-from headrace.transfer.control.session import Sender
-from headrace.transfer.control.session_table import Outcome, SessionTable
+from headrace.transfer.control.session import MessageSender
+from headrace.transfer.control.session_table import SessionOutcome, SessionTable
 from headrace.transfer.protocol.messages import Goodbye, Ping, Refuse, Welcome
 from tests.transfer.control.session_table import CONFIG, book, hello, reserve
 
 LIMIT = 64
 TIMEOUT_S = CONFIG.peer_timeout_s
-GREEDY, HONEST = Sender(host="10.0.0.66"), Sender(host="10.0.0.1")
+GREEDY, HONEST = MessageSender(host="10.0.0.66"), MessageSender(host="10.0.0.1")
 
 
 class Peers:
@@ -27,7 +27,7 @@ class Peers:
         self.routes: dict[str, bytes] = {}
         self.joins = 0
 
-    def hello(self, sender: Sender, now: float = 0.0) -> Outcome:
+    def hello(self, sender: MessageSender, now: float = 0.0) -> SessionOutcome:
         self.joins += 1
         route = f"route {self.joins}".encode()
         outcome = self.made.receive(route, hello(instance=f"{self.joins:032}"), now, sender)
@@ -38,7 +38,7 @@ class Peers:
                 del self.owners[event.session], self.routes[event.session]
         return outcome
 
-    def fill(self, sender: Sender, count: int = LIMIT, now: float = 0.0) -> None:
+    def fill(self, sender: MessageSender, count: int = LIMIT, now: float = 0.0) -> None:
         for _ in range(count):
             assert joins(self.hello(sender, now))
 
@@ -56,7 +56,7 @@ class Peers:
         return Counter(self.owners.values())
 
 
-def joins(outcome: Outcome) -> bool:
+def joins(outcome: SessionOutcome) -> bool:
     answers = [message for _, message in outcome.replies if isinstance(message, Welcome | Refuse)]
     [answer] = answers
     return isinstance(answer, Welcome)
@@ -83,9 +83,9 @@ def test_a_host_that_fills_the_server_gives_way_to_another(busy: bool) -> None:
 def test_one_key_counts_as_one_whatever_hosts_it_comes_from() -> None:
     peers = Peers()
     for host in range(LIMIT):
-        assert joins(peers.hello(Sender("greedy", f"10.0.1.{host}")))
+        assert joins(peers.hello(MessageSender("greedy", f"10.0.1.{host}")))
     peers.reserve()
-    assert joins(peers.hello(Sender("honest", "10.0.1.1")))
+    assert joins(peers.hello(MessageSender("honest", "10.0.1.1")))
     assert peers.counts["key honest"] == 1
 
 
@@ -114,9 +114,9 @@ def test_busy_sessions_of_one_host_do_not_give_way_to_it() -> None:
 def test_where_each_has_one_session_a_busy_one_stays() -> None:
     peers = Peers(limit=3)
     for number in range(3):
-        peers.fill(Sender(f"k{number}"), 1)
+        peers.fill(MessageSender(f"k{number}"), 1)
     peers.reserve()
-    assert not joins(peers.hello(Sender("another"), 1.0))
+    assert not joins(peers.hello(MessageSender("another"), 1.0))
 
 
 @given(st.lists(st.tuples(st.integers(0, 4), st.booleans(), st.floats(0, 5)), max_size=60))
@@ -125,7 +125,7 @@ def test_no_owner_loses_a_session_to_one_with_as_many(steps: list[tuple[int, boo
     for owner, busy, wait_s in steps:
         now += wait_s
         peers.ping(now)
-        before, sender = peers.counts, Sender(f"k{owner}")
+        before, sender = peers.counts, MessageSender(f"k{owner}")
         peers.hello(sender, now)
         assert sum(peers.counts.values()) <= 6
         for other, lost in (before - peers.counts).items():

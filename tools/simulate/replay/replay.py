@@ -11,8 +11,8 @@ from headrace.core.messages.kv_events import KvEventMessage
 from headrace.core.types.errors import ErrorInfo
 from headrace.scheduler.costs.chunking import Cost
 from headrace.testing.world import World
-from headrace.tools.simulate.replay.replica import HostTier, Replica
-from headrace.tools.simulate.replay.routing import Router, RouterFactory
+from headrace.tools.simulate.replay.replica import HostTier, ReplayReplica
+from headrace.tools.simulate.replay.routing import ReplayRouter, RouterFactory
 from headrace.tools.simulate.replay.workload import TraceRequest, prompt
 
 REFUSED = 429
@@ -48,7 +48,7 @@ class ReplaySettings(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds until a request reaches the scheduler. What an answer takes to its client is little, and counted here."""
 
 
-class Outcome(msgspec.Struct, gc=False):
+class ReplayOutcome(msgspec.Struct, gc=False):
     """What became of one request."""
 
     tokens: int
@@ -72,7 +72,7 @@ class Outcome(msgspec.Struct, gc=False):
 class ReplayResult(msgspec.Struct, frozen=True):
     """A finished replay."""
 
-    outcomes: tuple[Outcome, ...]
+    outcomes: tuple[ReplayOutcome, ...]
     """In the order of the trace."""
 
     busy_s: tuple[float, ...]
@@ -99,13 +99,13 @@ class Replay:
         self._requests = requests
         self._progress = progress
         self._world = World(0)
-        self._outcomes: list[Outcome] = []
+        self._outcomes: list[ReplayOutcome] = []
         self._open = len(requests)
         self._last_token_at = 0.0
         scheduler = msgspec.structs.replace(settings.scheduler, kv_events=settings.replicas > 1)
-        self._router: Router | None = None
+        self._router: ReplayRouter | None = None
         self._replicas = [
-            Replica(
+            ReplayReplica(
                 self._world,
                 scheduler,
                 settings.costs,
@@ -144,7 +144,7 @@ class Replay:
     def _arrive(self, number: int) -> None:
         request = self._requests[number]
         self._await_arrival(number + 1)
-        self._outcomes.append(Outcome(request.tokens, self._world.now, tenant=request.tenant))
+        self._outcomes.append(ReplayOutcome(request.tokens, self._world.now, tenant=request.tenant))
         self._send(number)
 
     def _send(self, number: int) -> None:

@@ -40,7 +40,7 @@ class HostTier(NamedTuple):
     """Tokens a second whose KV is copied to it and from it; None: at once."""
 
 
-class Replica:
+class ReplayReplica:
     """Takes prompts and reports what becomes of them, at the virtual times at which it does.
 
     first_token: called with rid. ended: called with rid, cached tokens and the error, if there was one. cached: called

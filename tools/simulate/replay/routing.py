@@ -32,7 +32,7 @@ class ReplicaView(Protocol):
         """What it reports of its load."""
 
 
-class Router(Protocol):
+class ReplayRouter(Protocol):
     """Chooses replicas, which are numbers from 0."""
 
     def choose(self, rid: str, prompt: bytes, now: float) -> int:
@@ -45,7 +45,7 @@ class Router(Protocol):
         """The prefix cache of a replica has changed."""
 
 
-RouterFactory = Callable[[Sequence[ReplicaView], int], Router]
+RouterFactory = Callable[[Sequence[ReplicaView], int], ReplayRouter]
 """Makes the router of these replicas, whose pages have so many tokens."""
 
 

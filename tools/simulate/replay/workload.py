@@ -16,7 +16,7 @@ from headrace.core.types.packed import ITEM_BYTES, pack
 VOCABULARY = 1 << 31  # every text number is one token
 
 
-class Segment(NamedTuple):
+class PromptSegment(NamedTuple):
     """The first tokens of a text."""
 
     text: int
@@ -31,7 +31,7 @@ class TraceRequest(msgspec.Struct, frozen=True, gc=False):
     arrival_s: float
     """Seconds since the trace began."""
 
-    segments: tuple[Segment, ...]
+    segments: tuple[PromptSegment, ...]
     tokens: int
     """Prompt tokens: the sum of the segments."""
 

@@ -1,11 +1,11 @@
 """Addresses as text."""
 
 import re
-from pathlib import Path
 
 import pytest
 
 from headrace.core.types.peers.addresses import everywhere, is_loopback, is_wildcard, url, usable_url
+from tests.deployment.files import PACKAGES, ROOT
 
 
 @pytest.mark.parametrize("host", ["", "*", "0.0.0.0", "::", "[::]", "0:0:0:0:0:0:0:0"])
@@ -53,15 +53,13 @@ BY_HAND = re.compile(
     r"|:\{[^{}]*port[^{}]*\}"  # anything before a port
 )
 NOT_ADDRESSES = ("socket.gethostname()}:{", "http://127.0.0.1:{self.port}")  # names of peers; IPv4 loopback
-ROOT = Path(__file__).resolve().parents[3]
-PROGRAM = ("core", "engine", "integrations", "scheduler", "server", "transfer")
 
 
 def test_no_address_is_put_together_by_hand() -> None:
     """IPv6 addresses would have no brackets."""
     found = [
         f"{path.relative_to(ROOT)}:{number}: {line.strip()}"
-        for folder in PROGRAM
+        for folder in PACKAGES
         for path in sorted((ROOT / folder).rglob("*.py"))
         if path.name != "addresses.py"
         for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1)

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headrace.core.types.errors import ConfigError
-from headrace.core.types.ranks.coordinate import Agreement, Part, Rules, Vote, coordinate, halves, vote
+from headrace.core.types.ranks.coordinate import Agreement, RowPart, Rules, Vote, coordinate, halves, vote
 
 CUT = Rules(cut=True)
 PADDED_CUT = Rules(cut=True, pad="max")
@@ -63,7 +63,7 @@ def slices(scheduled: list[int], split: int) -> tuple[slice, ...]:
     )
 
 
-def as_slices(parts: tuple[list[Part], list[Part]]) -> tuple[slice, ...]:
+def as_slices(parts: tuple[list[RowPart], list[RowPart]]) -> tuple[slice, ...]:
     first, second = parts
     tokens = sum(part.count for part in first)
     return (
@@ -308,10 +308,10 @@ def test_v9_where_to_cut() -> None:
     rules = Rules(cut=True, cut_prefill=2, multiple=4)
     found = coordinate([vote([5, 4], rules), vote([9], rules)], rules)
     assert found == Agreement((9, 9), padded=12, cut=6)
-    assert halves([5, 4], 6) == ([Part(0, 0, 5), Part(1, 0, 1)], [Part(1, 1, 3)])
-    assert halves([6, 4], 6) == ([Part(0, 0, 6)], [Part(1, 0, 4)])
-    assert halves([5, 1, 3], 5) == ([Part(0, 0, 5)], [Part(1, 0, 1), Part(2, 0, 3)])
-    assert halves([1, 1], 1) == ([Part(0, 0, 1)], [Part(1, 0, 1)])
+    assert halves([5, 4], 6) == ([RowPart(0, 0, 5), RowPart(1, 0, 1)], [RowPart(1, 1, 3)])
+    assert halves([6, 4], 6) == ([RowPart(0, 0, 6)], [RowPart(1, 0, 4)])
+    assert halves([5, 1, 3], 5) == ([RowPart(0, 0, 5)], [RowPart(1, 0, 1), RowPart(2, 0, 3)])
+    assert halves([1, 1], 1) == ([RowPart(0, 0, 1)], [RowPart(1, 0, 1)])
     odd = Rules(cut=True, cut_prefill=2)
     assert coordinate([vote([7], odd), vote([7], odd)], odd) == Agreement((7, 7), padded=7, cut=3)
 

@@ -9,9 +9,8 @@ import pytest
 from headrace.core.types import errors
 from headrace.core.types.errors import CANCELLED, ErrorInfo
 from headrace.core.types.requests.outcomes import ENDS, FAILED, OTHER, REFUSED, end_of, end_of_answer
-from tests.deployment.files import ROOT
+from tests.deployment.files import PACKAGES, ROOT
 
-PACKAGES = ("core", "scheduler", "transfer", "server", "gateway")
 MAKERS = ("ErrorInfo", "invalid", "unavailable")
 OF_OTHER_REQUESTS = {  # answers to requests without a prompt, of probes, and to what has not become a request
     "for_operators",

@@ -15,7 +15,7 @@ from headrace.server.routing.replica_load import LoadReport
 from headrace.server.routing.score import Candidate
 from headrace.tools.simulate.replay.costs import split_evenly
 from headrace.tools.simulate.replay.offered_work import offered_work
-from headrace.tools.simulate.replay.replay import Outcome, Replay, ReplayResult, ReplaySettings
+from headrace.tools.simulate.replay.replay import Replay, ReplayOutcome, ReplayResult, ReplaySettings
 from headrace.tools.simulate.replay.replica import HostTier
 from headrace.tools.simulate.replay.routing import (
     ROUTERS,
@@ -24,14 +24,14 @@ from headrace.tools.simulate.replay.routing import (
     RouterFactory,
     ScoreRouter,
 )
-from headrace.tools.simulate.replay.workload import VOCABULARY, Segment, TraceRequest, prompt
+from headrace.tools.simulate.replay.workload import VOCABULARY, PromptSegment, TraceRequest, prompt
 
 COST: Cost = (0.0, 0.001, 0.01)  # a millisecond a token, ten a pass
 PAGE, CHUNK = 16, 64
 
 
 def request(at: float, tokens: int, text: int) -> TraceRequest:
-    return TraceRequest(at, (Segment(text, tokens),), tokens)
+    return TraceRequest(at, (PromptSegment(text, tokens),), tokens)
 
 
 def replay(
@@ -250,7 +250,7 @@ def test_affinity_keeps_a_session_on_its_replica_and_least_load_does_not() -> No
         requests.append(request(0.1 * number, 64 * (1 + turns[session]), session))
     hits: dict[str, int] = {}
     for name in ("least-loaded", "prefix-affinity", "score"):
-        outcomes: tuple[Outcome, ...] = replay(requests, replicas=4, router=ROUTERS[name]).outcomes
+        outcomes: tuple[ReplayOutcome, ...] = replay(requests, replicas=4, router=ROUTERS[name]).outcomes
         hits[name] = sum(outcome.cached_tokens for outcome in outcomes)
         assert {outcome.error for outcome in outcomes} == {""}
     assert hits["prefix-affinity"] > 1.5 * hits["least-loaded"]
@@ -260,7 +260,7 @@ def test_affinity_keeps_a_session_on_its_replica_and_least_load_does_not() -> No
 @pytest.mark.parametrize("vocabulary", [2, 7, 1000, VOCABULARY])
 def test_prompts_are_equal_as_far_as_their_texts_are(vocabulary: int) -> None:
     def ids(*segments: tuple[int, int]) -> bytes:
-        made = tuple(Segment(*segment) for segment in segments)
+        made = tuple(PromptSegment(*segment) for segment in segments)
         return prompt(TraceRequest(0.0, made, sum(tokens for _, tokens in segments)), vocabulary)
 
     assert len(ids((5, 40), (77, 3))) == 4 * 43
