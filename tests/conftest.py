@@ -1,10 +1,13 @@
 """For all tests."""
 
 import os
+import signal
+from collections.abc import Iterator
 
 import pytest
 from hypothesis import settings
 
+from headrace.core.runtime.signals import ENDING
 from headrace.server.config.load import CPUINFO_VARIABLE
 from tests.cpus import KINDS, cpuinfo, other_kind
 
@@ -22,3 +25,14 @@ def pytest_configure(config: pytest.Config) -> None:
     kind = config.getoption("cpu")
     if kind is not None:
         os.environ[CPUINFO_VARIABLE] = cpuinfo(other_kind() if kind == "other" else kind)
+
+
+@pytest.fixture(autouse=True)
+def signals_as_before() -> Iterator[None]:
+    """A server that has run in this process leaves signals ignored, and processes that are started later would inherit
+    that."""
+    before = {number: signal.getsignal(number) for number in ENDING}
+    yield
+    for number, handler in before.items():
+        if handler is not None and signal.getsignal(number) is not handler:
+            signal.signal(number, handler)

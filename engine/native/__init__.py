@@ -270,6 +270,8 @@ def _other_linear(x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
         return linear(rows, weight, bias)
 
     if x.dtype != torch.float32 and onednn.sums_by_rows():
+        if isinstance(weight, Tensor) and not weight.is_mkldnn:
+            weight = onednn.whole_depth(weight)
         return onednn.in_pieces(x, multiply)
     if len(x) == 1:  # as one of two: oneDNN has a kernel for one that sums in another order
         return multiply(torch.cat((x, x)))[:1]

@@ -11,6 +11,7 @@ from torch import Tensor
 
 ROWS = 512  # the layout is chosen for this many rows, and works with any number
 PIECE = 32  # rows of a product where their number would change the order of sums: two tiles of AMX
+DEPTH = 32  # of a tile
 
 
 def has_bfloat16() -> bool:
@@ -21,7 +22,8 @@ def has_bfloat16() -> bool:
 
 def pack(weight: Tensor) -> Tensor:
     """A weight [out, in] in the layout for linear(), with rows of the same dtype."""
-    packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight, ROWS)
+    whole = whole_depth(weight) if sums_by_rows() else weight
+    packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(whole, ROWS)
     return packed
 
 
@@ -38,9 +40,17 @@ def sums_by_rows() -> bool:
     return bool(torch.cpu._is_amx_tile_supported())
 
 
+def whole_depth(matrix: Tensor) -> Tensor:
+    """A matrix [rows, in] with columns of zeros up to whole tiles. Of a shorter row AMX multiplies what follows it in
+    memory by zeros, and the NaN of another row times zero is NaN."""
+    missing = -matrix.shape[1] % DEPTH
+    return torch.nn.functional.pad(matrix, (0, missing)) if missing else matrix
+
+
 def in_pieces(x: Tensor, multiply: Callable[[Tensor], Tensor]) -> Tensor:
-    """multiply(x) [rows, out] of x [rows, in], by calls with PIECE rows each, so that a row's sums are the same in any
-    company. The last piece is filled up with zeros."""
+    """multiply(x) [rows, out] of x [rows, in], by calls with PIECE rows each and whole tiles, so that a row's sums are
+    the same in any company. What is missing is filled up with zeros; multiply()'s weight has the same depth."""
+    x = whole_depth(x)
     pieces = [x[first : first + PIECE] for first in range(0, max(1, len(x)), PIECE)]
     if (missing := PIECE - len(pieces[-1])) > 0:
         pieces[-1] = torch.cat((pieces[-1], x.new_zeros(missing, x.shape[1])))

@@ -125,7 +125,7 @@ def test_a_prefill_server_that_was_stopped_and_goes_on_lets_go() -> None:
         expected = text_of(ask(decode, TEXT[:900]))
         answer = begun(prefill, decode, pool)
         with stopped(prefill):
-            assert answer.result().status_code in (502, 503)
+            assert answer.result().status_code in (502, 503, 504)
             assert decode.metrics()["headrace_quarantined_pages"] > 0
         wait_until(lambda: decode.metrics()["headrace_quarantined_pages"] == 0, 20, f"it lets go\n{prefill.log}")
         wait_until(lambda: ask(decode, TEXT[:900]).status_code == 200, 20, f"they meet again\n{decode.log}")
@@ -171,7 +171,7 @@ def test_a_prefill_stage_that_dies_ends_the_session_before_its_pages_are_used_ag
         expected = text_of(ask(decode, TEXT[:900]))
         answer = begun(prefill, decode, pool)
         prefill.child("headrace.engine.stage").kill()
-        assert answer.result().status_code in (502, 503)
+        assert answer.result().status_code in (502, 503, 504)
         wait_until(lambda: pages_in_use(decode) == 0, 10, f"pages back\n{decode.log}")
         wait_until(lambda: prefill.get("/ready").status_code == 200, 60, f"it is back\n{prefill.log}")
         wait_until(lambda: ask(decode, TEXT[:900]).status_code == 200, 20, "the two meet again")

@@ -49,7 +49,7 @@ def test_shards_with_different_sums_do_not_start(reshaped: Models) -> None:
 
 def test_shards_have_equal_pages(reshaped: Models, monkeypatch: pytest.MonkeyPatch) -> None:
     """Though a shard with fewer heads has room for more."""
-    monkeypatch.setattr("headrace.engine.runner.available_memory", lambda _: 1 << 20)
+    monkeypatch.setattr("headrace.engine.load_plan.available_memory", lambda _: 1 << 20)
     folder = reshaped("llama", 6, 3).folder
 
     def work(tp: Collectives) -> tuple[int, int]:

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.scheduler.queues.deadlines import Deadlines, Timer
+from headrace.scheduler.queues.deadlines import Deadlines, LeaseTimer, PlanTimer, RequestTimer, Timer
 from tests.scheduler.growth import grown_bytes
 
 KEYS = st.integers(0, 5)
@@ -20,38 +20,38 @@ STEPS = st.lists(
 
 @given(STEPS)
 def test_what_is_due_is_what_was_set_last_and_not_cleared(steps: list[tuple[str, int, int]]) -> None:
-    deadlines, expected, now = Deadlines(), dict[int, float](), 0
+    deadlines, expected, now = Deadlines(), dict[Timer, float](), 0
     for what, key, value in steps:
         match what:
             case "set":
-                deadlines.set(Timer.REQUEST, key, now + value)
-                expected[key] = now + value
+                deadlines.set(RequestTimer(key), now + value)
+                expected[RequestTimer(key)] = now + value
             case "clear":
-                deadlines.clear(Timer.REQUEST, key)
-                expected.pop(key, None)
+                deadlines.clear(RequestTimer(key))
+                expected.pop(RequestTimer(key), None)
             case "crowd":  # enough of them to have the heap tidied up
                 for number in range(100, 300):
-                    deadlines.set(Timer.LEASE, number, now + 1000)
-                    deadlines.clear(Timer.LEASE, number)
+                    deadlines.set(LeaseTimer(number), now + 1000)
+                    deadlines.clear(LeaseTimer(number))
             case _:
                 now += value
-                due = [(expected[key], key) for _, key in deadlines.due(now)]  # type: ignore[index]
+                due = [(expected[timer], timer) for timer in deadlines.due(now)]
                 assert [at for at, _ in due] == sorted(at for at in expected.values() if at <= now)
                 for _, each in due:
-                    del expected[each]  # type: ignore[arg-type]
+                    del expected[each]
         assert deadlines.next() == min(expected.values(), default=None)
 
 
 def test_deadlines_in_years_that_are_cleared_take_up_no_memory() -> None:
     """Clients choose them: deadline_s has no upper bound. Another deadline is always nearer."""
     deadlines = Deadlines()
-    deadlines.set(Timer.PLAN, 0, 1e8)
+    deadlines.set(PlanTimer(0), 1e8)
 
     def serve(number: int) -> None:
-        deadlines.set(Timer.REQUEST, number, number + 1e9)
-        deadlines.set(Timer.LEASE, number, number + 30.0)
-        deadlines.clear(Timer.REQUEST, number)
-        deadlines.clear(Timer.LEASE, number)
+        deadlines.set(RequestTimer(number), number + 1e9)
+        deadlines.set(LeaseTimer(number), number + 30.0)
+        deadlines.clear(RequestTimer(number))
+        deadlines.clear(LeaseTimer(number))
         assert list(deadlines.due(number)) == []
 
     assert grown_bytes(serve) < 50_000
