@@ -124,16 +124,18 @@ class Connections:
         """
         self._now = now
         self._learn()
-        if self._accepted > self._counted and len(self._open) > self._limit:
-            self._shed(now)
-        self._counted = self._accepted
+        while self._accepted > self._counted:  # closing one reads events of further ones
+            self._counted = self._accepted
+            if len(self._open) > self._limit:
+                self._shed(now)
         self._close_old(now)
         failed, self._failed = self._failed, []
         return failed
 
     def next_deadline(self) -> float | None:
-        """When receive() has to be called although nothing has come."""
-        return next(iter(self._young.values()), None)
+        """When receive() has to be called although nothing has come: at once where a message was looked up among the
+        connections, which reads the events of new ones."""
+        return self._now if self._accepted > self._counted else next(iter(self._young.values()), None)
 
     def take(self) -> list[bytes] | None:
         """The next message of the watched ROUTER, its route first; None when there is none."""
