@@ -15,7 +15,7 @@ from headrace.server.frontend.status.recent_events import RecentEvents
 from headrace.server.http.audience import Audience, Audiences
 from headrace.server.http.error_response import error_response
 from headrace.server.telemetry.prometheus import FrontMetrics
-from headrace.server.telemetry.routes import PROMPT_ROUTES
+from headrace.server.telemetry.routes import PROMPT_ROUTES, UNKNOWN_ROUTE
 from headrace.server.telemetry.spans import RecordSpan
 
 FOR_OPERATORS = "for_operators"  # 403
@@ -145,5 +145,5 @@ class RequestMetrics:
 
 
 def _template(route: BaseRoute | None) -> str:
-    """The path as the route declares it, with the names of its parameters; "other" for unknown paths."""
-    return route.path_format if isinstance(route, Route) else "other"
+    """The path as the route declares it, with the names of its parameters."""
+    return route.path_format if isinstance(route, Route) else UNKNOWN_ROUTE

@@ -7,7 +7,7 @@ from headrace.core.types.requests.outcomes import ENDS
 from headrace.scheduler.telemetry.metrics import CATALOG as SCHEDULER
 from headrace.server.routing.failover import MOVE_REASONS
 from headrace.server.telemetry import label_values
-from headrace.server.telemetry.routes import PROMPT_ROUTES, STATUSES
+from headrace.server.telemetry.routes import PROMPT_ROUTES, STATUSES, UNKNOWN_ROUTE
 
 # The buckets of vLLM, with finer ones below them.
 E2E_SECONDS = (
@@ -285,14 +285,14 @@ FRONT: tuple[MetricSpec, ...] = (
         "counter",
         "HTTP requests, by route and status; 499 if the client disconnected first.",
         ("route", "status"),
-        tuple((route, str(status)) for route in PROMPT_ROUTES for status in STATUSES),
+        (*((route, str(status)) for route in PROMPT_ROUTES for status in STATUSES), (UNKNOWN_ROUTE, "404")),
     ),
     MetricSpec(
         "http_request_duration_seconds",
         "histogram",
         "Time from the arrival of an HTTP request to the end of its response.",
         ("route",),
-        _each(PROMPT_ROUTES),
+        _each((*PROMPT_ROUTES, UNKNOWN_ROUTE)),
     ),
     MetricSpec("time_to_first_token_seconds", "histogram", "Time from the arrival of a request to its first token."),
     MetricSpec(
