@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 import msgspec
 
 from headrace.core.config.flag import HANDOFF, HTTP, SECURITY, SERVER, TELEMETRY, Flag, port_flag
-from headrace.core.config.server import GATEWAY_PORT, LogFormat, LogLevel, Routing
+from headrace.core.config.server import GATEWAY_PORT, AllowedHosts, KeepAlive, LogFormat, LogLevel, Routing
 
 DecodeEngineKind = Literal["vllm", "sglang"]
 GatewayFallback = Literal["error", "recompute"]
@@ -77,17 +77,7 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True):
             unit="bytes",
         ),
     ] = 16 << 20
-    keep_alive_s: Annotated[
-        float,
-        Flag(
-            "keep-alive",
-            HTTP,
-            "seconds for which a connection stays open without a request: longer than those in the pools of clients, "
-            "proxies and balancers",
-            low=1,
-            high=86400,
-        ),
-    ] = 630.0
+    keep_alive_s: KeepAlive = 630.0
     side_channel_host: Annotated[
         str,
         Flag("side-channel-host", HANDOFF, "address that decode engines are told, and that the side channel binds to"),
@@ -149,15 +139,7 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True):
             variable="HEADRACE_API_KEY",
         ),
     ] = ()
-    allowed_hosts: Annotated[
-        tuple[str, ...],
-        Flag(
-            "allowed-host",
-            SECURITY,
-            "name by which clients and web pages may reach a server on loopback without API keys, beside those of this "
-            "machine; where it is given, the names are checked whatever the bind and the keys are",
-        ),
-    ] = ()
+    allowed_hosts: AllowedHosts = ()
     prefill_api_key: Annotated[
         str,
         Flag(

@@ -14,6 +14,27 @@ ToolFormat = Literal["hermes", "llama3_json", "mistral", "deepseek_v3"]
 ToolParser = Literal["auto", "hermes", "llama3_json", "mistral", "deepseek_v3"]
 LogLevel = Literal["debug", "info", "warning", "error"]
 LogFormat = Literal["text", "json"]
+# Of gateways, too.
+KeepAlive = Annotated[
+    float,
+    Flag(
+        "keep-alive",
+        HTTP,
+        "seconds for which a connection stays open without a request: longer than those in the pools of clients, "
+        "proxies and balancers",
+        low=1,
+        high=86400,
+    ),
+]
+AllowedHosts = Annotated[
+    tuple[str, ...],
+    Flag(
+        "allowed-host",
+        SECURITY,
+        "name by which clients and web pages may reach a server on loopback without API keys, beside those of this "
+        "machine; where it is given, the names are checked whatever the bind and the keys are",
+    ),
+]
 
 
 class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -40,15 +61,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
             variable="HEADRACE_API_KEY",
         ),
     ] = ()
-    allowed_hosts: Annotated[
-        tuple[str, ...],
-        Flag(
-            "allowed-host",
-            SECURITY,
-            "name by which clients and web pages may reach a server on loopback without API keys, beside those of this "
-            "machine; where it is given, the names are checked whatever the bind and the keys are",
-        ),
-    ] = ()
+    allowed_hosts: AllowedHosts = ()
     tenant_keys: Annotated[
         tuple[str, ...],
         Flag(
@@ -178,17 +191,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
             unit="bytes",
         ),
     ] = 16 << 20
-    keep_alive_s: Annotated[
-        float,
-        Flag(
-            "keep-alive",
-            HTTP,
-            "seconds for which a connection stays open without a request: longer than those in the pools of clients, "
-            "proxies and balancers",
-            low=1,
-            high=86400,
-        ),
-    ] = 630.0
+    keep_alive_s: KeepAlive = 630.0
     max_hidden_bytes: Annotated[
         int,
         Flag(
