@@ -13,11 +13,10 @@ from headrace.core.config import Config, EngineConfig
 from headrace.core.runtime.output import complain, prepare_output
 from headrace.core.runtime.process import CONFIGURATION_MISTAKE
 from headrace.core.types.errors import ConfigError
-from headrace.gateway import command as gateway_command
 from headrace.server.cluster import options as cluster_options
 from headrace.server.config import curve_keys
 from headrace.server.config.flags import add_flags
-from headrace.server.config.gateway import gateway_of
+from headrace.server.config.gateway import gateway_of, load_gateway
 from headrace.server.config.load import CPUINFO_VARIABLE, load
 from headrace.server.config.settings import GATEWAY_SETTINGS, SETTINGS
 from headrace.server.config.toml_file import to_toml
@@ -31,6 +30,10 @@ INTERRUPTED = 128 + signal.SIGINT
 BROKEN_PIPE = 128 + signal.SIGPIPE
 DESCRIPTION = "A standalone prefill server: computes prompts and hands the KV cache to decode servers."
 SERVE = "run a server until SIGTERM or Ctrl-C, which lets open requests finish"
+GATEWAY = (
+    "hand KV of Headrace prefill servers to decode engines on which nothing of Headrace is installed: routers take the "
+    "gateway for a prefill server of the engine's own"
+)
 STAGE = "run one pipeline stage of a server started with --stages external, under torchrun, srun or Kubernetes"
 DEMO = "hand four prompts from a prefill to a decode server on this machine, and compare the texts with one server's"
 BENCH = (
@@ -81,7 +84,7 @@ def _run(given: argparse.Namespace) -> int:
         case "check":
             return _check(given)
         case "gateway":
-            return gateway_command.main(given, os.environ)
+            return _gateway(given)
         case "stage":
             from headrace.server.stage_group import stage  # torch takes seconds to load
 
@@ -158,8 +161,8 @@ def build_parser() -> argparse.ArgumentParser:
     up = commands.add_parser("up", help=about, description=about, usage=usage, allow_abbrev=False)
     cluster_options.add_flags(up)
     add_flags(up)
-    about, usage = gateway_command.DESCRIPTION, gateway_command.USAGE
-    gateway = commands.add_parser("gateway", help=about, description=about, usage=usage, allow_abbrev=False)
+    usage = "headrace gateway --decode URL[=HOST:PORT] --prefill URL [flags]"
+    gateway = commands.add_parser("gateway", help=GATEWAY, description=GATEWAY, usage=usage, allow_abbrev=False)
     add_flags(gateway, GATEWAY_SETTINGS)
     stage = commands.add_parser("stage", help=STAGE, description=STAGE, allow_abbrev=False)
     rank_info.add_flags(stage)
@@ -185,6 +188,13 @@ def _serve(given: argparse.Namespace) -> int:
 
     resolved = resolve(load(vars(given), os.environ))
     return serve(resolved.config, resolved.memory_lines)
+
+
+def _gateway(given: argparse.Namespace) -> int:
+    config = load_gateway(vars(given), os.environ)
+    from headrace.gateway.process import run  # loads NIXL
+
+    return run(config)
 
 
 def _up(arguments: list[str]) -> int:

@@ -4,26 +4,35 @@
 
 A first SIGTERM, Ctrl-C or SIGHUP drains: requests are refused, open ones end, decode engines read what they were told
 of, for --drain-timeout at most. A second one ends it at once.
+
+Run as a module, it is a child process of `headrace serve`: its configuration comes on standard input. SIGTERM, from the
+parent or from a service manager that sends it to all processes, drains it; the parent kills it when it is to end at
+once.
 """
 
 import asyncio
 import logging
+import sys
 import time
 from contextlib import ExitStack
 from typing import Any
 
+import msgspec
 from fastapi import FastAPI
 
 from headrace.core.config import GatewayConfig
 from headrace.core.runtime.background import first_of
 from headrace.core.runtime.logs import configure_logging
-from headrace.core.runtime.output import say
+from headrace.core.runtime.output import complain, say
 from headrace.core.runtime.process import (
+    CONFIGURATION_MISTAKE,
+    die_with_parent,
     freeze_loaded,
     limit_integers,
     max_http_connections,
     raise_descriptor_limit,
 )
+from headrace.core.types.errors import ConfigError
 from headrace.core.types.peers.addresses import everywhere, usable_url
 from headrace.core.types.peers.decode_address import parse_decodes
 from headrace.gateway.base import BaseGateway
@@ -59,6 +68,18 @@ def run(config: GatewayConfig, stop: StopSignals | None = None) -> int:
         for listener in listeners:
             bound.callback(listener.close)
         return asyncio.run(_until_stopped(config, listeners, stop))
+
+
+def run_child() -> int:
+    """Entry point of a child of `headrace serve`. Returns the exit status."""
+    stop = StopSignals(most=1)
+    die_with_parent(int(sys.argv[1]))
+    config = msgspec.json.decode(sys.stdin.buffer.read(), type=GatewayConfig)
+    try:
+        return run(config, stop)
+    except ConfigError as error:
+        complain(error)
+        return CONFIGURATION_MISTAKE
 
 
 async def _until_stopped(config: GatewayConfig, listeners: list[Any], stop: StopSignals) -> int:
@@ -148,3 +169,7 @@ def _announcement(config: GatewayConfig, served: str, port: int, seconds: float)
             f"ready in {seconds:.1f} s; Ctrl-C drains",
         ]
     )
+
+
+if __name__ == "__main__":
+    sys.exit(run_child())

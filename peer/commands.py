@@ -4,13 +4,19 @@
                      ├────► LoadFailed
                      └────► LoadCancelled               after CancelLoad
 
-    ConnectServer ─► ServerState, again whenever it changes ─► DisconnectServer
+    AddPrefill ─► PrefillState, again whenever it changes ─► RemovePrefill       as to a scheduler
+
+AddPrefill keeps a session with a prefill server open, with tickets or without. Loads of tickets at this address go
+through the same session. The owner's word is enough: the address need not be among PeerLimits.rules. RemovePrefill lets
+go of the session; loads that are under way go on.
 
 They may cross a process boundary.
 """
 
 import msgspec
 
+from headrace.core.messages.frontend import AddPrefill, RemovePrefill
+from headrace.core.messages.replies import PrefillState
 from headrace.core.types.requests.draft import NO_DRAFT, DraftTerms
 from headrace.core.types.requests.request import FirstToken
 
@@ -23,6 +29,12 @@ class ServerAddress(msgspec.Struct, frozen=True, kw_only=True):
     """Of the prefill server's control endpoint, or with `http` of its HTTP server."""
     http: bool = False
     """port is that of the HTTP server, which is asked for the control endpoint."""
+
+    @classmethod
+    def of_endpoint(cls, endpoint: str) -> "ServerAddress":
+        """Of a control endpoint, tcp://HOST:PORT."""
+        host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
+        return ServerAddress(host=host.strip("[]"), port=int(port))
 
 
 class TicketRef(ServerAddress, frozen=True, kw_only=True):
@@ -101,24 +113,6 @@ class ReleaseLoad(Command, frozen=True, kw_only=True):
     """The loaded KV has been copied; its space in the staging area is freed."""
 
 
-class ConnectServer(ServerAddress, frozen=True, kw_only=True):
-    """Keep a session with a prefill server open, with tickets or without. Answered by ServerState once there is one, or
-    once it is known why not, and whenever that changes. Loads of tickets at this address go through the same session.
-
-    The owner's word is enough: the address need not be among PeerLimits.rules.
-    """
-
-    name: str
-    """What ServerState calls it: its URL, whose host and port its CURVE key is looked up by."""
-
-
-class DisconnectServer(msgspec.Struct, frozen=True, kw_only=True):
-    """Let go of a session that ConnectServer keeps. Loads that are under way go on."""
-
-    name: str
-    """As in ConnectServer."""
-
-
 class LoadResult(msgspec.Struct, frozen=True, kw_only=True):
     """Base of results."""
 
@@ -150,17 +144,5 @@ class LoadCancelled(LoadResult, frozen=True, kw_only=True):
     """Answer to CancelLoad; as in LoadFailed."""
 
 
-class ServerState(msgspec.Struct, frozen=True, kw_only=True):
-    """Whether there is a session with a prefill server that ConnectServer has named."""
-
-    name: str
-    """As in ConnectServer."""
-    up: bool
-    reason: str = ""
-    """Why it is down."""
-    incompatible: bool = False
-    """Model, dtype or version do not match, so that waiting for it does not help."""
-
-
-AnyCommand = RenewLease | LoadKv | RejectTicket | CancelLoad | ReleaseLoad | ConnectServer | DisconnectServer
-AnyResult = Loaded | LoadFailed | LoadCancelled | ServerState
+AnyCommand = RenewLease | LoadKv | RejectTicket | CancelLoad | ReleaseLoad | AddPrefill | RemovePrefill
+AnyResult = Loaded | LoadFailed | LoadCancelled | PrefillState

@@ -18,6 +18,7 @@ process that is stopped puts off until it goes on or dies. The owner has its ans
 import math
 from collections import deque
 
+from headrace.core.messages.frontend import AddPrefill, RemovePrefill
 from headrace.core.messages.orders import CancelReceive
 from headrace.core.messages.peers import (
     AskCancel,
@@ -44,9 +45,7 @@ from headrace.peer.commands import (
     AnyCommand,
     AnyResult,
     CancelLoad,
-    ConnectServer,
     ControlPortReply,
-    DisconnectServer,
     LoadCancelled,
     LoadFailed,
     LoadKv,
@@ -77,7 +76,7 @@ class KvLoader:
         self.staging_pages = PageRunAllocator(limits.pages)
         self.stopping_pages = 0  # of STOPPING records
         self._limits = limits
-        self._servers = PrefillServers(limits, self.effects, self.results)
+        self._servers = PrefillServers(self.effects, self.results)
         self._records: dict[str, TicketRecord] = {}
         self._by_serial: dict[int, TicketRecord] = {}
         self._queue: deque[TicketRecord] = deque()  # QUEUED records, oldest command first
@@ -104,10 +103,10 @@ class KvLoader:
                 record = self._records.get(command.id)
                 if record is not None and record.phase is LoadPhase.LOADED:
                     self._close(record, now)
-            case ConnectServer():
+            case AddPrefill():
                 self._servers.keep(command, now)
-            case DisconnectServer():
-                self._servers.let_go(command, now)
+            case RemovePrefill(name=name):
+                self._servers.let_go(name, now)
         self._start(now)
 
     def handle(self, event: PeerEvent | StageEvent | ControlPortReply, now: float) -> None:
@@ -162,7 +161,7 @@ class KvLoader:
         server = self._servers.get(ticket)
         if (server is None or not server.told) and self._limits.why_denied(ticket):
             return None
-        server = server or self._servers.add(ticket, now)
+        server = server or self._servers.add(ticket, self._limits.key_of(ticket), now)
         if server is None:
             return None
         self._serials += 1
@@ -193,7 +192,7 @@ class KvLoader:
         elif record.pages > limits.pages:
             text = f"{load.count} tokens; {limits.pages * limits.page_tokens} fit into the staging area"
             self._fail(record, TOO_LONG, text, now)
-        elif server.incompatible:
+        elif server.unfit:
             self._fail(record, "unfit", server.reason, now, notify=False)
         else:
             record.phase = LoadPhase.QUEUED

@@ -9,6 +9,7 @@ import msgspec
 from headrace.core.incoming import IncomingTransfer
 from headrace.core.messages.orders import PrepareReceive
 from headrace.core.messages.peers import ConnectPrefill
+from headrace.core.messages.replies import PrefillState
 from headrace.core.types.kv.backends import ZMQ
 from headrace.core.types.packed import pack
 from headrace.core.types.peers.addresses import url
@@ -16,12 +17,10 @@ from headrace.core.types.peers.allow_list import Rules, canonical, is_allowed
 from headrace.core.types.requests.request import FirstToken
 from headrace.core.types.requests.reservation import Reservation
 from headrace.peer.commands import (
-    ConnectServer,
     Loaded,
     LoadKv,
     LookUpControlPort,
     ServerAddress,
-    ServerState,
     TicketRef,
 )
 from headrace.peer.staging import PAGE_TOKENS
@@ -49,9 +48,8 @@ class PeerLimits(msgspec.Struct, frozen=True, kw_only=True):
     """CURVE public keys of prefill servers, by the host and port that tickets name; None connects in the clear."""
 
     def key_of(self, address: ServerAddress) -> str:
-        """CURVE public key of a server; "" for a connection in the clear, or an unknown server."""
-        name = address.name if isinstance(address, ConnectServer) else server_name(address)
-        return "" if self.server_keys is None else self.server_keys.of(name)
+        """CURVE public key of a server that tickets name; "" for a connection in the clear, or an unknown server."""
+        return "" if self.server_keys is None else self.server_keys.of(server_name(address))
 
     def why_denied(self, address: ServerAddress) -> str:
         """Reason why a server that tickets name may not be connected to; "" if it may."""
@@ -135,20 +133,20 @@ class PrefillRecord:
     session: str | None = None
     backend: str = ZMQ  # of the session
     reason: str = NO_ANSWER_YET  # why there is no session
-    incompatible: bool = False  # model, dtype or version do not match: trying again does not help
+    unfit: bool = False  # model, dtype or version do not match: trying again does not help
     next_lookup: float = math.inf  # when to ask its HTTP port again; infinite while nothing is to be asked
     records: dict[str, TicketRecord] = field(default_factory=dict)
-    told: dict[str, ServerState] = field(default_factory=dict)  # by ConnectServer's name, what the owner knows
+    told: dict[str, PrefillState] = field(default_factory=dict)  # by AddPrefill's name, what the owner knows
 
     @property
     def wanted(self) -> bool:
         """Whether it is to stay connected, or to be looked for."""
         return bool(self.records or self.told)
 
-    def state(self, name: str) -> ServerState:
+    def state(self, name: str) -> PrefillState:
         """What the owner that calls it by this name is to know."""
         up = self.session is not None
-        return ServerState(name=name, up=up, reason="" if up else self.reason, incompatible=self.incompatible)
+        return PrefillState(name=name, up=up, reason="" if up else self.reason, unfit=self.unfit)
 
     def first_step(self) -> LookUpControlPort | ConnectPrefill:
         """The effect that begins to open a session."""

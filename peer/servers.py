@@ -1,6 +1,6 @@
 """Prefill servers of a loader: when to look them up, connect, tell the owner, and hang up. Pure.
 
-LookUpControlPort ──port──► ConnectPrefill ──PrefillUp──► session ──idle, or DisconnectServer──► (gone)
+LookUpControlPort ──port──► ConnectPrefill ──PrefillUp──► session ──idle, or RemovePrefill──► (gone)
    ▲  │ no answer              │    ▲                       │
    └──┘                        └────┴───── PrefillDown ◄────┘     by its HTTP port: looked up again meanwhile
 """
@@ -8,18 +8,17 @@ LookUpControlPort ──port──► ConnectPrefill ──PrefillUp──► se
 import math
 from collections import deque
 
+from headrace.core.messages.frontend import AddPrefill
 from headrace.core.messages.orders import CancelReceive, CloseSession, OpenSession, PrepareReceive
 from headrace.core.messages.peers import ControlClientEffect, DisconnectPrefill, PrefillDown, PrefillUp
+from headrace.core.messages.replies import PrefillState
 from headrace.peer.commands import (
     AnyResult,
-    ConnectServer,
     ControlPortReply,
-    DisconnectServer,
     LookUpControlPort,
     ServerAddress,
-    ServerState,
 )
-from headrace.peer.records import NO_ANSWER_YET, PeerLimits, PrefillRecord, server_name
+from headrace.peer.records import NO_ANSWER_YET, PrefillRecord, server_name
 
 LOOKUP_S = 0.5  # between two lookups of a control port
 RELOOKUP_S = 5.0  # between lookups while the control port that was found does not answer: it may be an earlier one
@@ -33,9 +32,8 @@ Effect = ControlClientEffect | OpenSession | CloseSession | PrepareReceive | Can
 class PrefillServers:
     """Records of prefill servers by name. now: seconds of the monotonic clock, in every method."""
 
-    def __init__(self, limits: PeerLimits, effects: deque[Effect], results: deque[AnyResult]) -> None:
+    def __init__(self, effects: deque[Effect], results: deque[AnyResult]) -> None:
         """effects, results: appended to."""
-        self._limits = limits
         self._effects = effects
         self._results = results
         self._servers: dict[str, PrefillRecord] = {}
@@ -44,33 +42,34 @@ class PrefillServers:
         """The server at an address, if it is known."""
         return self._servers.get(server_name(address))
 
-    def add(self, address: ServerAddress, now: float) -> PrefillRecord | None:
-        """Start connecting to a server; None when there are too many already."""
+    def add(self, address: ServerAddress, key: str, now: float) -> PrefillRecord | None:
+        """Start connecting to a server; None when there are too many already. key: its CURVE public key, or ""."""
         if len(self._servers) >= MAX_SERVERS:
             return None
         name = server_name(address)
-        server = self._servers[name] = PrefillRecord(name, address, self._limits.key_of(address), now)
+        server = self._servers[name] = PrefillRecord(name, address, key, now)
         self._effects.append(server.first_step())
         return server
 
-    def keep(self, command: ConnectServer, now: float) -> None:
+    def keep(self, command: AddPrefill, now: float) -> None:
         """Keep a session with a server open, and tell the owner of it."""
-        server = self.get(command)
+        address = ServerAddress.of_endpoint(command.endpoint)
+        server = self.get(address)
         if server is not None and command.name in server.told:
             return
-        self.let_go(DisconnectServer(name=command.name), now)  # of another address
-        server = server or self.add(command, now)
+        self.let_go(command.name, now)  # of another address
+        server = server or self.add(address, command.server_key, now)
         if server is None:
-            self._results.append(ServerState(name=command.name, up=False, reason=TOO_MANY))
+            self._results.append(PrefillState(name=command.name, up=False, reason=TOO_MANY))
             return
-        server.told[command.name] = ServerState(name=command.name, up=False, reason=NO_ANSWER_YET)
+        server.told[command.name] = PrefillState(name=command.name, up=False, reason=NO_ANSWER_YET)
         self._tell(server)
 
-    def let_go(self, command: DisconnectServer, now: float) -> None:
+    def let_go(self, name: str, now: float) -> None:
         """Do not keep a session open any more; it is closed unless loads need it."""
-        for server in [server for server in self._servers.values() if command.name in server.told]:
-            if server.told.pop(command.name).up:
-                self._results.append(ServerState(name=command.name, up=False, reason="disconnected"))
+        for server in [server for server in self._servers.values() if name in server.told]:
+            if server.told.pop(name).up:
+                self._results.append(PrefillState(name=name, up=False, reason="disconnected"))
             server.idle_since = now
             if not server.wanted:
                 self._close(server)
@@ -91,7 +90,7 @@ class PrefillServers:
         """A session is open: open its data connections."""
         server = self._servers.get(event.name)
         if server is not None:
-            server.session, server.backend, server.incompatible = event.session, event.terms.backend, False
+            server.session, server.backend, server.unfit = event.session, event.terms.backend, False
             server.next_lookup = math.inf
             self._effects.append(OpenSession(seq=0, terms=event.terms))
             self._tell(server)
@@ -102,7 +101,7 @@ class PrefillServers:
         server = self._servers.get(event.name)
         if server is None:
             return None
-        server.reason, server.incompatible = event.reason, event.unfit
+        server.reason, server.unfit = event.reason, event.unfit
         if event.session is not None and event.session == server.session:
             server.session = None
             self._effects.append(CloseSession(seq=0, session=event.session))

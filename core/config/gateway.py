@@ -32,7 +32,7 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True):
         Flag(
             "decode-engine",
             SERVER,
-            "what the decode engines are; sglang is experimental: it was never run against an SGLang engine",
+            "what the decode engines are; sglang is experimental: it was run against engines on CPUs, never on a GPU",
         ),
     ] = "vllm"
     sglang_page_size: Annotated[

@@ -6,7 +6,6 @@ import msgspec
 
 from headrace.core.runtime.codec import NO_MESSAGE
 from headrace.core.types.errors import ErrorInfo, HeadraceError, invalid
-from headrace.core.types.kv.geometry import CacheShape
 from headrace.core.types.peers.addresses import host_port
 from headrace.gateway.sglang_nixl.records import Held
 from headrace.gateway.sglang_nixl.wire import MAX_ROOM
@@ -46,15 +45,6 @@ class HoldAnswer(msgspec.Struct):
     """The answer of a prefill server: what is needed of it."""
 
     kv_transfer_params: HoldParams
-
-
-class ServedModel(msgspec.Struct, frozen=True):
-    """Fields of GET /v1/handoff that say what a prefill server serves."""
-
-    fingerprint: str | None = None
-    """None until its stages have loaded."""
-    model: str = ""
-    kv_cache: CacheShape | None = None
 
 
 class ListedModel(msgspec.Struct, frozen=True):

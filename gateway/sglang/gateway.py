@@ -18,7 +18,8 @@ import httpx
 import msgspec
 
 from headrace.core.config import GatewayConfig, TransferConfig
-from headrace.core.messages.frontend import AnyFrontendRequest
+from headrace.core.messages.frontend import AddPrefill, RemovePrefill
+from headrace.core.messages.replies import PrefillState
 from headrace.core.runtime.clock import Clock
 from headrace.core.stats import Sample, Stats
 from headrace.core.types.errors import (
@@ -33,17 +34,15 @@ from headrace.core.types.kv.geometry import Geometry
 from headrace.core.types.peers.addresses import host_port, usable_host
 from headrace.core.types.peers.allow_list import allowed_prefills
 from headrace.gateway.base import BaseGateway
-from headrace.gateway.fingerprint import first_answer
 from headrace.gateway.metrics import GatewayMetrics, in_catalog, with_prefix
 from headrace.gateway.pool_size import with_pool
-from headrace.gateway.prefill_sessions import prefill_state, session_command, wait_connected
-from headrace.gateway.sglang.bodies import ListedModels, ServedModel, SglangBody, held_at, without_params
+from headrace.gateway.prefill_servers import ServedModel, first_answer, wait_connected
+from headrace.gateway.sglang.bodies import ListedModels, SglangBody, held_at, without_params
 from headrace.gateway.sglang.decode_hosts import DecodeHosts
 from headrace.gateway.sglang.prefills import PrefillAnswer, PrefillPoster
-from headrace.gateway.sglang_nixl.handover import NEVER_RUN, HandoverOptions, KvHandover
+from headrace.gateway.sglang_nixl.handover import EXPERIMENTAL, HandoverOptions, KvHandover
 from headrace.gateway.sglang_nixl.records import RoomLimits
 from headrace.integrations.http_client import bearer, direct_async_client
-from headrace.peer.commands import ServerState
 from headrace.peer.records import PeerLimits
 from headrace.server.config.gateway import decode_urls
 from headrace.server.upstream.discovery_client import DiscoveryClient
@@ -100,7 +99,7 @@ class SglangGateway(BaseGateway):
             [
                 f"Headrace {headrace_version()}: gateway for {model.model} and SGLang decode engines "
                 f"({shape.dtype}, pages of {geometry.page_size} tokens)",
-                f"  {NEVER_RUN}",
+                f"  {EXPERIMENTAL}",
                 f"  bootstrap  {bootstrap}  (the second value of a router's --prefill URL PORT)",
             ]
         )
@@ -113,12 +112,12 @@ class SglangGateway(BaseGateway):
             return (await self._poster.post(rid, path, msgspec.json.encode(body.fields), headers)).content
         request, began = secrets.token_hex(16), self.clock.now()
         ended = self._rooms[request] = self._loop.create_future()
-        handover.expect(request, body.room)
+        handover.rooms.expect(request, body.room)
         why = ErrorInfo(code=CANCELLED, message="the router's connection was closed", status=499)
         try:
             answer = await self._computed(rid, path, body.posted(f"sglang-{request}"), headers, ended)
             held = held_at(answer.content, answer.host, answer.port)
-            handover.hold(request, body.room, held)
+            handover.rooms.hold(request, body.room, held)
             if (error := await asyncio.shield(ended)) is not None:
                 raise HeadraceError(error)
             self._metrics.handed_over(held.tokens)
@@ -130,7 +129,7 @@ class SglangGateway(BaseGateway):
         finally:
             del self._rooms[request]
             if not ended.done():
-                handover.withdraw(request, body.room, why)
+                handover.rooms.withdraw(request, body.room, why)
 
     async def get(self, path: str) -> tuple[int, bytes]:
         """What a prefill server answers to a router's question. Raises HeadraceError."""
@@ -151,7 +150,7 @@ class SglangGateway(BaseGateway):
         up = Sample("prefill_servers_up", len(self._prefills.up()))
         found = [self.front_metrics.statistics(), self._metrics.statistics(), Stats((up,))]
         if self._handover is not None:
-            found += [with_prefix(self._handover.statistics()), self._handover.connections()]
+            found += [with_prefix(self._handover.rooms.statistics()), self._handover.rooms.connections()]
         return in_catalog(found)
 
     async def stop(self) -> None:
@@ -236,11 +235,11 @@ class SglangGateway(BaseGateway):
         with contextlib.suppress(RuntimeError):  # the event loop is closed
             self._loop.call_soon_threadsafe(resolve)
 
-    def _connect(self, message: AnyFrontendRequest) -> None:
+    def _connect(self, message: AddPrefill | RemovePrefill) -> None:
         """As PrefillPool asks a scheduler to."""
         assert self._handover is not None, "the pool is started after it"
-        self._handover.connect(session_command(message))
+        self._handover.peer.submit(message)
 
-    def _on_thread_state(self, state: ServerState) -> None:
+    def _on_thread_state(self, state: PrefillState) -> None:
         with contextlib.suppress(RuntimeError):
-            self._loop.call_soon_threadsafe(self._prefills.update, prefill_state(state))
+            self._loop.call_soon_threadsafe(self._prefills.update, state)

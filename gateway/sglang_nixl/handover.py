@@ -12,19 +12,19 @@ from collections.abc import Callable
 import msgspec
 
 from headrace.core.config import TransferConfig
-from headrace.core.stats import Stats
+from headrace.core.messages.replies import PrefillState
 from headrace.core.types.errors import ConfigError, ErrorInfo
 from headrace.core.types.kv.geometry import Geometry
 from headrace.gateway.sglang_nixl.bootstrap import Bootstrap, BootstrapServer, RankAddress, Setup
 from headrace.gateway.sglang_nixl.pool_runs import PoolRuns
-from headrace.gateway.sglang_nixl.records import Held, RoomLimits
+from headrace.gateway.sglang_nixl.records import RoomLimits
 from headrace.gateway.sglang_nixl.room_thread import RoomThread
-from headrace.peer.commands import ConnectServer, DisconnectServer, LoadResult, ServerState
+from headrace.peer.commands import LoadResult
 from headrace.peer.records import PeerLimits
 from headrace.peer.shared_staging import SharedStaging
 from headrace.peer.thread import PeerFailed, PeerThread
 
-NEVER_RUN = "experimental: written from the sources of SGLang 0.5.23, never run against an SGLang engine"
+EXPERIMENTAL = "experimental: run against SGLang 0.5.23 on a CPU, with KV in host memory, and never on a GPU"
 log = logging.getLogger(__name__)
 
 RESULTS_WAIT_S = 1.0
@@ -58,7 +58,7 @@ class KvHandover:
         name: str,
         max_model_len: int,
         ended: Callable[[str, ErrorInfo | None], None],
-        server_state: Callable[[ServerState], None] = lambda _state: None,
+        server_state: Callable[[PrefillState], None] = lambda _state: None,
         is_decode_host: Callable[[str], bool] = lambda _address: True,
         transfer: TransferConfig | None = None,
         api_key: str = "",
@@ -73,12 +73,12 @@ class KvHandover:
             from headrace.gateway.sglang_nixl.nixl_writer import NixlRankWriter
         except ImportError as error:
             raise ConfigError(f"SGLang decode engines need NIXL: install headrace[nixl] ({error})") from error
-        log.warning("SGLang decode engines: %s", NEVER_RUN)
+        log.warning("SGLang decode engines: %s", EXPERIMENTAL)
         try:
             self.staging = SharedStaging(geometry, PoolRuns(geometry, limits.pages).layout)
         except ValueError as error:
             raise ConfigError(str(error)) from error
-        self._peer = PeerThread(
+        self.peer = PeerThread(
             limits, self.staging, name=name, max_model_len=max_model_len, transfer=transfer, api_key=api_key
         )
         self._server_state = server_state
@@ -90,7 +90,7 @@ class KvHandover:
             port=options.rank_port,
             limits=options.rooms,
             make_writer=lambda rank: NixlRankWriter(rank, self.staging.buffer, options.devices),
-            submit=self._peer.submit,
+            submit=self.peer.submit,
             ended=ended,
             unregistered=lambda address: bootstrap.forget(address),
             is_allowed=is_decode_host,
@@ -104,42 +104,18 @@ class KvHandover:
     @property
     def is_alive(self) -> bool:
         """Whether all threads run."""
-        return all(thread.is_alive() for thread in (self._peer, self.rooms, self._bootstrap, self._results))
+        return all(thread.is_alive() for thread in (self.peer, self.rooms, self._bootstrap, self._results))
 
     def start(self) -> None:
         """Start the threads."""
-        for thread in (self._peer, self._results, self.rooms, self._bootstrap):
+        for thread in (self.peer, self._results, self.rooms, self._bootstrap):
             thread.start()
-
-    def connect(self, command: ConnectServer | DisconnectServer) -> None:
-        """Keep a session with a prefill server, of which `server_state` is told, or let go of it."""
-        self._peer.submit(command)
-
-    def expect(self, request: str, room: int) -> None:
-        """See RoomThread.expect()."""
-        self.rooms.expect(request, room)
-
-    def hold(self, request: str, room: int, held: Held) -> None:
-        """See RoomThread.hold()."""
-        self.rooms.hold(request, room, held)
-
-    def withdraw(self, request: str, room: int, error: ErrorInfo) -> None:
-        """See RoomThread.withdraw()."""
-        self.rooms.withdraw(request, room, error)
-
-    def statistics(self) -> Stats:
-        """Rooms that are open, and counters."""
-        return self.rooms.statistics()
-
-    def connections(self) -> Stats:
-        """Connections of decode ranks, by their state."""
-        return self.rooms.connections()
 
     def stop(self) -> None:
         """End all writing, and the threads. Every request that has no answer gets one."""
         self._bootstrap.stop()
         self.rooms.stop()
-        self._peer.stop()
+        self.peer.stop()
         if self._results.is_alive():
             self._results.join(RESULTS_WAIT_S)
         self.staging.close()
@@ -148,7 +124,7 @@ class KvHandover:
         """Take the peer thread's results to the rooms."""
         try:
             while True:
-                for result in self._peer.results(RESULTS_WAIT_S):
+                for result in self.peer.results(RESULTS_WAIT_S):
                     if isinstance(result, LoadResult):
                         self.rooms.heard(result)
                     else:

@@ -24,7 +24,6 @@ from headrace.core.types.errors import ConfigError, ErrorInfo
 from headrace.core.types.kv.geometry import Geometry
 from headrace.core.types.peers.addresses import bracketed, host_port, url
 from headrace.gateway.sglang_nixl.pool_runs import PoolRuns
-from headrace.gateway.sglang_nixl.rank_writer import MakeWriter
 from headrace.gateway.sglang_nixl.records import (
     Effect,
     Held,
@@ -35,7 +34,7 @@ from headrace.gateway.sglang_nixl.records import (
     WriteKv,
     WriteRow,
 )
-from headrace.gateway.sglang_nixl.room_writes import RoomWrites
+from headrace.gateway.sglang_nixl.room_writes import MakeWriter, RoomWrites
 from headrace.gateway.sglang_nixl.rooms import RoomTable
 from headrace.gateway.sglang_nixl.wire import MAX_FRAME, Abort, Address, Registration, RoomTarget, parse
 from headrace.peer.commands import AnyCommand, LoadResult

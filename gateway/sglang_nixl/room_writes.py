@@ -5,17 +5,36 @@ import logging
 from collections.abc import Callable
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import Protocol
 
 from headrace.gateway.sglang_nixl.aux_row import aux_row
 from headrace.gateway.sglang_nixl.decode_rank import DecodeRank
-from headrace.gateway.sglang_nixl.pool_runs import PoolRuns
-from headrace.gateway.sglang_nixl.rank_writer import MakeWriter, RankWriter
+from headrace.gateway.sglang_nixl.pool_runs import PoolRuns, Runs
 from headrace.gateway.sglang_nixl.records import WriteKv, WriteRow
 from headrace.transfer.backends.base import RemoteWrite
 
 log = logging.getLogger(__name__)
 
 MAKERS = 2  # threads that make writers, which takes a NIXL agent seconds
+
+
+class RankWriter(Protocol):
+    """Writes into the memory of one decode rank. Used by one thread, and no call waits for the other side."""
+
+    def write_kv(self, runs: Runs) -> RemoteWrite:
+        """Start writing runs of the pool into its KV."""
+        ...
+
+    def write_row(self, runs: Runs) -> RemoteWrite:
+        """Start writing runs of the pool into its metadata buffers."""
+        ...
+
+    def close(self) -> None:
+        """End all writing: no byte arrives at the rank any more, and none of the pool is read."""
+        ...
+
+
+MakeWriter = Callable[[DecodeRank], RankWriter]  # raises OSError or ValueError
 
 
 @dataclass(slots=True)

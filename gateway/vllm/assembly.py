@@ -6,15 +6,15 @@ import logging
 import os
 import socket
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from headrace.core.config import GatewayConfig, TransferConfig
-from headrace.core.messages.replies import PrefillState
 from headrace.core.runtime.clock import Clock
 from headrace.core.types.errors import ConfigError
 from headrace.core.types.peers.allow_list import allowed_prefills
-from headrace.gateway.fingerprint import ServedFingerprint
 from headrace.gateway.pool_size import with_pool
+from headrace.gateway.prefill_servers import ServedModel
 from headrace.gateway.vllm.handoff import Handoffs
 from headrace.gateway.vllm.kv_loads import KvLoads
 from headrace.gateway.vllm_nixl.engine_probe import DecodeEngine
@@ -32,44 +32,35 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True, slots=True)
 class Parts:
     """What a gateway consists of once its decode engines are known."""
 
-    def __init__(
-        self,
-        engine: DecodeEngine,
-        pool: VllmPool,
-        exporter: "KvExporter",
-        loads: KvLoads,
-        prefills: PrefillPool,
-        handoffs: Handoffs,
-    ) -> None:
-        self.engine = engine
-        self.pages = pool.pages
-        self.exporter = exporter
-        self.prefills = prefills
-        self.handoffs = handoffs
-        self._pool = pool
-        self._loads = loads
+    engine: DecodeEngine
+    pool: VllmPool
+    exporter: "KvExporter"
+    loads: KvLoads
+    prefills: PrefillPool
+    handoffs: Handoffs
 
     def start(self) -> None:
         """Start the threads, and connect to the prefill servers."""
         self.exporter.start()
-        self._loads.start()
+        self.loads.start()
         self.prefills.start()
 
     async def stop(self) -> None:
         """End prompts, connections and threads; the pool cannot be read afterwards."""
         await self.prefills.stop()
-        await asyncio.to_thread(self._loads.stop)
+        await asyncio.to_thread(self.loads.stop)
         await asyncio.to_thread(self.exporter.stop)
-        self._pool.close()
+        self.pool.close()
 
 
 def assemble(
     config: GatewayConfig,
     engine: DecodeEngine,
-    served: ServedFingerprint,
+    served: ServedModel,
     clock: Clock,
     metrics: FrontMetrics,
     on_failure: Callable[[str], None],
@@ -108,12 +99,9 @@ def assemble(
         transfer=TransferConfig(curve_key=config.curve_key),
     )
 
-    def on_state(state: PrefillState) -> None:
-        prefills.update(state)
-
-    loads = KvLoads(peer, on_state, on_failure)
+    loads = KvLoads(peer, lambda state: prefills.update(state), on_failure)
     prefills = PrefillPool(
-        config.prefill, config.prefill_api_key, loads.post, keys=keys, routing=config.routing, clock=clock
+        config.prefill, config.prefill_api_key, peer.submit, keys=keys, routing=config.routing, clock=clock
     )
     handoffs = Handoffs(
         prefills,

@@ -1,5 +1,7 @@
 """Requests of a router: what a body asks for, its prompt as token ids, and the answer with KV or without."""
 
+from typing import Any
+
 import msgspec
 
 from headrace.core.runtime.clock import Clock, wall_time
@@ -7,16 +9,17 @@ from headrace.core.types.errors import ErrorInfo, HeadraceError
 from headrace.core.types.requests.request import Timing, Usage
 from headrace.gateway.metrics import GatewayMetrics, RecomputeReason
 from headrace.gateway.operations import unknown_model
-from headrace.gateway.vllm.answers import HandoffAnswer
 from headrace.gateway.vllm.bodies import (
     GatewayBody,
     GatewayChat,
     GatewayCompletion,
+    chat_to_tokenize,
     require_remote_decode,
+    text_to_tokenize,
 )
 from headrace.gateway.vllm.engines import DecodeEngines
 from headrace.gateway.vllm.handoff import NO_KV, SAMPLING, HandoffPrompt, Handoffs, KvOffer
-from headrace.gateway.vllm.tokenize_body import chat_to_tokenize, text_to_tokenize
+from headrace.server.api.response.usage import usage_report
 from headrace.server.frontend.request.generation_request import GenerationResult
 from headrace.server.frontend.request_log import RequestRecord
 
@@ -32,6 +35,20 @@ class Recompute(Exception):
         super().__init__(reason)
         self.reason = reason
         self.tokens = tokens
+
+
+class HandoffAnswer(msgspec.Struct, frozen=True, kw_only=True):
+    """What an answer is made of."""
+
+    request_id: str
+    created: int
+    """Unix time in seconds."""
+    model: str
+    usage: Usage
+    choices: int
+    """n of each prompt, prompts × n in all. They are empty: the decode engine samples the first token, too."""
+    params: dict[str, Any] | None
+    """kv_transfer_params; None: the decode engine computes the prompt."""
 
 
 class Served(msgspec.Struct, frozen=True, kw_only=True):
@@ -179,3 +196,39 @@ def _is_of_prefill_side(error: ErrorInfo) -> bool:
 def _params(offer: KvOffer, tokens: tuple[int, ...], *, chat: bool) -> dict[str, object]:
     """kv_transfer_params of an answer. A decode engine takes the token ids of a chat from there."""
     return {**offer.params, "prompt_token_ids": tokens} if chat else offer.params
+
+
+def completion(answer: HandoffAnswer) -> dict[str, Any]:
+    """The body of POST /v1/completions."""
+    choices = [
+        {"index": index, "text": "", "logprobs": None, "finish_reason": "length", "stop_reason": None}
+        for index in range(answer.choices)
+    ]
+    return _body(answer, "cmpl", "text_completion", choices)
+
+
+def chat_completion(answer: HandoffAnswer) -> dict[str, Any]:
+    """The body of POST /v1/chat/completions."""
+    choices = [
+        {
+            "index": index,
+            "message": {"role": "assistant", "content": ""},
+            "logprobs": None,
+            "finish_reason": "length",
+            "stop_reason": None,
+        }
+        for index in range(answer.choices)
+    ]
+    return _body(answer, "chatcmpl", "chat.completion", choices)
+
+
+def _body(answer: HandoffAnswer, prefix: str, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
+    body = {
+        "id": f"{prefix}-{answer.request_id}",
+        "object": kind,
+        "created": answer.created,
+        "model": answer.model,
+        "choices": choices,
+        "usage": usage_report([answer.usage], answer.usage.completion_tokens),
+    }
+    return body if answer.params is None else {**body, "kv_transfer_params": answer.params}

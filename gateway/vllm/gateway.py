@@ -13,9 +13,8 @@ from headrace.core.stats import Sample, Stats
 from headrace.core.types.errors import NOT_READY, ErrorInfo, HeadraceError, unavailable
 from headrace.core.types.peers.decode_address import DecodeAddress, parse_decodes
 from headrace.gateway.base import BaseGateway
-from headrace.gateway.fingerprint import find_fingerprint
 from headrace.gateway.metrics import GatewayMetrics, in_catalog, with_prefix
-from headrace.gateway.prefill_sessions import wait_connected
+from headrace.gateway.prefill_servers import find_served, wait_connected
 from headrace.gateway.vllm.assembly import Parts, assemble
 from headrace.gateway.vllm.engines import NO_DECODE_ENGINE, DecodeEngines
 from headrace.gateway.vllm.front import Front
@@ -44,7 +43,7 @@ class VllmGateway(BaseGateway):
     async def start(self) -> str:
         """See BaseGateway: decode engines and prefill servers."""
         config = self.config
-        fingerprint = asyncio.create_task(find_fingerprint(config.prefill, config.prefill_api_key))
+        fingerprint = asyncio.create_task(find_served(config.prefill, config.prefill_api_key))
         try:
             engine = await self._engines.find()
             served = await fingerprint
@@ -111,7 +110,7 @@ class VllmGateway(BaseGateway):
         if (parts := self._parts) is not None:
             found.append(with_prefix(parts.exporter.statistics()))
             gauges += [
-                Sample("kv_pages", parts.pages - parts.handoffs.leased_pages, ("free",)),
+                Sample("kv_pages", parts.pool.pages - parts.handoffs.leased_pages, ("free",)),
                 Sample("kv_pages", parts.handoffs.leased_pages, ("leased",)),
                 Sample("prefill_servers_up", len(parts.prefills.up())),
             ]

@@ -1,6 +1,6 @@
 """Loads of KV for an event loop: hands commands to the peer thread, and its results back.
 
-event loop ──begin, release, post──► peer thread ──results──► pump thread ──► event loop
+event loop ──begin, release──► peer thread ──results──► pump thread ──► event loop
 """
 
 import asyncio
@@ -8,11 +8,9 @@ import logging
 import threading
 from collections.abc import Callable, Sequence
 
-from headrace.core.messages.frontend import AnyFrontendRequest
 from headrace.core.messages.replies import PrefillState
 from headrace.core.types import errors
 from headrace.core.types.errors import ErrorInfo, HeadraceError
-from headrace.gateway.prefill_sessions import prefill_state, session_command
 from headrace.peer.commands import (
     AnyResult,
     CancelLoad,
@@ -21,7 +19,6 @@ from headrace.peer.commands import (
     LoadFailed,
     LoadKv,
     ReleaseLoad,
-    ServerState,
 )
 from headrace.peer.thread import PeerFailed, PeerThread
 
@@ -75,10 +72,6 @@ class KvLoads:
         """The pages of a load are not needed any more. Called by any thread."""
         self._peer.submit(ReleaseLoad(id=load))
 
-    def post(self, message: AnyFrontendRequest) -> None:
-        """Connect to a prefill server or disconnect from it, as PrefillPool asks a scheduler to."""
-        self._peer.submit(session_command(message))
-
     def _pump(self, loop: asyncio.AbstractEventLoop) -> None:
         """The pump thread."""
         reason = ""
@@ -97,8 +90,8 @@ class KvLoads:
     def _deliver(self, results: Sequence[AnyResult]) -> None:
         for result in results:
             match result:
-                case ServerState():
-                    self._on_state(prefill_state(result))
+                case PrefillState():
+                    self._on_state(result)
                 case Loaded():
                     self._resolve(result.id, result)
                 case LoadFailed():

@@ -9,9 +9,16 @@ from starlette.types import Receive, Scope, Send
 
 from headrace.core.config import GatewayConfig
 from headrace.gateway.operations import gateway_app, one_model
-from headrace.gateway.vllm.answers import HandoffAnswer, chat_completion, completion
 from headrace.gateway.vllm.bodies import GatewayChat, GatewayCompletion, wrong_place
-from headrace.gateway.vllm.front import CHAT_PATH, COMPLETION_PATH, Front, Served
+from headrace.gateway.vllm.front import (
+    CHAT_PATH,
+    COMPLETION_PATH,
+    Front,
+    HandoffAnswer,
+    Served,
+    chat_completion,
+    completion,
+)
 from headrace.gateway.vllm.gateway import VllmGateway
 from headrace.server.api.request.body import decode_body, read_body
 from headrace.server.frontend.request_log import RequestRecord

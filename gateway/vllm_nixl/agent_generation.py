@@ -13,8 +13,7 @@ from collections.abc import Iterator
 from msgspec.structs import replace
 
 from headrace.gateway.vllm_nixl.engine_probe import DecodeEngine
-from headrace.gateway.vllm_nixl.kv_pool import VllmPool
-from headrace.gateway.vllm_nixl.mapping import PoolMapping
+from headrace.gateway.vllm_nixl.kv_pool import PoolMapping, VllmPool
 from headrace.gateway.vllm_nixl.wire import encode_payload
 from headrace.transfer.backends.nixl import ERRORS, Agent
 

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from headrace.core.messages.replies import PrefillState
 from headrace.core.runtime.clock import Clock
 from headrace.peer.commands import (
     AnyCommand,
@@ -23,7 +24,6 @@ from headrace.peer.commands import (
     LoadKv,
     RejectTicket,
     ReleaseLoad,
-    ServerState,
 )
 from headrace.peer.thread import PeerFailed
 
@@ -112,7 +112,7 @@ class Worker:
             if isinstance(result, Loaded) and result.id not in self._cancelled and result.id in self._blocks:
                 self._writes[result.id] = CacheWrite(result, self._slots(result))
                 continue
-            if isinstance(result, ServerState):  # of no load
+            if isinstance(result, PrefillState):  # of no load
                 continue
             if isinstance(result, Loaded):
                 self._peer.submit(ReleaseLoad(id=result.id))

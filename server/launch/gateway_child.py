@@ -14,7 +14,7 @@ from headrace.server.launch.child_process import Child, StartFailed
 
 log = logging.getLogger(__name__)
 
-MODULE = "headrace.gateway.child"
+MODULE = "headrace.gateway.process"
 FIRST_PAUSE_S = 1.0
 LONGEST_PAUSE_S = 30.0
 STEADY_S = 60.0  # a gateway that has run for so long begins again after the first pause

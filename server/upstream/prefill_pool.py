@@ -19,7 +19,7 @@ import httpx
 import msgspec
 
 from headrace.core.config import Routing
-from headrace.core.messages.frontend import AddPrefill, AnyFrontendRequest, RemovePrefill
+from headrace.core.messages.frontend import AddPrefill, RemovePrefill
 from headrace.core.messages.replies import PrefillState
 from headrace.core.runtime.background import keep_running
 from headrace.core.runtime.backoff import Backoff
@@ -75,7 +75,7 @@ class PrefillPool:
         self,
         urls: tuple[str, ...],
         api_key: str,
-        post: Callable[[AnyFrontendRequest], None],
+        post: Callable[[AddPrefill | RemovePrefill], None],
         transport: httpx.AsyncBaseTransport | None = None,
         keys: ServerKeys | None = None,
         *,

@@ -11,6 +11,8 @@ import httpx
 import pytest
 
 from headrace.core.config import GatewayConfig
+from headrace.core.messages.frontend import AddPrefill
+from headrace.core.messages.replies import PrefillState
 from headrace.core.stats import Stats
 from headrace.core.types.requests.request import FirstToken
 from headrace.gateway.vllm import gateway as gateway_module
@@ -23,11 +25,9 @@ from headrace.peer.commands import (
     AnyCommand,
     AnyResult,
     CancelLoad,
-    ConnectServer,
     Loaded,
     LoadFailed,
     LoadKv,
-    ServerState,
 )
 from headrace.peer.thread import PeerFailed
 from headrace.server.frontend.generation.prefill_failover import PrefillFailover
@@ -63,8 +63,8 @@ class ScriptedPeer:
     def submit(self, *commands: AnyCommand) -> None:
         self.commands += commands
         for command in commands:
-            if isinstance(command, ConnectServer):
-                self._results.put(ServerState(name=command.name, up=True))
+            if isinstance(command, AddPrefill):
+                self._results.put(PrefillState(name=command.name, up=True))
             if isinstance(command, LoadKv) and (result := self.script(command)) is not None:
                 self._results.put(result)
 
@@ -174,7 +174,7 @@ async def gateway_site(
         peer: Any = site.peer
         exporter: Any = site.exporter
         loads = KvLoads(peer, lambda state: found.update(state), fail)
-        found = PrefillPool(config.prefill, config.prefill_api_key, loads.post, routing=config.routing)
+        found = PrefillPool(config.prefill, config.prefill_api_key, peer.submit, routing=config.routing)
         sizes = {"page_tokens": BLOCK, "max_model_len": engine.max_model_len, "pages": PAGES}
         handoffs = Handoffs(found, PrefillFailover(found, metrics, clock), loads, exporter, clock, **sizes)
         return Parts(engine, pool, exporter, loads, found, handoffs)

@@ -5,23 +5,22 @@ from typing import Any
 
 import pytest
 
+from headrace.core.messages.frontend import AddPrefill, RemovePrefill
 from headrace.core.messages.orders import CancelReceive, CloseSession, PrepareReceive
 from headrace.core.messages.peers import AskCancel, AskReserve, TicketCancelled, TicketFailed
+from headrace.core.messages.replies import PrefillState
 from headrace.core.messages.stage_events import KvReceived, ReceivePrepared, SessionClosed
 from headrace.core.types.errors import ErrorInfo
 from headrace.core.types.kv.backends import SHM, ZMQ
 from headrace.peer.commands import (
     AnyResult,
     CancelLoad,
-    ConnectServer,
-    DisconnectServer,
     Loaded,
     ReleaseLoad,
     RenewLease,
-    ServerState,
 )
 from headrace.peer.loader import METADATA_ROWS
-from tests.peer.loader_bench import FIRST, Bench, ticket
+from tests.peer.loader_bench import CONTROL, FIRST, Bench, ticket
 
 
 class Schedule:
@@ -33,13 +32,13 @@ class Schedule:
         self.writers: dict[tuple[str, str, int], set[int]] = {}
         self.cancels: list[AskCancel] = []
         self.closing: list[str] = []  # sessions whose end is not confirmed
-        self.states: dict[str, ServerState] = {}  # by names of ConnectServer
+        self.states: dict[str, PrefillState] = {}  # by names of AddPrefill
         self.open_names: dict[str, bool] = {}  # whether a load was asked for
         self.answered: dict[str, AnyResult] = {}
         self.prepared: dict[int, PrepareReceive] = {}
         self.asks: list[AskReserve] = []
         self.backends: dict[str, str] = {}  # by session
-        self.kept: set[str] = set()  # names of ConnectServer
+        self.kept: set[str] = set()  # names of AddPrefill
         self.up, self.number = False, 0
 
     def note(self, asked: list[Any]) -> None:
@@ -67,7 +66,7 @@ class Schedule:
             elif isinstance(one, CloseSession):
                 self.closing.append(one.session)
         for answer in self.bench.answers():
-            if isinstance(answer, ServerState):
+            if isinstance(answer, PrefillState):
                 assert self.states[answer.name] != answer, "only changes are told"
                 self.states[answer.name] = answer
                 continue
@@ -117,7 +116,7 @@ class Schedule:
         self.note(self.bench.wait(60))
         for name in list(self.kept):
             self.kept.discard(name)
-            self.note(self.bench.do(DisconnectServer(name=name)))
+            self.note(self.bench.do(RemovePrefill(name=name)))
         self.note(self.bench.wait(60))
         while self.cancels or self.closing:
             self._confirm()
@@ -169,11 +168,11 @@ class Schedule:
         name = self.rng.choice(("one name", "another"))
         if name in self.kept:
             self.kept.discard(name)
-            self.note(self.bench.do(DisconnectServer(name=name)))
+            self.note(self.bench.do(RemovePrefill(name=name)))
         else:
             self.kept.add(name)
-            self.states[name] = ServerState(name=name, up=False)
-            self.note(self.bench.do(ConnectServer(name=name, host="127.0.0.1", port=7000)))
+            self.states[name] = PrefillState(name=name, up=False)
+            self.note(self.bench.do(AddPrefill(name=name, endpoint=CONTROL)))
 
 
 @pytest.mark.parametrize("seed", range(60))

@@ -1,22 +1,19 @@
 """Prefill servers of a KvLoader: lookup, sessions that end and begin again, tickets kept and released in them."""
 
-from typing import Any
-
 import pytest
 
+from headrace.core.messages.frontend import AddPrefill, RemovePrefill
 from headrace.core.messages.orders import CloseSession, OpenSession, PrepareReceive
 from headrace.core.messages.peers import AskCancel, AskRenew, ConnectPrefill, DisconnectPrefill, PrefillDown
+from headrace.core.messages.replies import PrefillState
+from headrace.core.types.peers.addresses import url
 from headrace.peer.commands import (
     CancelLoad,
-    ConnectServer,
     ControlPortReply,
-    DisconnectServer,
     LoadFailed,
     LookUpControlPort,
     RenewLease,
-    ServerState,
 )
-from headrace.peer.records import server_name
 from headrace.peer.servers import IDLE_S, LOOKUP_S, MAX_SERVERS, RELOOKUP_S
 from tests.peer.loader_bench import CONTROL, Bench, ticket
 
@@ -77,7 +74,7 @@ def test_a_server_that_does_not_fit_fails_at_once_and_one_that_is_away_after_a_w
 
 def test_a_control_endpoint_is_asked_for_at_an_http_port_until_it_is_found_and_again_after_a_restart() -> None:
     bench = Bench()
-    name = server_name(ticket(http=True, port=8000))
+    name = "http://127.0.0.1:8000"
     assert bench.load("a", http=True, port=8000) == [LookUpControlPort(name=name, host="127.0.0.1", port=8000)]
     assert bench.hear(ControlPortReply(name=name, reason="refused")) == []
     assert bench.wait(LOOKUP_S / 2) == []
@@ -103,8 +100,8 @@ def test_an_idle_session_is_closed() -> None:
     assert bench.loader.next_deadline() is None
 
 
-def standing(name: str = "http://prefill:8000", **changes: Any) -> ConnectServer:
-    return ConnectServer(**{"name": name, "host": "127.0.0.1", "port": 7000, **changes})
+def standing(name: str = "http://prefill:8000", host: str = "127.0.0.1", port: int = 7000) -> AddPrefill:
+    return AddPrefill(name=name, endpoint=url("tcp", host, port))
 
 
 def test_a_session_is_kept_without_any_ticket_and_loads_go_through_it() -> None:
@@ -112,28 +109,28 @@ def test_a_session_is_kept_without_any_ticket_and_loads_go_through_it() -> None:
     assert bench.do(standing()) == [ConnectPrefill(name=CONTROL, endpoint=CONTROL)]
     assert bench.answers() == [], "nothing is known yet"
     bench.down("no answer to the hello", session=None)
-    assert bench.answers() == [ServerState(name=standing().name, up=False, reason="no answer to the hello")]
+    assert bench.answers() == [PrefillState(name=standing().name, up=False, reason="no answer to the hello")]
     bench.down("no answer to the hello", session=None)
     assert bench.answers() == []
     bench.up()
-    assert bench.answers() == [ServerState(name=standing().name, up=True)]
+    assert bench.answers() == [PrefillState(name=standing().name, up=True)]
     assert bench.wait(10 * IDLE_S) == []
     assert bench.loader.next_deadline() is None
     assert bench.reserved("a").session == "s1"
     bench.do(CancelLoad(id="a"))
     bench.answers()
     bench.down("silent for 3 s")
-    assert bench.answers() == [ServerState(name=standing().name, up=False, reason="silent for 3 s")]
+    assert bench.answers() == [PrefillState(name=standing().name, up=False, reason="silent for 3 s")]
     bench.down(UNFIT, session=None, unfit=True)
-    assert bench.answers() == [ServerState(name=standing().name, up=False, reason=UNFIT, incompatible=True)]
+    assert bench.answers() == [PrefillState(name=standing().name, up=False, reason=UNFIT, unfit=True)]
     bench.up()
-    assert bench.answers() == [ServerState(name=standing().name, up=True)]
-    assert bench.do(DisconnectServer(name=standing().name)) == [
+    assert bench.answers() == [PrefillState(name=standing().name, up=True)]
+    assert bench.do(RemovePrefill(name=standing().name)) == [
         DisconnectPrefill(name=CONTROL),
         CloseSession(seq=0, session="s2"),
     ]
-    assert bench.answers() == [ServerState(name=standing().name, up=False, reason="disconnected")]
-    assert bench.do(DisconnectServer(name=standing().name)) == bench.answers() == []
+    assert bench.answers() == [PrefillState(name=standing().name, up=False, reason="disconnected")]
+    assert bench.do(RemovePrefill(name=standing().name)) == bench.answers() == []
 
 
 def test_names_of_one_server_share_its_session_which_is_kept_while_there_is_one() -> None:
@@ -141,12 +138,12 @@ def test_names_of_one_server_share_its_session_which_is_kept_while_there_is_one(
     bench.do(RenewLease(id="k", ticket=ticket("k")))
     bench.up()
     assert bench.do(standing("a")) == bench.do(standing("b")) == bench.do(standing("a")) == []
-    assert bench.answers() == [ServerState(name="a", up=True), ServerState(name="b", up=True)]
+    assert bench.answers() == [PrefillState(name="a", up=True), PrefillState(name="b", up=True)]
     bench.do(CancelLoad(id="k"))
-    bench.do(DisconnectServer(name="a"))
+    bench.do(RemovePrefill(name="a"))
     assert bench.wait(2 * IDLE_S) == []
     bench.do(RenewLease(id="k2", ticket=ticket("k2")))
-    bench.do(DisconnectServer(name="b"))
+    bench.do(RemovePrefill(name="b"))
     assert bench.wait(2 * IDLE_S) == [], "a ticket needs it"
     bench.do(CancelLoad(id="k2"))
     assert [type(one) for one in bench.wait(IDLE_S)] == [DisconnectPrefill, CloseSession]
@@ -159,11 +156,10 @@ def test_a_server_that_the_owner_names_need_not_be_among_the_rules() -> None:
     assert isinstance(denied, LoadFailed)
     assert denied.code == "prefill_not_allowed"
     bench.do(standing(host="10.0.0.1"))
-    name = server_name(standing(host="10.0.0.1"))
-    bench.up(name)
+    bench.up("tcp://10.0.0.1:7000")
     assert [one.ticket for one in bench.load("b", host="10.0.0.1") if isinstance(one, PrepareReceive)] == ["b"]
     bench.do(CancelLoad(id="b"))
-    bench.do(DisconnectServer(name=standing().name))
+    bench.do(RemovePrefill(name=standing().name))
     bench.answers()
     bench.load("c", host="10.0.0.1")
     [denied] = bench.answers()
@@ -186,16 +182,15 @@ def test_a_name_that_moves_to_another_address_leaves_the_earlier_one() -> None:
     bench.answers()
     moved = bench.do(standing(port=7001))
     assert [type(one) for one in moved] == [DisconnectPrefill, CloseSession, ConnectPrefill]
-    assert [one.up for one in bench.answers() if isinstance(one, ServerState)] == [False]
+    assert [one.up for one in bench.answers() if isinstance(one, PrefillState)] == [False]
 
 
-def test_a_kept_server_is_looked_for_at_its_http_port_until_its_control_endpoint_answers() -> None:
+def test_a_server_with_a_lease_is_looked_for_at_its_http_port_until_its_control_endpoint_answers() -> None:
     """A lookup may have been answered by a server that was about to end."""
     bench = Bench()
-    name = server_name(standing(http=True, port=8000))
-    bench.do(standing(http=True, port=8000))
+    name = "http://127.0.0.1:8000"
+    bench.do(RenewLease(id="a", ticket=ticket("a", http=True, port=8000)))
     bench.hear(ControlPortReply(name=name, reason="refused"))
-    assert bench.answers() == [ServerState(name=standing().name, up=False, reason="refused")]
     assert [type(one) for one in bench.wait(LOOKUP_S)] == [LookUpControlPort]
     bench.hear(ControlPortReply(name=name, control_port=7001))
     assert bench.wait(RELOOKUP_S - 0.1) == []
@@ -213,6 +208,6 @@ def test_there_are_no_more_servers_than_may_be() -> None:
     for number in range(MAX_SERVERS):
         bench.do(standing(str(number), port=7000 + number))
     assert bench.do(standing("more", port=6000)) == []
-    assert bench.answers() == [ServerState(name="more", up=False, reason="64 prefill servers")]
-    bench.do(DisconnectServer(name="7"))
+    assert bench.answers() == [PrefillState(name="more", up=False, reason="64 prefill servers")]
+    bench.do(RemovePrefill(name="7"))
     assert [type(one) for one in bench.do(standing("more", port=6000))] == [ConnectPrefill]

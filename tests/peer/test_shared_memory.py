@@ -14,6 +14,8 @@ import psutil
 import pytest
 
 from headrace.core.config import TransferConfig
+from headrace.core.messages.frontend import AddPrefill, RemovePrefill
+from headrace.core.messages.replies import PrefillState
 from headrace.core.types.kv.backends import SHM, ZMQ, Backend
 from headrace.core.types.kv.geometry import Geometry, ceil_div
 from headrace.core.types.peers.allow_list import allowed_prefills
@@ -21,14 +23,11 @@ from headrace.gateway.vllm_nixl.kv_pool import vllm_layout
 from headrace.peer.commands import (
     AnyResult,
     CancelLoad,
-    ConnectServer,
-    DisconnectServer,
     LoadCancelled,
     Loaded,
     LoadFailed,
     LoadKv,
     ReleaseLoad,
-    ServerState,
     TicketRef,
 )
 from headrace.peer.records import PeerLimits
@@ -73,15 +72,15 @@ class Owner:
         self.peer = PeerThread(limits, self.staging, name="test", max_model_len=4096, transfer=transfer)
         self.peer.start()
         self.posts = ThreadPoolExecutor(4)
-        self.peer.submit(ConnectServer(name=URL, host="127.0.0.1", port=self.port))
-        assert self.peer.results(wait_s=60) == [ServerState(name=URL, up=True)]
-        self.states: list[ServerState] = []  # from then on
+        self.peer.submit(AddPrefill(name=URL, endpoint=f"tcp://127.0.0.1:{self.port}"))
+        assert self.peer.results(wait_s=60) == [PrefillState(name=URL, up=True)]
+        self.states: list[PrefillState] = []  # from then on
 
     def result(self) -> AnyResult:
         """What becomes of the next load."""
         while True:
             for found in self.peer.results(wait_s=60):
-                if not isinstance(found, ServerState):
+                if not isinstance(found, PrefillState):
                     return found
                 self.states.append(found)
 
@@ -159,8 +158,8 @@ def test_stages_write_the_bytes_that_frames_would_have_brought(server: Server) -
             assert all(page.any(axis=(0, 1, 2, 4)).all() for page in written), "every token has KV"
         size = sum(map(len, prompts)) * GEOMETRY.token_bytes
         wait_until(lambda: sent(server, SHM) == sent(server, ZMQ) == size, 10, f"as many bytes each way\n{server.log}")
-        shared.peer.submit(DisconnectServer(name=URL))
-        assert shared.peer.results(wait_s=60) == [ServerState(name=URL, up=False, reason="disconnected")]
+        shared.peer.submit(RemovePrefill(name=URL))
+        assert shared.peer.results(wait_s=60) == [PrefillState(name=URL, up=False, reason="disconnected")]
     wait_until(lambda: server.metrics()["headrace_control_sessions"] == 0, 10, "no session is left")
 
 

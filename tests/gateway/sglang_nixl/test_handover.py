@@ -77,8 +77,8 @@ class Side:
     def ask(self, room: int, prompt: list[int], **options: Any) -> str:
         """A router's request, up to the KV that is held; its name."""
         request = f"request-{room}-{time.monotonic_ns()}"
-        self.handover.expect(request, room)
-        self.handover.hold(request, room, self.held(prompt, request, **options))
+        self.handover.rooms.expect(request, room)
+        self.handover.rooms.hold(request, room, self.held(prompt, request, **options))
         return request
 
     def held(self, prompt: list[int], ticket: str, **options: Any) -> Held:

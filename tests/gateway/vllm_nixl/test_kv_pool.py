@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 
 from headrace.core.types.kv.geometry import Geometry
-from headrace.gateway.vllm_nixl.kv_pool import VllmPool
-from headrace.gateway.vllm_nixl.mapping import PoolMapping
+from headrace.gateway.vllm_nixl.kv_pool import PoolMapping, VllmPool
 
 GEOMETRY = Geometry("bfloat16", 3, 2, 8, 16)
 PAGES = 5
