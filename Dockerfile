@@ -36,6 +36,7 @@ COPY scheduler scheduler
 COPY transfer transfer
 COPY engine engine
 COPY peer peer
+COPY text text
 COPY server server
 COPY gateway gateway
 COPY integrations integrations

@@ -29,7 +29,7 @@ AUDIT_STAMP := $(AUDIT)/.ready
 COMPILED := $(wildcard engine/native/*.[ch]) engine/collectives/shared_sums.c transfer/backends/streaming.c
 
 # Folders of tests in the order of their speed, so that a mistake shows early; whatever is not named runs last.
-FAST_TESTS := $(wildcard tests/core tests/scheduler tests/transfer tests/deployment tests/server tests/engine)
+FAST_TESTS := $(wildcard tests/core tests/scheduler tests/transfer tests/deployment tests/server tests/text tests/engine)
 OTHER_TESTS := $(filter-out $(FAST_TESTS),$(patsubst %/__init__.py,%,$(wildcard tests/*/__init__.py)) $(wildcard tests/test_*.py))
 
 # Files of tests at a time: most of what the servers of a test do is to wait, for each other or for a deadline.
@@ -70,7 +70,7 @@ demo: venv ## Hand four prompts from a prefill server to a decode server, and co
 
 # Tests start hundreds of processes, and each would compile the modules that it imports.
 compiled: venv
-	@$(BIN)/python -m compileall -q benchmarks cli core engine gateway integrations peer scheduler server testing tests tools transfer
+	@$(BIN)/python -m compileall -q benchmarks cli core engine gateway integrations peer scheduler server testing tests text tools transfer
 
 test: check compiled ## Run every check and every test; CPU=avx2 or CPU=bf16 as on a CPU without or with units for bfloat16.
 	$(PYTEST) -n $(WORKERS) --dist loadfile $(FAST_TESTS) $(OTHER_TESTS)

@@ -22,7 +22,7 @@ from headrace.core.types.kv.geometry import ceil_div
 from headrace.core.types.requests.request import SamplingParams
 from headrace.engine.load_plan import plan_rank
 from headrace.engine.runner import ModelRunner
-from headrace.server.tokenizer.tokenizer import load_tokenizer
+from headrace.text.tokenizer import load_tokenizer
 
 PAGE = 16  # tokens
 POSITIONS = 256  # whose logits are computed at once

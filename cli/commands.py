@@ -232,7 +232,7 @@ def _open_files(config: Config) -> None:
     """What `headrace serve` opens. Raises ConfigError for files that it could not use."""
     from headrace.engine.model.checkpoint import check_files
     from headrace.engine.model.source import load_spec, resolve_source
-    from headrace.server.tokenizer.tokenizer import load_tokenizer
+    from headrace.text.tokenizer import load_tokenizer
 
     source = resolve_source(config.model.model)
     if source.kind != "stub":

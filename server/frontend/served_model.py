@@ -11,9 +11,9 @@ from headrace.core.types.errors import NOT_READY, unavailable
 from headrace.engine.grammar.checker import CheckerConfig
 from headrace.server.frontend.grammar_checker import GrammarChecker
 from headrace.server.frontend.request.hidden_states import HiddenLimits
-from headrace.server.tokenizer.async_tokenizer import AsyncTokenizer
-from headrace.server.tokenizer.tokenizer import Tokenizer, load_tokenizer
-from headrace.server.tools.call_form import CallForm, call_form
+from headrace.text.async_tokenizer import AsyncTokenizer
+from headrace.text.tokenizer import Tokenizer, load_tokenizer
+from headrace.text.tool_calls.call_form import CallForm, call_form
 
 
 class ServedModel:

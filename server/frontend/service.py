@@ -32,9 +32,9 @@ from headrace.server.telemetry.prometheus import FrontMetrics
 from headrace.server.telemetry.span_exporter import SpanExporter, SpanSink
 from headrace.server.telemetry.spans import RecordSpan
 from headrace.server.telemetry.tracer import Tracer
-from headrace.server.tokenizer.tokenizer import Tokenizer
 from headrace.server.upstream.prefill_pool import PrefillPool
 from headrace.server.version import headrace_version
+from headrace.text.tokenizer import Tokenizer
 from headrace.transfer.sockets.curve_keys import ServerKeys
 
 log = logging.getLogger(__name__)

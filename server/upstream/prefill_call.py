@@ -23,8 +23,8 @@ from headrace.core.types.errors import (
 )
 from headrace.core.types.requests.draft import HiddenStates
 from headrace.server.routing.failover import client_error
-from headrace.server.tokenizer.logprobs import LogprobEntry
 from headrace.server.upstream.connection import Extensions, connection_error, past_stale_connection
+from headrace.text.logprobs import LogprobEntry
 
 log = logging.getLogger(__name__)
 

@@ -5,7 +5,7 @@ from importlib.resources import files
 
 import pytest
 
-from headrace.server.tokenizer.tokenizer import load_tokenizer
+from headrace.text.tokenizer import load_tokenizer
 
 DATA = files("headrace.server") / "data"
 

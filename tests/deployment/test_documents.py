@@ -15,7 +15,7 @@ DOCUMENTS = sorted(
     if path.name != "CHANGELOG.md"  # which also names what is gone
 )
 TOPS = (
-    "core|scheduler|transfer|peer|engine|server|gateway|integrations|tools|testing|cli|benchmarks|tests|configs|docs|examples|"
+    "core|scheduler|transfer|peer|engine|text|server|gateway|integrations|tools|testing|cli|benchmarks|tests|configs|docs|examples|"
     "requirements|src"
 )
 PATHS = re.compile(rf"`((?:{TOPS})/[\w./-]*)`")

@@ -8,7 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel, Qwen3MoeConfig
 
 from headrace.engine.model.stub import stub_tokenizer
-from headrace.server.tokenizer.tokenizer import load_tokenizer
+from headrace.text.tokenizer import load_tokenizer
 from tests.e2e.harness import Server
 from tests.e2e.models import spoken
 from tests.e2e.texts import complete

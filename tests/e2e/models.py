@@ -18,8 +18,8 @@ from headrace.core.types.packed import pack
 from headrace.core.types.requests.request import SamplingParams
 from headrace.engine.load_plan import plan_rank
 from headrace.engine.stub.runner import StubRunner
-from headrace.server.tokenizer.detokenizer import TextStream
-from headrace.server.tokenizer.tokenizer import Tokenizer, load_tokenizer
+from headrace.text.detokenizer import TextStream
+from headrace.text.tokenizer import Tokenizer, load_tokenizer
 from tests.e2e import gold
 from tests.e2e.harness import Server
 

@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 import httpx
 
-from headrace.server.tokenizer.tokenizer import Tokenizer
+from headrace.text.tokenizer import Tokenizer
 from tests.e2e.models import StubOracle, spoken
 
 Way = Literal["whole", "streamed", "prefill"]

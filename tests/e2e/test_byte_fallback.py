@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 from transformers import LlamaConfig, PreTrainedTokenizerFast
 
-from headrace.server.tokenizer.byte_fallback import REPLACEMENT
+from headrace.text.byte_fallback import REPLACEMENT
 from tests.e2e.harness import Server, serving
 from tests.engine.models import CONFIGS, save_model
-from tests.server.tokenizer.decoders import byte_fallback
+from tests.text.decoders import byte_fallback
 
 FLAGS = ("--role", "colocated", "--kv-pages", "64", "--max-model-len", "256", "--threads", "1")
 

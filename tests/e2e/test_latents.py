@@ -12,7 +12,7 @@ from tokenizers import decoders, models, pre_tokenizers
 from transformers import DeepseekV3Config, PreTrainedTokenizerFast
 
 from headrace.integrations.transformers import RemotePrefill
-from headrace.server.tokenizer.tokenizer import load_tokenizer
+from headrace.text.tokenizer import load_tokenizer
 from tests.e2e.harness import Server, pages_in_use, pair, serving, wait_until
 from tests.e2e.models import spoken
 from tests.e2e.texts import check_alone, check_together

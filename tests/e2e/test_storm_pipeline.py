@@ -2,7 +2,7 @@
 
 import pytest
 
-from headrace.server.tokenizer.tokenizer import load_tokenizer
+from headrace.text.tokenizer import load_tokenizer
 from tests.e2e.harness import Server, pair, serving, wait_until
 from tests.e2e.storm import Storm, make_prompts
 

@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 
 import httpx
 
-from headrace.server.tokenizer.tokenizer import load_tokenizer
+from headrace.text.tokenizer import load_tokenizer
 from tests.e2e.models import NAME, SHARDED_SIZES
 from tests.e2e.storm import Storm, make_prompts
 

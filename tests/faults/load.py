@@ -11,7 +11,7 @@ from typing import Any
 
 import httpx
 
-from headrace.server.tokenizer.tokenizer import load_tokenizer
+from headrace.text.tokenizer import load_tokenizer
 from tests.e2e.models import NAME, StubOracle, spoken
 
 TIMEOUT_S = 60.0  # above every deadline of the servers: a request that takes so long has been forgotten

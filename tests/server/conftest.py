@@ -2,7 +2,7 @@
 
 import pytest
 
-from headrace.server.tokenizer.tokenizer import Tokenizer
+from headrace.text.tokenizer import Tokenizer
 from tests.server.fakes import tiny_tokenizer
 
 

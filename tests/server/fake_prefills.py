@@ -11,7 +11,7 @@ import msgspec
 from headrace.core.messages.frontend import AddPrefill, Submit
 from headrace.core.messages.replies import AnySchedulerReply, PrefillState
 from headrace.server.frontend.service import Service
-from headrace.server.tokenizer.tokenizer import Tokenizer
+from headrace.text.tokenizer import Tokenizer
 from tests.server.fakes import FakeLink, client, reserving, running, saying
 
 ONE, TWO = "http://p1:8001", "http://p2:8001"

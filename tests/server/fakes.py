@@ -41,8 +41,8 @@ from headrace.server.app import create_app
 from headrace.server.frontend.service import Service
 from headrace.server.http.connections import HttpConnections
 from headrace.server.http.server import HttpServer
-from headrace.server.tokenizer.chat_template import ChatTemplate
-from headrace.server.tokenizer.tokenizer import Tokenizer
+from headrace.text.chat_template import ChatTemplate
+from headrace.text.tokenizer import Tokenizer
 
 MERGES = ["he", "ll", "hell", "hello", "Ġw", "or", "ld", "Ġwor", "Ġworld", "ĊĊ", ".ĊĊ"]
 TEMPLATE = (

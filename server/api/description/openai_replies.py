@@ -6,7 +6,7 @@ import msgspec
 
 from headrace.core.types.requests.request import FinishReason
 from headrace.server.api.description.replies import MORE, Report, UsageReply
-from headrace.server.tokenizer.logprobs import LogprobEntry
+from headrace.text.logprobs import LogprobEntry
 
 
 class CompletionLogprobs(msgspec.Struct):

@@ -9,7 +9,7 @@ import msgspec
 
 from headrace.core.types.kv.geometry import CacheShape
 from headrace.core.types.requests.request import FinishReason
-from headrace.server.tokenizer.logprobs import LogprobEntry, TopLogprob
+from headrace.text.logprobs import LogprobEntry, TopLogprob
 
 MORE: Any = msgspec.UNSET  # default of a field that is there only if it was asked for, or applies
 Count = Annotated[int, msgspec.Meta(ge=0)]

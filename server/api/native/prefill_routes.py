@@ -32,9 +32,9 @@ from headrace.server.http.body_budget import BodyBudget
 from headrace.server.http.error_response import error_body
 from headrace.server.http.large_json import made_aside
 from headrace.server.http.streaming import EventStream, EventWriter, JsonAnswer, json_response
-from headrace.server.tokenizer.logprobs import native_entries, native_entry
-from headrace.server.tokenizer.tokenizer import Tokenizer
 from headrace.server.upstream.handoff_params import MAX_TICKET_CHARS
+from headrace.text.logprobs import native_entries, native_entry
+from headrace.text.tokenizer import Tokenizer
 
 PROTOCOL_VERSIONS = (1,)
 _RID = re.compile(r"[\x21-\x7e]{1,128}")

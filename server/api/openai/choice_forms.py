@@ -7,8 +7,8 @@ from headrace.core.types.requests.request import FinishReason, TokenLogprob
 from headrace.server.api.openai.echo import Echo
 from headrace.server.api.response.choices import Choice
 from headrace.server.frontend.request.generation_request import GenerationDelta, GenerationResult
-from headrace.server.tokenizer.logprobs import chat_logprobs, completion_logprobs, native_entries, text_offsets
-from headrace.server.tokenizer.tokenizer import Tokenizer
+from headrace.text.logprobs import chat_logprobs, completion_logprobs, native_entries, text_offsets
+from headrace.text.tokenizer import Tokenizer
 
 
 class ChoiceForm(Protocol):

@@ -11,7 +11,7 @@ from headrace.server.api.request.prompts import completion_prompts
 from headrace.server.api.request.schema import CompletionBody
 from headrace.server.api.response.choices import Choice, Output
 from headrace.server.frontend.request.generation_request import GenerationRequest, GenerationResult
-from headrace.server.tokenizer.tokenizer import Tokenizer
+from headrace.text.tokenizer import Tokenizer
 
 
 def prepare_echo(body: CompletionBody) -> None:

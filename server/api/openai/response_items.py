@@ -5,9 +5,9 @@ from collections.abc import Iterator
 from typing import Any
 
 from headrace.server.api.request.tools import ToolUse
-from headrace.server.tools.call_form import new_call_id
-from headrace.server.tools.call_parser import ToolCallParser
-from headrace.server.tools.char_reader import CallPart
+from headrace.text.tool_calls.call_form import new_call_id
+from headrace.text.tool_calls.call_parser import ToolCallParser
+from headrace.text.tool_calls.char_reader import CallPart
 
 Event = tuple[str, dict[str, Any]]  # kind and fields of an event of the stream
 

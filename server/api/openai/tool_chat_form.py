@@ -8,10 +8,10 @@ from headrace.server.api.openai.choice_forms import ChatForm
 from headrace.server.api.request.tools import ToolUse
 from headrace.server.api.response.choices import Choice
 from headrace.server.frontend.request.generation_request import GenerationDelta, GenerationResult
-from headrace.server.tokenizer.tokenizer import Tokenizer
-from headrace.server.tools.call_form import CallForm, new_call_id
-from headrace.server.tools.call_parser import ToolCallParser
-from headrace.server.tools.char_reader import CallPart
+from headrace.text.tokenizer import Tokenizer
+from headrace.text.tool_calls.call_form import CallForm, new_call_id
+from headrace.text.tool_calls.call_parser import ToolCallParser
+from headrace.text.tool_calls.char_reader import CallPart
 
 
 class ToolChatForm:

@@ -10,7 +10,7 @@ from headrace.server.api.request.conversation_schema import ChatMessage, Functio
 from headrace.server.api.request.schema import PrefillBody
 from headrace.server.api.request.tools import check_arguments, check_results, template_calls, template_tools
 from headrace.server.frontend.served_model import ServedModel
-from headrace.server.tokenizer.tokenizer import too_long
+from headrace.text.tokenizer import too_long
 
 MAX_PROMPTS = 256  # in one HTTP request
 MANY_IDS = 1 << 10

@@ -14,8 +14,8 @@ from headrace.server.api.request.conversation_schema import ChatMessage, Functio
 from headrace.server.api.request.schema import ChatBody, ResponsesBody, ResponseTool, ResponseToolChoice
 from headrace.server.frontend.served_model import ServedModel
 from headrace.server.http.structure import SLICE, excess, limits
-from headrace.server.tools.call_form import MARKS, MAX_FORCED_CALLS, CallForm, calls_grammar, opening_mark
-from headrace.server.tools.call_parser import MAX_NAME
+from headrace.text.tool_calls.call_form import MARKS, MAX_FORCED_CALLS, CallForm, calls_grammar, opening_mark
+from headrace.text.tool_calls.call_parser import MAX_NAME
 
 MAX_TOOLS = 128
 MAX_CALLS = 128  # in one message

@@ -18,8 +18,8 @@ from headrace.server.frontend.request.generation_request import (
     GenerationResult,
     discard_events,
 )
-from headrace.server.tokenizer.tokenizer import Tokenizer
 from headrace.server.upstream.handoff_params import HandoffFields
+from headrace.text.tokenizer import Tokenizer
 
 
 async def prefill_choices(

@@ -14,7 +14,7 @@ from headrace.server.frontend.request.generation_request import GenerationDelta,
 from headrace.server.http.error_response import write_error_event
 from headrace.server.http.large_json import made_aside
 from headrace.server.http.streaming import EventWriter
-from headrace.server.tokenizer.logprobs import top_logprobs
+from headrace.text.logprobs import top_logprobs
 
 
 class GenerateFormat:

@@ -8,7 +8,7 @@ from headrace.core.types.requests.outcomes import HELD
 from headrace.core.types.requests.prompt_logprobs import PackedLogprobs
 from headrace.core.types.requests.request import FinishReason, SamplingParams
 from headrace.server.frontend.request.generation_request import GenerationDelta, GenerationResult
-from headrace.server.tokenizer.detokenizer import TextStream
+from headrace.text.detokenizer import TextStream
 
 
 def stop_reason(text: TextStream, sampling: SamplingParams) -> int | str | None:

@@ -44,10 +44,10 @@ from headrace.server.frontend.request.generation_request import (
 from headrace.server.frontend.served_model import ServedModel
 from headrace.server.telemetry.prometheus import FrontMetrics
 from headrace.server.telemetry.spans import RecordSpan
-from headrace.server.tokenizer.detokenizer import TextStream
 from headrace.server.upstream.handoff_params import KvSource
 from headrace.server.upstream.prefill_call import PrefillProgress, posted_error
 from headrace.server.upstream.prefill_pool import PrefillChoice, PrefillPool
+from headrace.text.detokenizer import TextStream
 
 log = logging.getLogger(__name__)
 

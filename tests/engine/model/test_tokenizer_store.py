@@ -18,8 +18,8 @@ from transformers import LlamaTokenizer, PreTrainedTokenizerFast, Qwen2Tokenizer
 from headrace.core.types.errors import ConfigError
 from headrace.engine.model.source import ModelSource, load_spec, resolve_source
 from headrace.engine.model.tokenizer_store import TokenizerRecord, convert, load_record
-from headrace.server.tokenizer.chat_template import ChatTemplate
-from headrace.server.tokenizer.tokenizer import Tokenizer
+from headrace.text.chat_template import ChatTemplate
+from headrace.text.tokenizer import Tokenizer
 from tests.engine.models import transformers_tokenizer
 
 TEXTS = (
@@ -280,7 +280,7 @@ import headrace.cli.commands
 import headrace.server.launch.frontend_process, headrace.server.launch.serve, headrace.server.launch.scheduler_process
 from headrace.server.config.load import load
 from headrace.server.config.resolve import resolve
-from headrace.server.tokenizer.tokenizer import load_tokenizer
+from headrace.text.tokenizer import load_tokenizer
 config = resolve(load({"model": "smollm2", "device": "cpu"}, os.environ)).config
 load_tokenizer(config.model.model, config.server.cache_dir).warm_up()
 print(sorted({"torch", "transformers"} & set(sys.modules)))

@@ -10,7 +10,7 @@ import pytest
 from headrace.core.messages.frontend import Submit
 from headrace.core.messages.replies import AnySchedulerReply, Tokens
 from headrace.core.types.requests.request import TokenLogprob
-from headrace.server.tokenizer.tokenizer import Tokenizer
+from headrace.text.tokenizer import Tokenizer
 from tests.server.fakes import FakeLink, Script, client, finished, in_loop, json_of, running
 
 LOGPROBS = {"a": [-3.0, -1.0], "b": [-1.0, -1.5], "c": [-0.5], "d": [-1.0, -1.5], "e": [-0.1, -9.0]}

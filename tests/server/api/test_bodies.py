@@ -21,7 +21,7 @@ from headrace.server.api.request import body as bodies
 from headrace.server.api.request.body import parse_body
 from headrace.server.api.request.schema import ChatBody, CompletionBody, PrefillBody
 from headrace.server.http.structure import Limit, excess, limits, outside_strings, suspected
-from headrace.server.tokenizer.tokenizer import Tokenizer
+from headrace.text.tokenizer import Tokenizer
 from tests.server.fakes import FakeLink, client, in_loop, json_of, running
 
 LONG = 1 << 17

@@ -7,7 +7,7 @@ import pytest
 from headrace.core.messages.frontend import Submit
 from headrace.core.types.errors import ConfigError
 from headrace.core.types.requests.tenants import priority_ranges, tenant_keys
-from headrace.server.tokenizer.tokenizer import Tokenizer
+from headrace.text.tokenizer import Tokenizer
 from tests.server.fakes import FakeLink, client, in_loop, json_of, running, saying
 
 CHAT = [{"role": "user", "content": "x"}]

@@ -21,7 +21,7 @@ from headrace.core.types import packed
 from headrace.server.api.request import conversation_schema, format_schema, schema
 from headrace.server.api.request.body import parse_body
 from headrace.server.api.request.other_fields import OTHER_FIELDS
-from headrace.server.tokenizer.tokenizer import Tokenizer
+from headrace.text.tokenizer import Tokenizer
 from tests.server.api.test_fields import refused_with
 from tests.server.fakes import FakeLink, client, in_loop, running, saying
 

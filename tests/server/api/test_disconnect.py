@@ -8,7 +8,7 @@ import pytest
 
 from headrace.core.messages.frontend import Abort, Submit
 from headrace.core.messages.replies import Tokens
-from headrace.server.tokenizer.tokenizer import Tokenizer
+from headrace.text.tokenizer import Tokenizer
 from tests.server.fakes import FakeLink, in_loop, listening, running
 
 REQUESTS: list[tuple[str, str, dict[str, Any], int]] = [

@@ -13,7 +13,7 @@ from headrace.core.stats import Sample, Stats
 from headrace.core.types.errors import ErrorInfo
 from headrace.core.types.requests.request import Discard
 from headrace.server.app import create_bootstrap_app
-from headrace.server.tokenizer.tokenizer import Tokenizer
+from headrace.text.tokenizer import Tokenizer
 from tests.server.fakes import FakeLink, client, failing, finished, in_loop, json_of, running, server_info
 
 

@@ -10,7 +10,7 @@ from headrace.core.messages.frontend import Submit
 from headrace.core.messages.replies import AnySchedulerReply
 from headrace.core.types.packed import unpack
 from headrace.core.types.requests.request import TokenLogprob
-from headrace.server.tokenizer.tokenizer import Tokenizer
+from headrace.text.tokenizer import Tokenizer
 from tests.server.fakes import FakeLink, Script, client, in_loop, json_of, logprob_parts, running, saying
 
 ROOM = {"bootstrap_host": "127.0.0.1", "bootstrap_port": 8998, "bootstrap_room": 7}

@@ -6,7 +6,7 @@ import httpx
 import pytest
 
 from headrace.core.messages.frontend import QueryStats, RefuseTicket
-from headrace.server.tokenizer.tokenizer import Tokenizer
+from headrace.text.tokenizer import Tokenizer
 from tests.server.fakes import LENGTH, FakeLink, client, in_loop, json_of, running, saying
 
 CHAT = [{"role": "user", "content": "x"}]

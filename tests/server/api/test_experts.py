@@ -3,7 +3,7 @@
 from array import array
 
 from headrace.core.types.ranks.expert_load import ExpertLoad
-from headrace.server.tokenizer.tokenizer import Tokenizer
+from headrace.text.tokenizer import Tokenizer
 from tests.server.fakes import FakeLink, client, in_loop, json_of, running
 
 

@@ -16,8 +16,8 @@ from openai import AsyncOpenAI
 from headrace.core.messages.frontend import Submit
 from headrace.engine.model.stub import CHAT_TEMPLATE, END, stub_tokenizer
 from headrace.server.api.request import schema
-from headrace.server.tokenizer.chat_template import ChatTemplate
-from headrace.server.tokenizer.tokenizer import Tokenizer
+from headrace.text.chat_template import ChatTemplate
+from headrace.text.tokenizer import Tokenizer
 from tests.deployment.api_document import BODIES
 from tests.features import MEMBERS, OBJECTS, ROUTES, Body, Case, Kind, cases
 from tests.server.api.test_fields import AnyConstraint

@@ -23,8 +23,8 @@ from headrace.server.api.request.schema import (
     TokenizeBody,
 )
 from headrace.server.frontend.grammar_checker import GrammarChecker
-from headrace.server.tokenizer.tokenizer import Tokenizer
 from headrace.server.upstream.handoff_params import TransferParams
+from headrace.text.tokenizer import Tokenizer
 from tests.server.fakes import FakeLink, client, in_loop, json_of, running, saying, tiny_tokenizer
 
 Kind = type[msgspec.Struct]

@@ -8,7 +8,7 @@ import pytest
 from headrace.core.messages.frontend import Submit
 from headrace.core.types.packed import unpack
 from headrace.core.types.requests.request import Discard, SendTo, TokenLogprob
-from headrace.server.tokenizer.tokenizer import Tokenizer
+from headrace.text.tokenizer import Tokenizer
 from tests.server.api.test_handoff import NIXL, computing
 from tests.server.fakes import (
     FakeLink,

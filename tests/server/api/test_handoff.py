@@ -14,7 +14,7 @@ from headrace.core.types.packed import pack, prompt_hash, unpack
 from headrace.core.types.requests.request import Discard, SendTo, Timing, Usage
 from headrace.server.api.request.body import SMALL
 from headrace.server.frontend.link.control_address import reachable_host
-from headrace.server.tokenizer.tokenizer import Tokenizer
+from headrace.text.tokenizer import Tokenizer
 from tests.server.fakes import FakeLink, client, finished, in_loop, json_of, made_up_logprob, running, ticket_of
 
 NIXL = {"do_remote_decode": True, "do_remote_prefill": False, "remote_engine_id": None, "remote_host": None}

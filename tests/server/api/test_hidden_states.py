@@ -16,7 +16,7 @@ from headrace.core.types.packed import packed_length
 from headrace.core.types.requests.draft import DraftTokens, HiddenStates
 from headrace.core.types.requests.request import FetchFrom, Timing, Usage
 from headrace.server.api.response import hidden_format
-from headrace.server.tokenizer.tokenizer import Tokenizer
+from headrace.text.tokenizer import Tokenizer
 from tests.server.fake_prefills import ANSWER, Prefills, decode
 from tests.server.fakes import HIDDEN_SIZE, FakeLink, client, finished, in_loop, json_of, running, saying
 

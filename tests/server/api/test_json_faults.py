@@ -15,7 +15,7 @@ from headrace.server.api.request import json_faults
 from headrace.server.api.request.body import SMALL, decode_body, decode_object
 from headrace.server.api.request.json_faults import refuse_repeated_keys
 from headrace.server.api.request.schema import ChatBody, CompletionBody, GenerateBody, ResponsesBody
-from headrace.server.tokenizer.tokenizer import Tokenizer
+from headrace.text.tokenizer import Tokenizer
 from tests.server.fakes import FakeLink, client, in_loop, json_of, running, saying
 
 Kind = type[msgspec.Struct]

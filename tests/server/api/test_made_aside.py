@@ -17,9 +17,9 @@ from headrace.server.api.openai.response_items import OutputItems
 from headrace.server.api.sglang.generate_format import GenerateFormat
 from headrace.server.frontend.generation.runner import FEW_LOGPROBS
 from headrace.server.http.large_json import made_aside
-from headrace.server.tokenizer.logprobs import LogprobEntry
-from headrace.server.tokenizer.tokenizer import load_tokenizer
-from headrace.server.tools.call_parser import ToolCallParser
+from headrace.text.logprobs import LogprobEntry
+from headrace.text.tokenizer import load_tokenizer
+from headrace.text.tool_calls.call_parser import ToolCallParser
 from tests.server.fake_prefills import ANSWER, Prefills, decode, fetched
 from tests.server.fakes import FakeLink, client, finished, in_loop, json_of, logprob_parts, running
 

@@ -9,7 +9,7 @@ import pytest
 
 from headrace.core.messages.frontend import Submit
 from headrace.server import app
-from headrace.server.tokenizer.tokenizer import Tokenizer
+from headrace.text.tokenizer import Tokenizer
 from tests.server.fakes import FakeLink, client, finished, in_loop, json_of, running
 
 MOST = 4  # requests with a key that may be open

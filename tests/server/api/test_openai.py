@@ -10,7 +10,7 @@ from headrace.core.messages.replies import Progress, Tokens
 from headrace.core.types.errors import ErrorInfo
 from headrace.core.types.packed import unpack
 from headrace.core.types.requests.request import DecodeHere
-from headrace.server.tokenizer.tokenizer import Tokenizer
+from headrace.text.tokenizer import Tokenizer
 from tests.server.fakes import FakeLink, client, failing, in_loop, json_of, running, saying
 
 

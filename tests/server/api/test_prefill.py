@@ -14,7 +14,7 @@ from headrace.core.stats import Sample, Stats
 from headrace.core.types.errors import ErrorInfo
 from headrace.core.types.packed import unpack
 from headrace.core.types.requests.request import Discard, SendTo, Timing, TokenLogprob, Usage
-from headrace.server.tokenizer.tokenizer import Tokenizer
+from headrace.text.tokenizer import Tokenizer
 from tests.server.fakes import (
     FakeLink,
     client,

@@ -9,8 +9,8 @@ from headrace.core.messages.frontend import Submit
 from headrace.engine.grammar.checker import CheckerConfig
 from headrace.server.api.request.tools import ARGUMENTS
 from headrace.server.frontend.grammar_checker import GrammarChecker
-from headrace.server.tokenizer.chat_template import ChatTemplate
-from headrace.server.tokenizer.tokenizer import SHORT_TEXT_BYTES, Tokenizer
+from headrace.text.chat_template import ChatTemplate
+from headrace.text.tokenizer import SHORT_TEXT_BYTES, Tokenizer
 from tests.server.api.test_tools import CALL, CHAT, STUB, USER, WEATHER, served
 from tests.server.fakes import client, in_loop, json_of, saying
 

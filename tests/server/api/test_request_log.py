@@ -12,7 +12,7 @@ from headrace.core.messages.replies import RequestFailed, Tokens
 from headrace.core.types.errors import ErrorInfo
 from headrace.server.frontend.request.request_context import RequestContext
 from headrace.server.frontend.request_log import REFUSALS_AT_ONCE, RequestLog, RequestRecord
-from headrace.server.tokenizer.tokenizer import Tokenizer
+from headrace.text.tokenizer import Tokenizer
 from tests.server.fake_prefills import ONE, Prefills, decode, fetched
 from tests.server.fakes import FakeLink, client, finished, in_loop, listening, running, saying
 

@@ -11,7 +11,7 @@ from headrace.core.messages.replies import RequestFailed, Tokens
 from headrace.core.types.errors import ErrorInfo
 from headrace.core.types.packed import unpack
 from headrace.core.types.requests.request import SendTo
-from headrace.server.tokenizer.tokenizer import Tokenizer
+from headrace.text.tokenizer import Tokenizer
 from tests.server.api.test_handoff import NIXL, ROOM, computing
 from tests.server.api.test_sdk import sdk
 from tests.server.fakes import FakeLink, client, in_loop, json_of, running, saying

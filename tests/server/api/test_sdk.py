@@ -8,7 +8,7 @@ import pytest
 from openai import AsyncOpenAI
 
 from headrace.core.types.errors import ErrorInfo
-from headrace.server.tokenizer.tokenizer import Tokenizer
+from headrace.text.tokenizer import Tokenizer
 from tests.server.fakes import FakeLink, Script, failing, in_loop, listening, running, saying
 
 CHAT: list[openai.types.chat.ChatCompletionMessageParam] = [{"role": "user", "content": "hello"}]

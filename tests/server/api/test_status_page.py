@@ -10,7 +10,7 @@ import pytest
 
 from headrace.server.api.operations.status_page import PAGE
 from headrace.server.app import create_bootstrap_app
-from headrace.server.tokenizer.tokenizer import Tokenizer
+from headrace.text.tokenizer import Tokenizer
 from tests.server.fakes import FakeLink, client, in_loop, running
 
 LIMIT = 60 * 1000

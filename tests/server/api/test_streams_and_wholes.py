@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from headrace.core.messages.frontend import Submit
 from headrace.core.messages.replies import AnySchedulerReply, Tokens
-from headrace.server.tokenizer.tokenizer import Tokenizer
+from headrace.text.tokenizer import Tokenizer
 from tests.server.api.test_features import MADE_UP, STUB
 from tests.server.api.test_fields import AnyConstraint
 from tests.server.fakes import (

@@ -12,7 +12,7 @@ from headrace.core.messages.frontend import Abort, Submit
 from headrace.core.types.requests.tenants import tenant_salt
 from headrace.server.app import create_app, create_bootstrap_app
 from headrace.server.frontend.service import Service
-from headrace.server.tokenizer.tokenizer import Tokenizer
+from headrace.text.tokenizer import Tokenizer
 from tests.server.api.test_prefill import HOLD, held
 from tests.server.fake_prefills import Prefills, decode, fetched
 from tests.server.fakes import FakeLink, client, in_loop, json_of, running, saying

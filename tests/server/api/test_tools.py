@@ -14,8 +14,8 @@ from headrace.core.messages.frontend import Submit
 from headrace.core.types import packed
 from headrace.engine.model.stub import CHAT_TEMPLATE, END, stub_tokenizer
 from headrace.server.frontend.service import Service
-from headrace.server.tokenizer.chat_template import ChatTemplate
-from headrace.server.tokenizer.tokenizer import Tokenizer, load_tokenizer
+from headrace.text.chat_template import ChatTemplate
+from headrace.text.tokenizer import Tokenizer, load_tokenizer
 from tests.server.api.test_fields import AnyConstraint
 from tests.server.fakes import FakeLink, Script, client, in_loop, json_of, listening, running, saying
 

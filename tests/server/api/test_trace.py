@@ -10,7 +10,7 @@ from headrace.core.messages.frontend import AnyFrontendRequest, EndTrace, StartT
 from headrace.core.messages.replies import StageTraced, Traced
 from headrace.core.trace import SchedulerTrace, StageTrace
 from headrace.server.telemetry.tracer import Tracer
-from headrace.server.tokenizer.tokenizer import Tokenizer
+from headrace.text.tokenizer import Tokenizer
 from tests.server.fakes import FakeLink, client, in_loop, json_of, listening, running
 from tests.server.telemetry.trace_format import check
 

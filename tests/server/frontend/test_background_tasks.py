@@ -16,7 +16,7 @@ from headrace.server.frontend.link import scheduler_client
 from headrace.server.frontend.status import statistics_log
 from headrace.server.frontend.status.stats_collector import StatsCollector
 from headrace.server.routing.replica_router import ReplicaRouter
-from headrace.server.tokenizer.tokenizer import Tokenizer
+from headrace.text.tokenizer import Tokenizer
 from tests.server.event_server import EventServer
 from tests.server.fake_prefills import ONE, TWO, Prefills, until_ready, welcoming
 from tests.server.fakes import FakeLink, client, in_loop, running

@@ -16,7 +16,7 @@ from headrace.core.types.errors import HeadraceError
 from headrace.core.types.requests.constraint import Constraint
 from headrace.engine.grammar.checker import CheckerConfig
 from headrace.server.frontend.grammar_checker import GrammarChecker
-from headrace.server.tokenizer.tokenizer import Tokenizer
+from headrace.text.tokenizer import Tokenizer
 from tests.server.fake_prefills import ANSWER, Prefills, decode, fetched
 from tests.server.fakes import FakeLink, in_loop, json_of
 from tests.server.frontend.test_failover import URLS, Several, metrics, moves, refusal, three

@@ -10,7 +10,7 @@ import pytest
 from headrace.core.messages.frontend import Abort, AddPrefill, Submit
 from headrace.core.messages.replies import AnySchedulerReply, Tokens
 from headrace.core.types.requests.request import DecodeHere, FetchFrom, SendTo
-from headrace.server.tokenizer.tokenizer import Tokenizer
+from headrace.text.tokenizer import Tokenizer
 from tests.server.fake_prefills import ANSWER, ONE, Prefills, decode, fetched, until_ready, welcoming
 from tests.server.fakes import FakeLink, client, finished, in_loop, json_of, reserving, running, saying
 

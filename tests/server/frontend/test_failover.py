@@ -15,7 +15,7 @@ from headrace.core.runtime.clock import Clock, VirtualClock
 from headrace.core.types.errors import CANCELLED, PEER_GONE, ErrorInfo
 from headrace.core.types.requests.request import DecodeHere
 from headrace.server.frontend.service import Service
-from headrace.server.tokenizer.tokenizer import Tokenizer
+from headrace.text.tokenizer import Tokenizer
 from tests.server.fake_prefills import ANSWER, Prefills, until_ready, welcoming
 from tests.server.fakes import FakeLink, client, in_loop, json_of, reserving, running, saying
 from tests.server.frontend.test_prefill_servers import prefill_of

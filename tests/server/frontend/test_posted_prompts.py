@@ -11,8 +11,8 @@ from headrace.core.messages.replies import AnySchedulerReply, EngineState, Prefi
 from headrace.core.types.errors import ErrorInfo
 from headrace.core.types.packed import unpack
 from headrace.core.types.requests.request import DecodeHere, FetchFrom
-from headrace.server.tokenizer.tokenizer import Tokenizer
 from headrace.server.upstream.prefill_pool import MAX_NAMED
+from headrace.text.tokenizer import Tokenizer
 from tests.server.fake_prefills import ONE, Prefills, decode, fetched, welcoming
 from tests.server.fakes import FakeLink, client, finished, in_loop, json_of, running, saying, ticket_of
 

@@ -8,7 +8,7 @@ from headrace.core.messages.frontend import AddPrefill, RemovePrefill, Submit
 from headrace.core.messages.replies import PrefillState
 from headrace.core.types.errors import ErrorInfo
 from headrace.core.types.requests.request import FetchFrom
-from headrace.server.tokenizer.tokenizer import Tokenizer
+from headrace.text.tokenizer import Tokenizer
 from tests.server.fake_prefills import ONE, TWO, Prefills, decode, fetched, until_ready, welcoming
 from tests.server.fakes import FakeLink, client, in_loop, json_of, reserving, running, saying
 

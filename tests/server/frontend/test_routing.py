@@ -16,8 +16,8 @@ from headrace.core.messages.replies import AnySchedulerReply
 from headrace.core.runtime.clock import VirtualClock
 from headrace.core.types.packed import pack
 from headrace.server.routing.prompt_pages import page_names
-from headrace.server.tokenizer.tokenizer import Tokenizer
 from headrace.server.upstream.kv_event_follower import KvEventSource
+from headrace.text.tokenizer import Tokenizer
 from tests.server.event_server import EventServer
 from tests.server.fake_prefills import ONE, TWO, Prefills, fetched, until_ready, welcoming
 from tests.server.fakes import FakeLink, client, in_loop, running

@@ -16,7 +16,7 @@ from headrace.core.types.requests.request import FetchFrom, SamplingParams
 from headrace.server.frontend.link.scheduler_client import LOST_S, SILENT_S
 from headrace.server.frontend.request.generation_request import GenerationRequest, discard_events
 from headrace.server.frontend.service import Service
-from headrace.server.tokenizer.tokenizer import Tokenizer
+from headrace.text.tokenizer import Tokenizer
 from tests.server.fake_prefills import ONE, Prefills, welcoming
 from tests.server.fakes import FakeLink, client, finished, in_loop, json_of, make_config, running, saying
 

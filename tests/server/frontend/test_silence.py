@@ -21,7 +21,7 @@ from headrace.core.types.requests.request import DecodeHere, SamplingParams
 from headrace.scheduler.scheduler import Event, Scheduler
 from headrace.server.frontend.link.scheduler_client import LOST_S, SchedulerClient
 from headrace.server.frontend.service import Service
-from headrace.server.tokenizer.tokenizer import Tokenizer
+from headrace.text.tokenizer import Tokenizer
 from tests.server.fakes import LENGTH, FakeLink, client, in_loop, json_of, make_config, server_info
 
 PAGE = 16

@@ -12,7 +12,7 @@ from headrace.server.api.request import body as bodies
 from headrace.server.frontend.service import Service
 from headrace.server.http import body_budget
 from headrace.server.http.body_budget import BODIES, LEAST_BYTES, BodyBudget
-from headrace.server.tokenizer.tokenizer import Tokenizer
+from headrace.text.tokenizer import Tokenizer
 from tests.server.fakes import FakeLink, in_loop, listening, running
 
 LARGEST = 1 << 20

@@ -15,7 +15,7 @@ from headrace.core.types.packed import unpack
 from headrace.core.types.requests.request import TokenLogprob
 from headrace.server.http import large_json
 from headrace.server.http.large_json import LARGE, PART, encode_lists, made_aside
-from headrace.server.tokenizer.tokenizer import Tokenizer
+from headrace.text.tokenizer import Tokenizer
 from tests.server.fakes import FakeLink, client, finished, in_loop, json_of, logprob_parts, running, saying
 
 LEAVES = st.none() | st.booleans() | st.integers(-(1 << 53), 1 << 53) | st.text(max_size=3)

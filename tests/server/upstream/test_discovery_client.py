@@ -5,8 +5,8 @@ import pytest
 
 from headrace.core.types.errors import HeadraceError
 from headrace.server.app import create_app
-from headrace.server.tokenizer.tokenizer import Tokenizer
 from headrace.server.upstream.discovery_client import DiscoveryClient
+from headrace.text.tokenizer import Tokenizer
 from tests.server.fakes import FakeLink, in_loop, running
 
 

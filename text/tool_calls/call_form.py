@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 import msgspec
 
 from headrace.core.config.server import ToolFormat, ToolParser
-from headrace.server.tools.call_parser import (
+from headrace.text.tool_calls.call_parser import (
     DEEPSEEK_BEGIN,
     DEEPSEEK_CALL,
     DEEPSEEK_CALL_END,

@@ -15,8 +15,8 @@ from headrace.core.config.server import ToolFormat, ToolParser
 from headrace.core.types.requests.constraint import Constraint
 from headrace.engine.grammar.compiler import GrammarError, GrammarVocabulary, compile_constraint
 from headrace.engine.model.stub import CHAT_TEMPLATE, END, stub_tokenizer
-from headrace.server.tools.call_form import MARKS, CallForm, call_form, calls_grammar, new_call_id, opening_mark
-from headrace.server.tools.call_parser import DEEPSEEK_BEGIN, DEEPSEEK_SEPARATOR, ToolCallParser
+from headrace.text.tool_calls.call_form import MARKS, CallForm, call_form, calls_grammar, new_call_id, opening_mark
+from headrace.text.tool_calls.call_parser import DEEPSEEK_BEGIN, DEEPSEEK_SEPARATOR, ToolCallParser
 
 # The passages of the families' templates that say how calls are written.
 TEMPLATES: list[tuple[str, ToolFormat | None]] = [

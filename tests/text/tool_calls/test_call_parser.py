@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headrace.core.config.server import ToolFormat
-from headrace.server.tools.call_form import MARKS
-from headrace.server.tools.call_parser import (
+from headrace.text.tool_calls.call_form import MARKS
+from headrace.text.tool_calls.call_parser import (
     DEEPSEEK_BEGIN,
     DEEPSEEK_CALL,
     DEEPSEEK_CALL_END,
@@ -18,7 +18,7 @@ from headrace.server.tools.call_parser import (
     DEEPSEEK_SEPARATOR,
     ToolCallParser,
 )
-from headrace.server.tools.char_reader import MAX_HELD, CallPart
+from headrace.text.tool_calls.char_reader import MAX_HELD, CallPart
 
 NAMES = ("get_weather", "f")
 FORMATS: tuple[ToolFormat, ...] = get_args(ToolFormat)

@@ -10,10 +10,10 @@ import pytest
 
 from headrace.core.types.errors import ConfigError, HeadraceError
 from headrace.engine.model.stub import stub_tokenizer
-from headrace.server.tokenizer import template_limits
-from headrace.server.tokenizer.chat_template import REFUSALS, ChatTemplate
-from headrace.server.tokenizer.template_limits import CPU_SECONDS, MAX_SOURCE, TemplateLimit
-from headrace.server.tokenizer.tokenizer import Tokenizer, load_tokenizer
+from headrace.text import template_limits
+from headrace.text.chat_template import REFUSALS, ChatTemplate
+from headrace.text.template_limits import CPU_SECONDS, MAX_SOURCE, TemplateLimit
+from headrace.text.tokenizer import Tokenizer, load_tokenizer
 
 LOOP = "{% for i in range(99999) %}{% for j in range(99999) %}BODY{% endfor %}{% endfor %}"
 NESTED = "{% set ns = namespace(x=[1]) %}{% for i in range(60) %}{% set ns.x = [ns.x, ns.x] %}{% endfor %}"
@@ -86,9 +86,9 @@ LARGE = {
 }  # fmt: skip
 PROGRAM = """
 import resource, sys, time
-from headrace.server.tokenizer import template_limits
-from headrace.server.tokenizer.chat_template import REFUSALS, ChatTemplate
-from tests.server.tokenizer.test_template_limits import LARGE
+from headrace.text import template_limits
+from headrace.text.chat_template import REFUSALS, ChatTemplate
+from tests.text.test_template_limits import LARGE
 template_limits.CPU_SECONDS = 0.2
 for name in sys.argv[1:]:
     resource.setrlimit(resource.RLIMIT_AS, (4 << 30, 4 << 30))
@@ -181,6 +181,6 @@ def test_whatever_goes_wrong_is_a_refusal(expression: str) -> None:
 def test_what_cannot_be_compiled_stops_the_start(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(jinja2.TemplateError):
         ChatTemplate(source, {}).check()
-    monkeypatch.setattr("headrace.server.tokenizer.tokenizer.CHAT_TEMPLATE", source)
+    monkeypatch.setattr("headrace.text.tokenizer.CHAT_TEMPLATE", source)
     with pytest.raises(ConfigError, match=r"the chat template of stub cannot be used: .* by --chat-template FILE"):
         load_tokenizer("stub", "")

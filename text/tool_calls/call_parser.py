@@ -7,7 +7,7 @@ and white space after them. Arguments are passed on as the model writes them, fr
 from collections.abc import Callable, Collection, Mapping
 
 from headrace.core.config.server import ToolFormat
-from headrace.server.tools.char_reader import SPACE, CallPart, CharReader, NotACall, Parsing
+from headrace.text.tool_calls.char_reader import SPACE, CallPart, CharReader, NotACall, Parsing
 
 HERMES_BEGIN, HERMES_END = "<tool_call>", "</tool_call>"
 PYTHON_TAG = "<|python_tag|>"

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from headrace.core.types.kv.geometry import ceil_div
-from headrace.server.tokenizer.byte_fallback import BYTE_TOKENS
+from headrace.text.byte_fallback import BYTE_TOKENS
 
 # Of a UTF-8 text, by Unicode's normal forms and case folding: mathematical letters of four bytes become ASCII.
 UNICODE_SHRINKAGE = 4

@@ -6,8 +6,8 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as RustTokenizer
 
 from headrace.engine.model.byte_level import byte_level_alphabet
-from headrace.server.tokenizer.byte_fallback import BYTE_TOKENS
-from headrace.server.tokenizer.tokenizer import Tokenizer
+from headrace.text.byte_fallback import BYTE_TOKENS
+from headrace.text.tokenizer import Tokenizer
 
 CHARACTERS = "é日本🤗\N{REPLACEMENT CHARACTER}"
 WORDS = ("▁", "▁the", "▁▁", "a", "ing", "▁日", "語", "\N{REPLACEMENT CHARACTER}")

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from headrace.server.tokenizer.detokenizer import REPLACEMENT, Detokenizer, StopMatcher, TextStream
-from headrace.server.tokenizer.tokenizer import Tokenizer
+from headrace.text.detokenizer import REPLACEMENT, Detokenizer, StopMatcher, TextStream
+from headrace.text.tokenizer import Tokenizer
 
 
 class Bytes:

@@ -12,9 +12,9 @@ from tokenizers import models, pre_tokenizers
 from headrace.core.types.errors import TOO_LONG, ConfigError, HeadraceError
 from headrace.engine.model.stub import stub_tokenizer
 from headrace.server.config.load import load
-from headrace.server.tokenizer.async_tokenizer import LONG, AsyncTokenizer
-from headrace.server.tokenizer.chat_template import ChatTemplate
-from headrace.server.tokenizer.tokenizer import MAX_STOP_IDS, SHORT_TEXT_BYTES, Tokenizer, load_tokenizer
+from headrace.text.async_tokenizer import LONG, AsyncTokenizer
+from headrace.text.chat_template import ChatTemplate
+from headrace.text.tokenizer import MAX_STOP_IDS, SHORT_TEXT_BYTES, Tokenizer, load_tokenizer
 
 
 def test_stop_ids_are_the_tokens_that_contain_the_string(tokenizer: Tokenizer) -> None:

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as RustTokenizer
 
-from headrace.server.tokenizer.token_length import TokenBound
-from headrace.server.tokenizer.tokenizer import Tokenizer
+from headrace.text.token_length import TokenBound
+from headrace.text.tokenizer import Tokenizer
 
 ALPHABET = sorted(pre_tokenizers.ByteLevel.alphabet())
 WORDS = ("ab", "Ġa", "ĠĠ", "ĠĠĠĠ", "ÃĤ")

@@ -15,16 +15,16 @@ from headrace.engine.model.byte_level import byte_level_alphabet
 from headrace.engine.model.source import resolve_source
 from headrace.engine.model.stub import CHAT_TEMPLATE, END, stub_tokenizer
 from headrace.engine.model.tokenizer_store import load_record
-from headrace.server.tokenizer.byte_fallback import (
+from headrace.text.byte_fallback import (
     BYTE_OF,
     BYTE_TOKENS,
     REPLACEMENT,
     decodes_byte_tokens,
     with_whole_characters,
 )
-from headrace.server.tokenizer.chat_template import REFUSALS, ChatTemplate
-from headrace.server.tokenizer.detokenizer import TokenDecoder
-from headrace.server.tokenizer.token_length import TokenBound, length_bound
+from headrace.text.chat_template import REFUSALS, ChatTemplate
+from headrace.text.detokenizer import TokenDecoder
+from headrace.text.token_length import TokenBound, length_bound
 
 MAX_STOP_IDS = 512  # a stop string that more tokens contain is looked for in the text only
 # Longer texts are refused without being tokenized, which takes a second and 100 MB for each MB of them.

@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from headrace.server.tokenizer.tokenizer import Tokenizer, check_text_bytes
+from headrace.text.tokenizer import Tokenizer, check_text_bytes
 
 THREADS = 2
 MAX_CACHED_STOPS = 1024

@@ -15,7 +15,7 @@ from jinja2.nodes import CallBlock, Name, Node
 from jinja2.parser import Parser
 from jinja2.runtime import Macro
 
-from headrace.server.tokenizer.template_limits import LimitedEnvironment
+from headrace.text.template_limits import LimitedEnvironment
 
 REFUSALS = (
     jinja2.TemplateError,

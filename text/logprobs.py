@@ -6,8 +6,8 @@ from typing import Any
 import msgspec
 
 from headrace.core.types.requests.request import TokenLogprob
-from headrace.server.tokenizer.detokenizer import Detokenizer
-from headrace.server.tokenizer.tokenizer import Tokenizer
+from headrace.text.detokenizer import Detokenizer
+from headrace.text.tokenizer import Tokenizer
 
 
 class TopLogprob(msgspec.Struct, frozen=True, gc=False):

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Protocol
 
-from headrace.server.tokenizer.byte_fallback import REPLACEMENT
+from headrace.text.byte_fallback import REPLACEMENT
 
 
 class TokenDecoder(Protocol):

@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace.server.tokenizer.byte_fallback import BYTE_TOKENS, REPLACEMENT
-from headrace.server.tokenizer.detokenizer import Detokenizer, TextStream
-from headrace.server.tokenizer.tokenizer import Tokenizer
-from tests.server.tokenizer.decoders import MAKERS, byte_fallback, byte_level, unigram
+from headrace.text.byte_fallback import BYTE_TOKENS, REPLACEMENT
+from headrace.text.detokenizer import Detokenizer, TextStream
+from headrace.text.tokenizer import Tokenizer
+from tests.text.decoders import MAKERS, byte_fallback, byte_level, unigram
 
 TOKENIZERS = {name: make() for name, make in MAKERS.items()}
 BYTE_KINDS = ["byte fallback", "byte fallback, strip", "unigram, byte fallback"]

@@ -1,1 +1,0 @@
-"""Tokenization, chat templates, incremental detokenization and logprobs."""

@@ -1,0 +1,11 @@
+"""Fixtures of the tests of the text package."""
+
+import pytest
+
+from headrace.text.tokenizer import Tokenizer
+from tests.server.fakes import tiny_tokenizer
+
+
+@pytest.fixture(scope="session")
+def tokenizer() -> Tokenizer:
+    return tiny_tokenizer()
