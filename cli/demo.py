@@ -23,8 +23,8 @@ from rich.live import Live
 from rich.table import Table
 
 from headrace.core.config import Config, ModelConfig
-from headrace.core.runtime.log_throttle import printable
 from headrace.core.runtime.output import printable_lines
+from headrace.core.runtime.rate_limit import printable
 from headrace.core.runtime.signals import ending
 from headrace.integrations.http_client import direct_async_client
 from headrace.server.config.load import load

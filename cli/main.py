@@ -3,7 +3,7 @@
 import signal
 import sys
 
-from headrace.core.runtime.init import fork_from_init
+from headrace.core.runtime.signals import fork_from_init
 
 
 def main() -> int:

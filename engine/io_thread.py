@@ -49,8 +49,7 @@ from headrace.core.messages.stage_events import AnyStageEvent, PlanDone, StageEv
 from headrace.core.process_usage import process_usage
 from headrace.core.runtime.clock import Clock
 from headrace.core.runtime.codec import Codec
-from headrace.core.runtime.event_loop import MAX_WAIT_S, EventLoop
-from headrace.core.runtime.event_source import EventSource
+from headrace.core.runtime.event_loop import MAX_WAIT_S, EventLoop, EventSource
 from headrace.core.runtime.frames import UNSENT_WAIT_S, ConnectionClosed
 from headrace.core.runtime.progress import PassProgress
 from headrace.core.stats import Sample, Stats, join

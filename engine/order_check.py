@@ -1,13 +1,13 @@
 """Checks that a rank's orders are those that the scheduler sent, and that its passes are those of the other replicas.
 
-Two streams are counted and hashed (core/runtime/order_log.py): the orders to this rank's replica, and what all replicas
+Two streams are counted and hashed (core/runtime/codec.py): the orders to this rank's replica, and what all replicas
 agreed on for each pass. A Heartbeat carries the scheduler's counts and digests of both.
 """
 
 import msgspec
 
 from headrace.core.messages.orders import AnyOrder, Forward, Heartbeat, pass_frame
-from headrace.core.runtime.order_log import OrderLog
+from headrace.core.runtime.codec import OrderLog
 
 
 class OrderMismatch(Exception):

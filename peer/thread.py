@@ -20,8 +20,7 @@ import zmq
 from headrace.core.config import TransferConfig
 from headrace.core.messages.peers import PeerEffect, PeerEvent
 from headrace.core.runtime.clock import Clock, LoopClock, SystemClock
-from headrace.core.runtime.event_loop import EventLoop
-from headrace.core.runtime.wakeup import Wakeup
+from headrace.core.runtime.event_loop import EventLoop, Wakeup
 from headrace.core.types.kv.backends import ZMQ
 from headrace.core.types.peers.allow_list import is_allowed
 from headrace.peer.commands import AnyCommand, AnyResult, ControlPortReply, LookUpControlPort

@@ -14,8 +14,7 @@ from headrace.scheduler.queues.deadlines import RequestTimer
 from headrace.scheduler.requests.parts import QueueEntry
 from headrace.scheduler.requests.phase import Phase
 from headrace.scheduler.requests.record import Request
-from headrace.scheduler.state.binding import Binding, bind
-from headrace.scheduler.state.replica import Replica
+from headrace.scheduler.state.replica import Binding, Replica, bind
 from headrace.scheduler.state.state import State
 from headrace.scheduler.telemetry.metrics import ADMISSION
 

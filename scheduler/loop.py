@@ -25,8 +25,7 @@ from headrace.core.messages.orders import Order
 from headrace.core.messages.peers import ControlClientEffect, ControlServerEffect
 from headrace.core.messages.replies import SchedulerReply
 from headrace.core.runtime.clock import LoopClock
-from headrace.core.runtime.event_loop import EventLoop, is_due
-from headrace.core.runtime.event_source import EventSource
+from headrace.core.runtime.event_loop import EventLoop, EventSource, is_due
 from headrace.scheduler.scheduler import Effect, Event, Scheduler
 
 log = logging.getLogger(__name__)

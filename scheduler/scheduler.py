@@ -69,9 +69,8 @@ from headrace.core.messages.stage_events import (
 from headrace.core.stats import Stats
 from headrace.core.types.errors import CANCELLED, DEADLINE, ErrorInfo
 from headrace.scheduler.admission import Admission
-from headrace.scheduler.batching.lockstep import LockstepPlanner
 from headrace.scheduler.batching.page_copies import PageCopies
-from headrace.scheduler.batching.planner import Planner
+from headrace.scheduler.batching.planner import LockstepPlanner, Planner
 from headrace.scheduler.batching.stages import StageGroup
 from headrace.scheduler.decode.fetch import RemoteFetch
 from headrace.scheduler.decode.generation import TokenGeneration
@@ -79,7 +78,7 @@ from headrace.scheduler.decode.prefill_sessions import PrefillSessions
 from headrace.scheduler.draining import Draining
 from headrace.scheduler.lifecycle import integrity
 from headrace.scheduler.lifecycle.completion import Completion, release_ticket
-from headrace.scheduler.lifecycle.idle_check import IdleCheck
+from headrace.scheduler.lifecycle.integrity import IdleCheck
 from headrace.scheduler.prefill.handoff import KvHandoff
 from headrace.scheduler.prefill.holding import HeldRequests
 from headrace.scheduler.prefill.rendezvous import Rendezvous

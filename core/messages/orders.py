@@ -7,7 +7,7 @@ with several replicas each stream lacks some numbers. With one, every stage gets
 stream order. A SendChunk waits for the Forward that computes its pages, and for no other order. StorePages and
 DropPages are executed in stream order among themselves, beside the Forwards; a StorePages of pool pages waits for the
 Forwards before it. A LoadPages overtakes them. All other orders act at once. Each Heartbeat carries the number and a
-digest of the orders sent so far (core/runtime/order_log.py); a stage compares them with its own and fails if they
+digest of the orders sent so far (core/runtime/codec.py); a stage compares them with its own and fails if they
 differ.
 
 What stages report back: core/messages/stage_events.py. Lists of token and page ids are packed little-endian int32
@@ -223,7 +223,7 @@ class Heartbeat(Order, frozen=True, kw_only=True):
     orders: int
     """Orders sent so far to the stage's replica."""
     digest: bytes
-    """Digest over them, see core/runtime/order_log.py."""
+    """Digest over them, see core/runtime/codec.py."""
     passes: int = 0
     """Passes of lockstep replicas so far; 0 where replicas share nothing."""
     pass_digest: bytes = b""

@@ -5,8 +5,8 @@ import logging
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
-from headrace.core.runtime.backoff import Backoff
 from headrace.core.runtime.clock import Clock, SystemClock
+from headrace.core.runtime.rate_limit import Backoff
 
 log = logging.getLogger(__name__)
 

@@ -12,9 +12,8 @@ from collections.abc import Container
 from datetime import UTC, datetime
 from typing import Literal
 
-from headrace.core.runtime.log_throttle import printable
 from headrace.core.runtime.output import LOST, never_block_output, queued_output
-from headrace.core.runtime.rate_limit import TokenBucket
+from headrace.core.runtime.rate_limit import TokenBucket, printable
 
 MAX_CHARS = 8192  # of a message
 PER_S = 10.0  # messages of one place in the program

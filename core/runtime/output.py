@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from select import POLLOUT, poll
 from typing import TYPE_CHECKING, NoReturn, TextIO
 
-from headrace.core.runtime.log_throttle import printable
+from headrace.core.runtime.rate_limit import printable
 
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer

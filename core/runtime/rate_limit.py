@@ -1,6 +1,11 @@
-"""Token buckets: rates that a remote process may use up, with a burst. Pure."""
+"""Limits on how often something happens: token buckets, back-off between attempts, a throttle of log lines. Pure.
+
+They bound what a remote process can cause, its texts in a log (printable()) included.
+"""
 
 BUCKETS_KEPT = 4096
+EVERY_S = 60.0
+REMEMBERED = 1024
 
 
 class TokenBucket:
@@ -35,3 +40,52 @@ class RateLimits:
             if len(self._buckets) > BUCKETS_KEPT:
                 del self._buckets[next(iter(self._buckets))]
         return not bucket.exceeded(now)
+
+
+class Backoff:
+    """Delays that grow by a factor from the first to the last one, and begin anew after a success."""
+
+    def __init__(self, first_s: float, last_s: float, factor: float = 2.0) -> None:
+        self._first_s = first_s
+        self._last_s = last_s
+        self._factor = factor
+        self._delay_s = first_s
+
+    def next_delay(self) -> float:
+        """Seconds to wait before the next attempt. Each call returns a longer delay, up to the last one."""
+        delay_s = self._delay_s
+        self._delay_s = min(self._factor * delay_s, self._last_s)
+        return delay_s
+
+    def next(self, now: float) -> float:
+        """When the next attempt is due."""
+        return now + self.next_delay()
+
+    def reset(self) -> None:
+        """An attempt succeeded: the next delay is the first one again."""
+        self._delay_s = self._first_s
+
+
+class LogThrottle:
+    """Lets each distinct text through once in every_s seconds. Remembers a bounded number of texts. Pure."""
+
+    def __init__(self, every_s: float = EVERY_S, remembered: int = REMEMBERED) -> None:
+        self._every_s = every_s
+        self._remembered = remembered
+        self._logged_at: dict[str, float] = {}  # oldest first
+
+    def due(self, text: str, now: float) -> bool:
+        """Whether to log the text now; if so, the interval begins anew."""
+        last = self._logged_at.get(text)
+        if last is not None and now - last < self._every_s:
+            return False
+        self._logged_at.pop(text, None)
+        self._logged_at[text] = now
+        if len(self._logged_at) > self._remembered:
+            del self._logged_at[next(iter(self._logged_at))]
+        return True
+
+
+def printable(text: str) -> str:
+    """Text from a peer as one line for a log: control characters and terminal escapes are written as \\xNN."""
+    return "".join(char if char.isprintable() else f"\\x{ord(char):02x}" for char in text)

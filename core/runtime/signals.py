@@ -1,6 +1,21 @@
-"""What signals mean to the processes of a server. By default most of them end a process where it stands."""
+"""What signals mean to the processes of a server, and an init that passes them on. By default most of them end a
+process where it stands.
 
+What the first process of a container has to do besides its own work is done by a process of its own, an init:
+
+    PID 1: passes signals on, reaps ──fork──► the command, with children of its own
+       ▲                                                │
+       └── orphans, which the kernel gives to it ◄── processes that `exec` brings into the container
+
+Without it what `kubectl exec` or a probe leaves behind stays a zombie for as long as the server runs, and signals whose
+action is the default, as all are before a program says otherwise, do nothing to PID 1. The command itself must not reap
+all that ends: asyncio and subprocess wait for their children by themselves.
+"""
+
+import os
 import signal
+import sys
+from contextlib import suppress
 
 # They ask a program to end, or announce that it will have to: a lost terminal, Ctrl-\, a power failure, the limit of
 # CPU time after which the kernel kills.
@@ -14,6 +29,8 @@ _OWN = (
     *("SIGCHLD", "SIGCONT", "SIGTSTP", "SIGTTIN", "SIGTTOU", "SIGURG", "SIGWINCH"),  # end nothing
     *("SIGPIPE", "SIGXFSZ"),  # ignored by Python: the write fails
 )
+FIRST = 1
+_SIGNALLED = 128  # plus the number of the signal that has ended the command
 
 
 def ending() -> tuple[signal.Signals, ...]:
@@ -35,3 +52,49 @@ def signal_name(number: int) -> str:
         return signal.Signals(number).name
     except ValueError:  # a real-time signal
         return f"signal {number}"
+
+
+def fork_from_init() -> int | None:
+    """Where this process is the first one of its namespace: fork, and be an init until the other process ends. Returns
+    its exit status, or None in that process, which is to run the command. Call it before anything starts a thread."""
+    return be_init() if os.getpid() == FIRST else None
+
+
+def be_init() -> int | None:
+    """fork_from_init(), whatever the id of this process."""
+    passed_on = {*ENDING, *meaningless()}
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {*passed_on, signal.SIGCHLD})
+    command = os.fork()
+    if command == 0:
+        _lead_terminal()
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        return None
+    while True:
+        number = signal.sigwait({*passed_on, signal.SIGCHLD})
+        if number != signal.SIGCHLD:
+            os.kill(command, number)
+        elif (status := _reap(command)) is not None:
+            return status
+
+
+def _reap(command: int) -> int | None:
+    """Reap all that have ended. Returns the exit status of the command if it is among them."""
+    found = None
+    with suppress(ChildProcessError):  # none is left
+        while (ended := os.waitpid(-1, os.WNOHANG))[0]:
+            if ended[0] == command:
+                status = os.waitstatus_to_exitcode(ended[1])
+                found = status if status >= 0 else _SIGNALLED - status
+    return found
+
+
+def _lead_terminal() -> None:
+    """Make this process the leader of a group, and that group the one that Ctrl-C of a terminal reaches: the init would
+    pass on what the command has got already."""
+    os.setpgid(0, 0)
+    if sys.stdin is None or not sys.stdin.isatty():
+        return
+    ignored = signal.signal(signal.SIGTTOU, signal.SIG_IGN)
+    with suppress(OSError):  # it is not the controlling terminal
+        os.tcsetpgrp(sys.stdin.fileno(), os.getpid())
+    signal.signal(signal.SIGTTOU, ignored)

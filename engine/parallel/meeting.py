@@ -19,7 +19,7 @@ import msgspec
 from torch._C._distributed_c10d import PrefixStore, TCPStore  # public in torch.distributed, but typed here only
 
 from headrace.core.config import StageConfig
-from headrace.core.runtime.backoff import Backoff
+from headrace.core.runtime.rate_limit import Backoff
 from headrace.core.types.errors import ConfigError
 from headrace.core.types.ranks.external import ExternalMember
 from headrace.engine.parallel.store import listen

@@ -17,8 +17,8 @@ from typing import Any
 import zmq
 
 from headrace.core.runtime.clock import Clock, LoopClock, SystemClock
-from headrace.core.runtime.log_throttle import LogThrottle, printable
-from headrace.core.runtime.wakeup import Wakeup
+from headrace.core.runtime.event_loop import Wakeup
+from headrace.core.runtime.rate_limit import LogThrottle, printable
 from headrace.core.stats import Sample, Stats
 from headrace.core.types.errors import ConfigError, ErrorInfo
 from headrace.core.types.kv.geometry import Geometry

@@ -18,10 +18,9 @@ from typing import Any
 import msgspec
 import zmq
 
-from headrace.core.runtime.backoff import Backoff
 from headrace.core.runtime.clock import Clock, LoopClock, SystemClock
-from headrace.core.runtime.polling import Poll
-from headrace.core.runtime.wakeup import Wakeup
+from headrace.core.runtime.event_loop import Poll, Wakeup
+from headrace.core.runtime.rate_limit import Backoff
 from headrace.core.stats import Sample, Stats
 from headrace.core.types.kv.geometry import ceil_div
 from headrace.gateway.vllm_nixl.agent_generation import AgentGeneration

@@ -1,29 +1,67 @@
-"""The planner of one replica: which rows go into its next forward pass.
+"""The planner of one replica: which rows go into its next forward pass, and when that is ordered.
 
 budget (chunk_tokens)   fcfs   ├ decode rows, 1 each ┤ running prefills, in order ┤ new ones, by arrival ┤
                    the others  ├ decode rows, 1 each ┤ reserve: the oldest ┤ running and new ones, best first ┤
+
+A pass is ordered shortly before the first stage has computed those that it was given:
+
+    first stage    ├──── pass 1 ────┤├──── pass 2 ────┤
+    ordered        1              2 ▲               3 ▲      the stage finds its next pass when it asks for it
+    arrivals         ├── in pass 2 ─┤├── in pass 3 ──┤
+
+A pass that is ordered as soon as there is a credit keeps out what arrives while the one before it is computed.
+
+Lockstep replicas: one draft for each replica, one agreement, one Forward with one number to each of them.
+
+    draft 0 ─► vote ─┐                    ┌─► Forward 7  rows of replica 0, agreement
+    draft 1 ─► vote ─┼─► coordinate() ────┼─► Forward 7  rows of replica 1, agreement
+    draft 2 ─► vote ─┘                    └─► Forward 7  (),                agreement      replica 2 is idle
 """
 
+from collections.abc import Sequence
 from math import inf
 
 from headrace.core.messages.orders import Forward, PlanRow
 from headrace.core.stats import TOKENS
 from headrace.core.types.kv.geometry import ceil_div
 from headrace.core.types.packed import pack
-from headrace.core.types.ranks.coordinate import Agreement
-from headrace.scheduler.batching.order_time import order_at
+from headrace.core.types.ranks.coordinate import Agreement, coordinate, cut_result, vote
 from headrace.scheduler.batching.prefill_shares import PrefillShares
 from headrace.scheduler.batching.starting import Starter
 from headrace.scheduler.costs.chunking import chunk_length
+from headrace.scheduler.costs.cost_model import CostModel
 from headrace.scheduler.decode.fetch import RemoteFetch
 from headrace.scheduler.decode.generation import TokenGeneration
 from headrace.scheduler.prefill.handoff import KvHandoff
 from headrace.scheduler.queues.deadlines import OrderTimer, PlanTimer
 from headrace.scheduler.requests.record import Request
-from headrace.scheduler.state.plan_table import BatchBuilder, Plan
+from headrace.scheduler.state.plan_table import BatchBuilder, Plan, PlanTable
 from headrace.scheduler.state.replica import Replica
 from headrace.scheduler.state.state import State
 from headrace.scheduler.telemetry.metrics import ROWS
+
+LEAD_S = 0.003
+"""For planning, and for the order to reach the stages."""
+
+MARGIN = 0.05
+"""Share by which passes may be shorter than predicted. One that is still shorter leaves the stage idle while its report
+and the next order are on their way."""
+
+LONG_S = 0.2
+"""Passes that are longer are not ordered ahead: the stage is idle for about a hundredth of their time, and they vary by
+more."""
+
+
+def order_at(plans: PlanTable, costs: CostModel) -> float | None:
+    """Time at which the next pass is to be ordered, unless those before it are done sooner; None for at once.
+
+    Passes with decode rows are not waited for: the cost model does not predict them, and they are short.
+    """
+    ahead = list(plans.of_first_stage())
+    if not ahead or not costs.trusted or any(plan.decode_rows for plan in ahead):
+        return None
+    seconds = sum(costs.first_stage_s(plan.load) for plan in ahead)
+    return inf if seconds > LONG_S * len(ahead) else plans.first_begun + (1 - MARGIN) * seconds - LEAD_S
 
 
 class Planner:
@@ -189,3 +227,58 @@ class Planner:
 
     def _order(self, batch: BatchBuilder, now: float) -> None:
         self.send(self.order(batch, self._state.out.next_seq(), None, now))
+
+
+class LockstepPlanner:
+    """Orders at most one pass of all lockstep replicas a call, while the pipelines have a credit left.
+
+    Replicas that share collectives (expert parallelism) have to take part in each pass, or the others wait for ever.
+    """
+
+    def __init__(self, state: State, planners: Sequence[Planner]) -> None:
+        """planners: of all replicas, in their order; at least two."""
+        self._state = state
+        self._planners = planners
+
+    def plan(self, now: float) -> None:
+        """Order the next pass, if any replica has anything to compute."""
+        if not self._due(now):
+            return
+        state, rules = self._state, self._state.config.rules
+        drafts = [planner.draft(now) for planner in self._planners]
+        votes = [vote([row.count for row in draft.rows], rules) for draft in drafts]
+        agreement = coordinate(votes, rules)
+        assert agreement is not None, "there are several replicas"
+        if agreement.idle:
+            return
+        if rules.cut:
+            state.metrics.counters.add("overlap_passes_total", labels=(cut_result(votes, agreement),))
+        seq = state.out.next_seq()
+        pairs = zip(self._planners, drafts, strict=True)
+        plans = [planner.order(draft, seq, agreement, now) for planner, draft in pairs]
+        for planner, plan in zip(self._planners, plans, strict=True):
+            planner.send(plan)
+
+    def _due(self, now: float) -> bool:
+        """Whether the next pass is to be ordered now; otherwise when, if there may be anything to compute."""
+        state, config = self._state, self._state.config
+        in_flight = max(len(replica.plans) for replica in state.replicas)
+        credits = config.credits - in_flight
+        runnable = any(replica.queues.runnable for replica in state.replicas)
+        if not state.engine.ready or credits <= 0 or not runnable:
+            return False
+        at = self._order_at()
+        if at is None or at <= now:
+            return True
+        if at < inf:
+            state.deadlines.set(OrderTimer(0), at)
+        return False
+
+    def _order_at(self) -> float | None:
+        """Shortly before the replica that takes longest for the passes ahead has computed them; None for at once."""
+        busy = [
+            replica for replica in self._state.replicas if any(plan.rows for plan in replica.plans.of_first_stage())
+        ]
+        times = [order_at(replica.plans, replica.costs) for replica in busy]
+        known = [at for at in times if at is not None]
+        return max(known) if known and len(known) == len(times) else None

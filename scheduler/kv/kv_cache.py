@@ -12,18 +12,17 @@ leased = private pages of leases + pages of the tree that some lease has locked
 
 from array import array
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import takewhile
 
 from headrace.core.config.scheduler import Eviction
 from headrace.core.types.kv.geometry import ceil_div
 from headrace.core.types.kv.kv_tiers import Tier
 from headrace.core.types.packed import ITEM_BYTES
-from headrace.scheduler.kv.cache_events import CacheEventLog
+from headrace.scheduler.kv.cache_events import CacheEventLog, page_digests
 from headrace.scheduler.kv.eviction import SHORT_TOKENS, make_ranking
-from headrace.scheduler.kv.lease import Lease
-from headrace.scheduler.kv.node import Node, PageCopy, StoringPages, load_of
+from headrace.scheduler.kv.node import Node, PageCopy, PageLoad, StoringPages, load_of
 from headrace.scheduler.kv.page_allocator import PageAllocator
-from headrace.scheduler.kv.page_digests import page_digests
 from headrace.scheduler.kv.prefix_tree import PrefixTree, next_turn, pages_of
 from headrace.scheduler.kv.tiers import KvTiers, nearest
 
@@ -34,6 +33,37 @@ LOADING = 2  # at most one page of so many is being loaded
 TREE = -1  # owner of the pages in the tree; leases own theirs by positive numbers
 
 LoadChoice = Callable[[int, Sequence[Tier]], int]  # pages before, tiers of the pages that follow -> how many to load
+
+
+@dataclass(slots=True, eq=False)
+class Lease:
+    """The right of one request to KV pages; ended by KvCache.release()."""
+
+    owner: int
+    """Owner of its private pages in the allocator."""
+
+    salt: str
+    pages: "array[int]"
+    """The page table: the page of position p is pages[p // page_size]."""
+
+    path: list[Node]
+    """Locked nodes of the prefix tree for its first pages."""
+
+    matched: int
+    """Pages that were found in the tree when the lease began, and those that are loaded for it."""
+
+    load: PageLoad | None = None
+    """Pages of its path are being filled by this operation: nothing is computed before it has ended."""
+
+    turn: int = 0
+    """The request's turn of its conversation, from 0."""
+
+    short: bool = False
+    """It is the first turn, and of few tokens."""
+
+    ended: bool = False
+    nonfinite: bool = False
+    """Results computed from its pages were NaN or infinite: release() takes them out of the tree."""
 
 
 class KvCache:

@@ -13,10 +13,9 @@ import heapq
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 
-from headrace.scheduler.kv.cache_events import CacheEventLog
+from headrace.scheduler.kv.cache_events import CacheEventLog, root_digest
 from headrace.scheduler.kv.eviction import SHARED_BY, LeastRecentlyUsed, Ranking
 from headrace.scheduler.kv.node import NONE, Node, TierCopies
-from headrace.scheduler.kv.page_digests import root_digest
 
 SPARE = 64  # candidates without a page that are always let be
 
@@ -36,7 +35,7 @@ class PrefixTree:
         digests: bool = False,
     ) -> None:
         """events: is told of every page that comes and goes. ranking: eviction order; None for LRU. ghosts: evicted
-        pages that are remembered. digests: keys are digests of pages (page_digests.py), not their tokens."""
+        pages that are remembered. digests: keys are digests of pages (cache_events.py), not their tokens."""
         self._events = events
         self._ranking = LeastRecentlyUsed() if ranking is None else ranking
         self._roots: dict[bytes, Node] = {}

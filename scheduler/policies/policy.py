@@ -7,7 +7,7 @@ from headrace.core.config import SchedulerConfig
 from headrace.core.types.errors import ConfigError
 from headrace.scheduler.policies.lazy_heap import LazyHeap
 from headrace.scheduler.policies.policy_keyed import KeyedPolicy, SloKey, SrptKey
-from headrace.scheduler.policies.tenant_levels import TenantLevels
+from headrace.scheduler.policies.tenants import TenantLevels
 from headrace.scheduler.requests.record import Request
 
 

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from typing import Protocol
 
 from headrace.scheduler.policies.lazy_heap import Key, LazyHeap
-from headrace.scheduler.policies.tenant_levels import TenantLevels
+from headrace.scheduler.policies.tenants import TenantLevels
 from headrace.scheduler.requests.record import Request
 
 Heap = LazyHeap[int, Request]

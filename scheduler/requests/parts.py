@@ -1,11 +1,17 @@
-"""Parts of a request's record: what the queues note of it, what stages have of it, what its prompt has given."""
+"""Parts of a request's record: what the queues note of it, what stages have of it, what its prompt has given, and the
+spans of one that is part of a distributed trace.
+"""
 
 from dataclasses import dataclass, field
 
+from headrace.core.trace import RequestSpan
 from headrace.core.types.requests.draft import Draft, DraftTerms, DraftTokens, HiddenStates
 from headrace.core.types.requests.request import FirstToken
 from headrace.scheduler.costs.backlog import UNRANKED, Rank
 from headrace.scheduler.costs.cost_model import NOTHING, Load
+
+MAX_CHUNKS = 128
+MAX_PHASES = 64  # a request has more than five only if it is preempted again and again
 
 
 @dataclass(slots=True, eq=False)
@@ -27,7 +33,7 @@ class QueueEntry:
 
 @dataclass(slots=True, eq=False)
 class OnStages:
-    """What stages have of a request, so that they are told once, and asked to let go where there is something."""
+    """What stages have of a request, so that they are told once, and asked to release it where there is something."""
 
     known: bool = False
     """They hold something under its serial, and need a ReleaseRequest."""
@@ -71,3 +77,30 @@ class PromptResult:
         hidden = self.last_hidden if wanted.hidden else None
         tokens = None if self.draft_tokens is None else self.draft_tokens.best(wanted.top_k)
         return None if hidden is None and tokens is None else Draft(hidden, tokens)
+
+
+@dataclass(slots=True, eq=False)
+class SpanLog:
+    """The spans of a request that is traced: its phases, and the chunks of its prefill. Bounded: what comes after so
+    many of either is counted only."""
+
+    spans: list[RequestSpan] = field(default_factory=list)
+    chunks: int = 0
+    phases: int = 0
+
+    @property
+    def dropped(self) -> int:
+        """Spans that were not kept."""
+        return self.chunks + self.phases - len(self.spans)
+
+    def phase(self, phase: str, start: float, end: float) -> None:
+        """The request has left a phase."""
+        self.phases += 1
+        if self.phases <= MAX_PHASES:
+            self.spans.append(RequestSpan(phase, start, end))
+
+    def chunk(self, first: int, count: int, start: float, end: float) -> None:
+        """The positions [first, first + count) were computed."""
+        self.chunks += 1
+        if self.chunks <= MAX_CHUNKS:
+            self.spans.append(RequestSpan("", start, end, first, count))

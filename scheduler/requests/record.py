@@ -22,10 +22,9 @@ from headrace.core.types.requests.request import (
     Usage,
 )
 from headrace.scheduler.costs.cost_model import NOTHING, Load
-from headrace.scheduler.kv.lease import Lease
-from headrace.scheduler.requests.parts import OnStages, PromptResult, QueueEntry
+from headrace.scheduler.kv.kv_cache import Lease
+from headrace.scheduler.requests.parts import OnStages, PromptResult, QueueEntry, SpanLog
 from headrace.scheduler.requests.phase import ENDED, Phase, timing
-from headrace.scheduler.requests.span_log import SpanLog
 from headrace.scheduler.requests.transfers import OutgoingTransfer
 
 

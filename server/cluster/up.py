@@ -20,9 +20,9 @@ from collections.abc import Mapping, Sequence
 
 from headrace.core.config import STAGE_KEY_VARIABLE, Config
 from headrace.core.config.stages import GroupConfig
-from headrace.core.runtime.backoff import Backoff
 from headrace.core.runtime.logs import configure_logging
 from headrace.core.runtime.process import CONFIGURATION_MISTAKE, module_command
+from headrace.core.runtime.rate_limit import Backoff
 from headrace.core.runtime.signals import ending, meaningless, signal_name
 from headrace.core.types.peers.addresses import host_port
 from headrace.server.cluster.options import UpOptions

@@ -5,7 +5,7 @@ import logging
 from collections.abc import Coroutine
 from typing import Any, Protocol
 
-from headrace.core.runtime.log_throttle import LogThrottle
+from headrace.core.runtime.rate_limit import LogThrottle
 from headrace.core.stats import Counters, Sample
 
 log = logging.getLogger(__name__)

@@ -11,8 +11,8 @@ from typing import Any
 import uvicorn
 from starlette.types import ASGIApp
 
-from headrace.core.runtime.log_throttle import LogThrottle
 from headrace.core.runtime.process import SHORTAGES
+from headrace.core.runtime.rate_limit import LogThrottle
 from headrace.core.stats import Counters, Sample
 from headrace.server.http.connections import HttpConnections
 from headrace.server.http.listeners import taken_since

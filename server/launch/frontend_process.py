@@ -8,9 +8,9 @@ from functools import partial
 from headrace.core.config import Config
 from headrace.core.messages.replies import StageDown
 from headrace.core.runtime.frames import FrameSocket
+from headrace.core.runtime.liveness import read_activity
 from headrace.core.runtime.output import say
 from headrace.core.runtime.process import max_http_connections
-from headrace.core.runtime.process_activity import read_activity
 from headrace.core.types.peers.addresses import everywhere, usable_url
 from headrace.server.app import create_app, create_bootstrap_app
 from headrace.server.frontend.link.scheduler_link import SocketLink

@@ -9,7 +9,7 @@ import signal
 from contextlib import suppress
 
 from headrace.core.config import GatewayConfig
-from headrace.core.runtime.backoff import Backoff
+from headrace.core.runtime.rate_limit import Backoff
 from headrace.server.launch.child_process import Child, StartFailed
 
 log = logging.getLogger(__name__)

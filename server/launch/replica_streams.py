@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 
 from headrace.core.messages.orders import AnyOrder, Forward, Heartbeat, pass_frame
-from headrace.core.runtime.order_log import OrderLog
+from headrace.core.runtime.codec import OrderLog
 
 
 class ReplicaStreams:

@@ -21,6 +21,7 @@ from headrace.core.messages.stage_events import StageReady
 from headrace.core.process_usage import process_usage
 from headrace.core.runtime.clock import LoopClock, SystemClock
 from headrace.core.runtime.frames import FrameSocket, opened
+from headrace.core.runtime.liveness import read_activity
 from headrace.core.runtime.logs import configure_logging
 from headrace.core.runtime.output import complain
 from headrace.core.runtime.process import (
@@ -30,7 +31,6 @@ from headrace.core.runtime.process import (
     leave_signals_to_parent,
     raise_descriptor_limit,
 )
-from headrace.core.runtime.process_activity import read_activity
 from headrace.core.stats import Sample, Stats
 from headrace.core.types.errors import ConfigError
 from headrace.core.types.peers.addresses import everywhere, usable_url

@@ -11,8 +11,8 @@ from typing import Any, Protocol
 import zmq
 
 from headrace.core.runtime.frames import ConnectionClosed, FrameSocket, admit
-from headrace.core.runtime.log_throttle import LogThrottle
 from headrace.core.runtime.process import SHORTAGES
+from headrace.core.runtime.rate_limit import LogThrottle
 from headrace.core.stats import Counters, Sample
 from headrace.core.types.errors import ConfigError
 from headrace.transfer.sockets.connections import Connections

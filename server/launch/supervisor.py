@@ -19,9 +19,8 @@ from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
 from headrace.core.messages.replies import StageDown
-from headrace.core.runtime.backoff import Backoff
-from headrace.core.runtime.log_throttle import LogThrottle
 from headrace.core.runtime.process import CONFIGURATION_MISTAKE, GROUP_ENDED_STATUS
+from headrace.core.runtime.rate_limit import Backoff, LogThrottle
 from headrace.core.types.ranks.external import ExternalMember
 from headrace.core.types.ranks.layout import Layout
 from headrace.server.launch.child_process import Child, StartFailed, all_started

@@ -1,8 +1,7 @@
 """Names of the full pages of a prompt, as KV events carry them: the same prefix has the same names on every server."""
 
 from headrace.core.types.packed import ITEM_BYTES
-from headrace.scheduler.kv.cache_events import short
-from headrace.scheduler.kv.page_digests import page_digest, root_digest
+from headrace.scheduler.kv.cache_events import page_digest, root_digest, short
 
 
 def page_names(prompt: bytes, salt: str, page_size: int) -> list[int]:

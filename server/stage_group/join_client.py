@@ -11,8 +11,8 @@ from headrace.core.config import StageConfig
 from headrace.core.messages.membership import AnyJoinReply, JoinRequest
 from headrace.core.runtime.clock import Clock, LoopClock
 from headrace.core.runtime.codec import Codec, DecodeError
+from headrace.core.runtime.event_loop import Poll
 from headrace.core.runtime.output import exit_now
-from headrace.core.runtime.polling import Poll
 from headrace.server.stage_group.membership import EXIT_FAILURE, Membership, MembershipEnd
 
 log = logging.getLogger(__name__)

@@ -12,8 +12,7 @@ import zmq
 from headrace.core.messages.membership import AnyJoinReply, JoinProgress, JoinRefused, JoinRequest
 from headrace.core.messages.stage_events import StageFailed
 from headrace.core.runtime.codec import Codec, DecodeError
-from headrace.core.runtime.log_throttle import LogThrottle, printable
-from headrace.core.runtime.rate_limit import RateLimits
+from headrace.core.runtime.rate_limit import LogThrottle, RateLimits, printable
 from headrace.core.stats import Counters, Sample
 from headrace.server.stage_group.registry import Reply, StageRegistry
 

@@ -22,8 +22,8 @@ from headrace.core.config import Routing
 from headrace.core.messages.frontend import AddPrefill, RemovePrefill
 from headrace.core.messages.replies import PrefillState
 from headrace.core.runtime.background import keep_running
-from headrace.core.runtime.backoff import Backoff
 from headrace.core.runtime.clock import Clock, SystemClock
+from headrace.core.runtime.rate_limit import Backoff
 from headrace.core.types.errors import ErrorInfo, HeadraceError, unavailable
 from headrace.core.types.packed import pack
 from headrace.core.types.peers.addresses import url

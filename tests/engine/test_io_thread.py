@@ -32,9 +32,8 @@ from headrace.core.messages.stage_events import (
     StageHeartbeat,
 )
 from headrace.core.runtime.clock import SystemClock
-from headrace.core.runtime.codec import Codec
+from headrace.core.runtime.codec import Codec, OrderLog
 from headrace.core.runtime.frames import DOOR, ConnectionClosed, make_door
-from headrace.core.runtime.order_log import OrderLog
 from headrace.core.types import packed
 from headrace.core.types.kv.geometry import Geometry
 from headrace.core.types.kv.kv_tiers import HOST

@@ -102,7 +102,7 @@ class Bench:
 
     def done(self, forward: Forward, *tokens: int, stage: int | None = None, seconds: float = 0.003) -> list[Effect]:
         """Report a plan computed; tokens for its sampled rows, in order. seconds: so few that the next is not held back
-        (batching/order_time.py)."""
+        (batching/planner.py)."""
         rows = [row for row in forward.rows if row.sample is not None]
         assert len(rows) == len(tokens)
         samples = tuple(SampledToken(row.request, token) for row, token in zip(rows, tokens, strict=True))

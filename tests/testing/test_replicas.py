@@ -9,7 +9,7 @@ from unittest.mock import patch
 import pytest
 
 from headrace.core.messages.orders import Forward, ReplicaOrder
-from headrace.scheduler.batching.lockstep import LockstepPlanner
+from headrace.scheduler.batching.planner import LockstepPlanner
 from headrace.scheduler.state.events import Effect
 from headrace.testing.scenario import Scenario, Shape
 from headrace.testing.server import SimulatedServer

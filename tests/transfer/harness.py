@@ -10,8 +10,7 @@ import zmq
 from headrace.core.config import TransferConfig
 from headrace.core.messages.orders import AdmitPeer, OpenSession, PrepareReceive, SendChunk
 from headrace.core.runtime.clock import SystemClock
-from headrace.core.runtime.event_loop import EventLoop
-from headrace.core.runtime.event_source import EventSource
+from headrace.core.runtime.event_loop import EventLoop, EventSource
 from headrace.core.types.kv.backends import FAKE, SHM, ZMQ, PoolMemory
 from headrace.core.types.kv.geometry import KV, Geometry
 from headrace.core.types.packed import pack

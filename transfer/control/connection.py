@@ -18,8 +18,7 @@ from headrace.core.messages.peers import (
     TicketFailed,
     TicketFinished,
 )
-from headrace.core.runtime.backoff import Backoff
-from headrace.core.runtime.log_throttle import printable
+from headrace.core.runtime.rate_limit import Backoff, printable
 from headrace.core.stats import Counters
 from headrace.core.types.errors import ErrorInfo
 from headrace.core.types.peers.addresses import host_port, url

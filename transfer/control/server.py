@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from headrace.core.config import TransferConfig
 from headrace.core.messages.peers import ControlServerEffect, PeerEvent, PeerGone, PeerJoined
 from headrace.core.runtime.codec import Codec, DecodeError
-from headrace.core.runtime.log_throttle import LogThrottle, printable
+from headrace.core.runtime.rate_limit import LogThrottle, printable
 from headrace.core.stats import Sample, Stats
 from headrace.core.types.errors import NOT_READY
 from headrace.transfer.control.session import UNKNOWN, MessageSender

@@ -1,6 +1,6 @@
 """The timing of one data connection: attach, try again when refused, ping while attached. Pure."""
 
-from headrace.core.runtime.backoff import Backoff
+from headrace.core.runtime.rate_limit import Backoff
 from headrace.transfer.protocol.messages import Attach, Attached, Ping, Pong, Refuse
 
 FIRST_RETRY_S = 0.02

@@ -5,7 +5,7 @@ A stage cannot wake this process when it stops, so its access is tried at growin
 
 from dataclasses import dataclass
 
-from headrace.core.runtime.backoff import Backoff
+from headrace.core.runtime.rate_limit import Backoff
 from headrace.transfer.backends.base import RegisteredPool
 
 FIRST_RETRY_S = 0.002

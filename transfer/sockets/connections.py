@@ -25,8 +25,8 @@ from uuid import uuid4
 
 import zmq
 
-from headrace.core.runtime.log_throttle import LogThrottle
 from headrace.core.runtime.process import max_sessionless
+from headrace.core.runtime.rate_limit import LogThrottle
 from headrace.core.stats import Counters, Sample
 from headrace.transfer.sockets.zmq_sockets import Context, Socket, take, take_frames
 

@@ -16,7 +16,7 @@ import zmq
 from zmq.utils import z85
 
 from headrace.core.config import TransferConfig
-from headrace.core.runtime.log_throttle import LogThrottle
+from headrace.core.runtime.rate_limit import LogThrottle
 from headrace.core.stats import Counters
 from headrace.core.types.errors import ConfigError
 from headrace.transfer.sockets.curve_keys import AllowList, KeyPair, read_pair

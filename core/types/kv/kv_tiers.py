@@ -12,7 +12,7 @@ DISK: Tier = "disk"
 class PageHeader(msgspec.Struct, frozen=True, array_like=True):
     """Names one page by the prompt prefix that it ends, so that it is found again after a restart.
 
-    Digests are SHA-256, chained as for KV events (scheduler/kv/page_digests.py), 32 bytes each.
+    Digests are SHA-256, chained as for KV events (scheduler/kv/cache_events.py), 32 bytes each.
     """
 
     digest: bytes

@@ -6,7 +6,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Literal
 
-from headrace.core.runtime.log_throttle import LogThrottle
+from headrace.core.runtime.rate_limit import LogThrottle
 from headrace.core.stats import Counters, Stats
 from headrace.core.types.kv.kv_tiers import DISK, Tier
 from headrace.engine.kv.tiers.scan import IGNORED, Ignored

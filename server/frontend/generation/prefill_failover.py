@@ -14,7 +14,7 @@ from typing import TypeVar
 import msgspec
 
 from headrace.core.runtime.clock import Clock
-from headrace.core.runtime.log_throttle import LogThrottle, printable
+from headrace.core.runtime.rate_limit import LogThrottle, printable
 from headrace.core.types.errors import DEADLINE, ErrorInfo, HeadraceError
 from headrace.server.frontend.request.generation_request import GenerationRequest
 from headrace.server.routing.failover import MoveReason, PrefillAttempts, PrefillFailure

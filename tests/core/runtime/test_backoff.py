@@ -1,6 +1,6 @@
 """Back-off between attempts."""
 
-from headrace.core.runtime.backoff import Backoff
+from headrace.core.runtime.rate_limit import Backoff
 
 
 def test_delays_grow_by_the_factor_up_to_the_last_one() -> None:

@@ -15,7 +15,7 @@ import pytest
 INIT = """
 import asyncio, ctypes, os, signal, subprocess, sys, time
 ctypes.CDLL(None).prctl(36, 1)
-from headrace.core.runtime.init import be_init
+from headrace.core.runtime.signals import be_init
 if (status := be_init()) is not None:
     sys.exit(status)
 ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # ends with its init, as in a namespace

@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 
 from headrace.core.runtime.clock import TOLERANCE_S, LoopClock, VirtualClock
 from headrace.core.runtime.event_loop import EventLoop
-from headrace.core.runtime.liveness import Activity, Cause, Finding, Limits, Silence
-from headrace.core.runtime.process_activity import read_activity
+from headrace.core.runtime.liveness import Activity, Cause, Finding, Limits, Silence, read_activity
 
 LIMITS = Limits(silence_s=3.0, hang_s=60.0)
 COMPUTES = """\

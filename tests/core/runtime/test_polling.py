@@ -5,7 +5,7 @@ import socket
 
 import zmq
 
-from headrace.core.runtime.polling import Poll
+from headrace.core.runtime.event_loop import Poll
 
 
 def test_returns_the_readable_ones_of_the_given_sockets() -> None:

@@ -4,7 +4,7 @@ import pytest
 
 from headrace.core.messages.stage_events import StageReady
 from headrace.core.types.requests.request import Discard
-from headrace.scheduler.batching.order_time import LEAD_S, MARGIN
+from headrace.scheduler.batching.planner import LEAD_S, MARGIN
 from headrace.scheduler.costs.chunking import Cost
 from tests.scheduler.bench import Bench, geometry
 

@@ -4,7 +4,7 @@ from itertools import count
 
 from headrace.core.messages.frontend import Submit
 from headrace.core.types.requests.request import Discard, SamplingParams
-from headrace.scheduler.policies.tenant_levels import TenantLevels
+from headrace.scheduler.policies.tenants import TenantLevels
 from headrace.scheduler.requests.phase import Phase
 from headrace.scheduler.requests.record import Request
 

@@ -10,8 +10,7 @@ from headrace.core.config import SchedulerConfig
 from headrace.core.messages.kv_events import BlockRemoved, BlockStored, KvEvent
 from headrace.core.types.packed import pack, unpack
 from headrace.scheduler.kv.cache_events import CacheEventLog
-from headrace.scheduler.kv.kv_cache import KvCache
-from headrace.scheduler.kv.lease import Lease
+from headrace.scheduler.kv.kv_cache import KvCache, Lease
 from headrace.scheduler.kv.node import Node
 from headrace.scheduler.kv.prefix_tree import PrefixTree
 from headrace.scheduler.scheduler import Effect, Event, Scheduler

@@ -7,8 +7,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from headrace.core.config.scheduler import Eviction
 from headrace.core.types.packed import pack
-from headrace.scheduler.kv.kv_cache import KvCache
-from headrace.scheduler.kv.lease import Lease
+from headrace.scheduler.kv.kv_cache import KvCache, Lease
 from headrace.scheduler.kv.prefix_tree import PrefixTree
 from tests.scheduler.growth import grown_bytes
 

@@ -4,10 +4,9 @@ from collections.abc import Iterable, Sequence
 
 from headrace.core.types.kv.kv_tiers import PageHeader, Tier
 from headrace.core.types.packed import pack
-from headrace.scheduler.kv.kv_cache import KvCache
-from headrace.scheduler.kv.lease import Lease
+from headrace.scheduler.kv.cache_events import page_digest, root_digest
+from headrace.scheduler.kv.kv_cache import KvCache, Lease
 from headrace.scheduler.kv.node import NONE, Node, PageLoad, StoringPages
-from headrace.scheduler.kv.page_digests import page_digest, root_digest
 from headrace.scheduler.kv.tier_slots import TierSlots
 from tests.scheduler.growth import grown_bytes
 

@@ -5,7 +5,7 @@ import pytest
 from headrace.core.messages.frontend import QueryStats
 from headrace.core.messages.replies import StatsReply
 from headrace.scheduler.kv.kv_cache import KvCache
-from headrace.scheduler.lifecycle.idle_check import PAGES_PER_PROBE, UNCHANGED_PROBES
+from headrace.scheduler.lifecycle.integrity import PAGES_PER_PROBE, UNCHANGED_PROBES
 from headrace.scheduler.scheduler import Effect
 from tests.scheduler.bench import Bench, only
 

@@ -5,7 +5,7 @@ from headrace.core.messages.replies import RequestFailed, RequestFinished, Reque
 from headrace.core.messages.stage_events import PlanDone
 from headrace.core.trace import RequestSpan
 from headrace.core.types.requests.request import DecodeHere, Discard, SendTo
-from headrace.scheduler.requests.span_log import MAX_CHUNKS, MAX_PHASES, SpanLog
+from headrace.scheduler.requests.parts import MAX_CHUNKS, MAX_PHASES, SpanLog
 from tests.scheduler.bench import Bench, none, only
 
 PARENT = f"00-{'a' * 32}-{'b' * 16}-01"

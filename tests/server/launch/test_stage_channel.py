@@ -18,10 +18,9 @@ from headrace.core.messages.orders import (
     stage_identity,
 )
 from headrace.core.messages.stage_events import AnyStageEvent, PlanDone, StageHeartbeat, StageLoading, StageReady
-from headrace.core.runtime.codec import Codec
+from headrace.core.runtime.codec import Codec, OrderLog
+from headrace.core.runtime.event_loop import Poll
 from headrace.core.runtime.frames import DOOR, make_door
-from headrace.core.runtime.order_log import OrderLog
-from headrace.core.runtime.polling import Poll
 from headrace.core.stats import Stats
 from headrace.core.types.kv.geometry import Geometry
 from headrace.core.types.ranks.coordinate import Agreement

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 import zmq
 
-from headrace.core.runtime.polling import Poll
+from headrace.core.runtime.event_loop import Poll
 from headrace.transfer.sockets.connections import Connections
 
 Context = zmq.Context[zmq.Socket[bytes]]
@@ -143,7 +143,7 @@ def test_connections_that_end_by_themselves_are_not_counted(listener: Listener) 
 
 SCARCE = """
 import resource, sys, zmq
-from headrace.core.runtime.polling import Poll
+from headrace.core.runtime.event_loop import Poll
 from headrace.transfer.sockets.connections import Connections
 resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
 context = zmq.Context()

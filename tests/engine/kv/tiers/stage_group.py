@@ -27,9 +27,8 @@ from headrace.core.messages.stage_events import (
     StageFailed,
     StageReady,
 )
-from headrace.core.runtime.codec import Codec
+from headrace.core.runtime.codec import Codec, OrderLog
 from headrace.core.runtime.frames import DOOR, make_door
-from headrace.core.runtime.order_log import OrderLog
 from headrace.core.runtime.process import module_command
 from headrace.core.types.ranks.layout import Layout
 from headrace.server.launch.free_port import free_port
