@@ -25,11 +25,11 @@ from headrace.core.config import EngineConfig, ModelConfig
 from headrace.core.runtime.process import keep_freed_memory
 from headrace.core.types.kv.geometry import ceil_div
 from headrace.core.types.ranks.coordinate import Agreement
-from headrace.engine.collectives.alone import ALONE
+from headrace.engine.collectives.operations import ALONE
 from headrace.engine.collectives.torch_collectives import TorchCollectives, make_group
-from headrace.engine.layers.exchange.make import make_exchange
-from headrace.engine.layers.exchange.ways import Way
+from headrace.engine.layers.exchange import make_exchange
 from headrace.engine.load_plan import plan_rank
+from headrace.engine.model.expert_plan import Way
 from headrace.engine.model.moe_spec import MoeSpec
 from headrace.engine.runner import ModelRunner
 

@@ -24,8 +24,8 @@ from benchmarks.report import console, print_table, prompt, run, spread
 from benchmarks.server import prefill_all_seconds, serving
 from benchmarks.vllm_server import Vllm
 from headrace.engine.kv.memory_plan import weight_count
-from headrace.engine.layers.exchange.ways import own_experts
 from headrace.engine.model.config import ModelSpec
+from headrace.engine.model.expert_plan import own_experts
 from headrace.engine.model.sharding import part_of, split_model
 
 EXPERT_PARALLEL = ("--dp", "2", "--expert-parallel", "--exchange")

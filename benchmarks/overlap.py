@@ -26,9 +26,9 @@ from headrace.core.types.kv.geometry import ceil_div
 from headrace.core.types.packed import pack
 from headrace.core.types.ranks.coordinate import Rules, coordinate, vote
 from headrace.core.types.ranks.layout import Layout
-from headrace.engine.layers.exchange.make import make_exchange
-from headrace.engine.layers.exchange.ways import Way
+from headrace.engine.layers.exchange import make_exchange
 from headrace.engine.load_plan import plan_rank
+from headrace.engine.model.expert_plan import Way
 from headrace.engine.model.stub import parse_stub
 from headrace.engine.parallel.groups import leave_groups, make_groups
 from headrace.engine.stub.runner import StubRunner

@@ -23,7 +23,7 @@ from headrace.core.runtime.process import keep_freed_memory
 from headrace.core.types import packed
 from headrace.core.types.kv.geometry import ceil_div
 from headrace.core.types.requests.request import SamplingParams
-from headrace.engine.attention.base import Attention, AttentionPass, AttentionSpan
+from headrace.engine.attention.paged import Attention, AttentionPass, AttentionSpan
 from headrace.engine.load_plan import plan_rank
 from headrace.engine.runner import ModelRunner
 from headrace.server.launch.local_server import LocalServer

@@ -32,7 +32,7 @@ from headrace.core.types.requests.request import SamplingParams
 from headrace.engine.kv.tiers.copier import Copier, CopyEvent, CopyOrder
 from headrace.engine.kv.tiers.disk_store import DiskStore
 from headrace.engine.kv.tiers.host_store import HostStore
-from headrace.engine.kv.tiers.pool_pages import PoolPages
+from headrace.engine.kv.tiers.pages import PoolPages
 from headrace.engine.kv.tiers.record import HEADER_BYTES, Origin
 from headrace.engine.load_plan import plan_rank
 from headrace.engine.runner import ModelRunner

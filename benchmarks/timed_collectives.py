@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from headrace.engine.collectives.base import Collectives, Pending
+from headrace.engine.collectives.operations import Collectives, Pending
 
 
 class Operation(NamedTuple):

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from headrace.core.messages.orders import AnyOrder, Forward
 from headrace.core.types.ranks.coordinate import Agreement, Rules, Vote, coordinate, vote
-from headrace.engine.collectives.base import Collectives, Pending
+from headrace.engine.collectives.operations import Collectives, Pending
 
 TICK_S = 0.005  # between votes of an idle group
 LONG_TICK_S = 0.02  # the same after BUSY_TICKS votes: a group that has nothing to do for long leaves the cores alone

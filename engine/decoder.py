@@ -8,16 +8,14 @@ from torch import Tensor
 
 from headrace.core.config import MlaForm
 from headrace.core.runtime.progress import PassProgress
-from headrace.engine.attention.base import AttentionPass
-from headrace.engine.collectives.alone import ALONE
-from headrace.engine.collectives.base import Collectives
+from headrace.engine.attention.paged import AttentionPass
+from headrace.engine.collectives.operations import ALONE, Collectives
 from headrace.engine.collectives.steps import Steps, finish, take_turns
 from headrace.engine.dtypes import Precision
 from headrace.engine.layers.base import Rotary
-from headrace.engine.layers.exchange.base import Exchange, NoExchange
-from headrace.engine.layers.expert_rows import ExpertRows
+from headrace.engine.layers.exchange import Exchange, NoExchange
 from headrace.engine.layers.layer import Layer, load_layer
-from headrace.engine.layers.moe import MoeMlp
+from headrace.engine.layers.moe import ExpertRows, MoeMlp
 from headrace.engine.layers.vocabulary import Best, Vocabulary
 from headrace.engine.model.arithmetic import Arithmetic, TorchArithmetic
 from headrace.engine.model.checkpoint import Checkpoint

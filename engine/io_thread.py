@@ -56,8 +56,7 @@ from headrace.core.stats import Sample, Stats, join
 from headrace.engine.kv.tiers.copier import Copier
 from headrace.engine.order_check import OrderCheck, OrderMismatch
 from headrace.engine.order_connection import OrderConnection
-from headrace.engine.telemetry.expert_meter import ExpertMeter
-from headrace.engine.telemetry.meter import Meter, PlanRun
+from headrace.engine.telemetry.meter import ExpertMeter, Meter, PlanRun
 from headrace.engine.telemetry.recorder import Recorder
 from headrace.transfer.data.receiver import Receiver
 from headrace.transfer.data.sender import Sender

@@ -13,8 +13,8 @@ from headrace.core.config import EngineConfig, ModelConfig
 from headrace.core.types.kv.geometry import Geometry
 from headrace.engine.device import Computation, available_memory, resolve_computation
 from headrace.engine.kv.memory_plan import MemoryPlan, plan_memory, stage_geometry, weight_count
-from headrace.engine.layers.exchange.ways import own_experts
 from headrace.engine.model.config import ModelSpec
+from headrace.engine.model.expert_plan import own_experts
 from headrace.engine.model.sharding import RankPart, part_of, split_model
 from headrace.engine.model.source import ModelSource, load_spec, resolve_source
 

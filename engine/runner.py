@@ -16,20 +16,17 @@ from headrace.core.types.kv.geometry import Geometry
 from headrace.core.types.ranks.coordinate import Agreement, halves
 from headrace.core.types.requests.request import SamplingParams
 from headrace.engine.attention import choose_attention
-from headrace.engine.attention.base import AttentionSpan
 from headrace.engine.attention.latent import latent_attention, resolve_form
-from headrace.engine.collectives.alone import ALONE
-from headrace.engine.collectives.base import Collectives
-from headrace.engine.collectives.startup import check_equal_sums, least
+from headrace.engine.attention.paged import AttentionSpan
+from headrace.engine.collectives.operations import ALONE, Collectives, check_equal_sums, least
 from headrace.engine.decoder import Decoder
 from headrace.engine.device import has_bfloat16_vectors, has_int8_vectors, has_wide_vectors
 from headrace.engine.dtypes import TORCH_DTYPES, Precision
 from headrace.engine.grammar.compiler import GrammarCompiler
 from headrace.engine.kv.device_copies import place
 from headrace.engine.kv.pool import Allocate, KVPool
-from headrace.engine.layers.exchange.base import Exchange
-from headrace.engine.layers.exchange.replicated import Replicated
-from headrace.engine.layers.expert_rows import ExpertRows
+from headrace.engine.layers.exchange import Exchange, Replicated
+from headrace.engine.layers.moe import ExpertRows
 from headrace.engine.load_plan import LoadPlan
 from headrace.engine.model.arithmetic import TorchArithmetic
 from headrace.engine.model.checkpoint import CountedCheckpoint, open_checkpoint

@@ -34,28 +34,25 @@ from headrace.core.runtime.progress import LoadProgress
 from headrace.core.types.errors import ConfigError
 from headrace.core.types.kv.kv_tiers import DISK, HOST
 from headrace.engine.agreement import FollowedPasses, PassSource, VotedPasses
-from headrace.engine.collectives.link import LinkBroken
-from headrace.engine.collectives.startup import least
+from headrace.engine.collectives.operations import LinkBroken, least
 from headrace.engine.io_thread import QUEUE_LIMIT, Copies, EventOutbox, StageIoThread
 from headrace.engine.kv.kv_memory import KvMemory
-from headrace.engine.kv.tiers.tiers import open_tiers
-from headrace.engine.layers.exchange.base import Exchange
-from headrace.engine.layers.exchange.make import make_exchange
+from headrace.engine.kv.tiers.copier import open_tiers
+from headrace.engine.layers.exchange import Exchange, make_exchange
 from headrace.engine.load_plan import plan_rank
 from headrace.engine.loop import StageLoop
+from headrace.engine.model.expert_plan import ExpertPlan, plan_experts
 from headrace.engine.model.source import load_spec, resolve_source
 from headrace.engine.model.stub import is_stub
 from headrace.engine.order_connection import OrderConnection, connect_scheduler
-from headrace.engine.parallel.expert_plan import ExpertPlan, plan_experts
 from headrace.engine.parallel.groups import Groups, join_groups
 from headrace.engine.parallel.layer_split import ranges
 from headrace.engine.parallel.offers import Offer, offer
 from headrace.engine.parallel.pipeline import PipelineLinks
 from headrace.engine.runner import ModelRunner, Runner
 from headrace.engine.stub.runner import StubRunner
-from headrace.engine.telemetry.expert_meter import ExpertMeter
 from headrace.engine.telemetry.load_report import LoadingReport
-from headrace.engine.telemetry.meter import Meter
+from headrace.engine.telemetry.meter import ExpertMeter, Meter
 from headrace.engine.telemetry.recorder import Recorder
 from headrace.engine.telemetry.speed import measure
 from headrace.transfer.data.receiver import Receiver

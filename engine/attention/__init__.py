@@ -2,10 +2,10 @@
 
 import torch
 
-from headrace.engine.attention.base import Attention
 from headrace.engine.attention.cpu import CpuAttention
+from headrace.engine.attention.gpu import SdpaAttention, VarlenAttention
 from headrace.engine.attention.native import NativeAttention
-from headrace.engine.attention.sdpa import SdpaAttention
+from headrace.engine.attention.paged import Attention
 from headrace.engine.kv.pool import KVPool
 from headrace.engine.native import Kernels
 
@@ -23,6 +23,4 @@ def choose_attention(pool: KVPool, *, native_units: bool, kernels: Kernels | Non
         return CpuAttention(pool, dtype if native_units else torch.float32)
     if dtype == torch.float32:
         return SdpaAttention(pool)
-    from headrace.engine.attention.cuda import VarlenAttention  # torch.nn.attention.varlen is not in every torch
-
     return VarlenAttention(pool)

@@ -19,8 +19,7 @@ import torch
 from torch import Tensor
 
 from headrace.core.types.kv.geometry import ceil_div
-from headrace.engine.attention.base import AttentionSpan
-from headrace.engine.attention.slots import SlotWriter
+from headrace.engine.attention.paged import AttentionSpan, SlotWriter
 from headrace.engine.kv.pool import KVPool
 
 DIAGONAL = 128  # larger blocks waste more on masked scores, smaller ones are slower to multiply

@@ -9,9 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from headrace.core.types.kv.geometry import ceil_div
-from headrace.engine.attention.base import AttentionSpan
 from headrace.engine.attention.native import NativeWork, Rows
-from headrace.engine.attention.slots import SlotWriter, slot_index
+from headrace.engine.attention.paged import AttentionSpan, SlotWriter, slot_index
 from headrace.engine.kv.device_copies import place
 from headrace.engine.kv.pool import KVPool
 from headrace.engine.model.mla_spec import MlaSpec

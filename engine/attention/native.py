@@ -19,8 +19,7 @@ import torch
 from torch import Tensor
 
 from headrace.core.types.kv.geometry import ceil_div
-from headrace.engine.attention.base import AttentionSpan
-from headrace.engine.attention.slots import SlotWriter, first_slots
+from headrace.engine.attention.paged import AttentionSpan, SlotWriter, first_slots
 from headrace.engine.kv.pool import KVPool
 from headrace.engine.native import ALL_SEGMENTS, POOL_DTYPES, ItemRecord, Kernels, PassRecord, SpanRecord
 

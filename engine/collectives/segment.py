@@ -25,7 +25,7 @@ from typing import NamedTuple
 
 import torch
 
-from headrace.engine.collectives.base import Collectives
+from headrace.engine.collectives.operations import Collectives
 
 MOST_RANKS = 64  # as in shared_sums.c
 FORMING_S = 10.0  # until all ranks have the memory, or none uses it

@@ -16,9 +16,7 @@ from torch import Tensor
 
 from headrace.core.runtime.cpu import usable_cores
 from headrace.core.runtime.native_library import load_library
-from headrace.engine.collectives.alone import Done
-from headrace.engine.collectives.base import Collectives, Pending
-from headrace.engine.collectives.link import LinkBroken
+from headrace.engine.collectives.operations import Collectives, Done, LinkBroken, Pending
 from headrace.engine.collectives.segment import MOST_RANKS, Segment, form_segment
 
 log = logging.getLogger(__name__)

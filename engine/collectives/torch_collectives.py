@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch.distributed as dist
 from torch import Tensor
 
-from headrace.engine.collectives.link import breakable
+from headrace.engine.collectives.operations import breakable
 
 
 class _Started(NamedTuple):

@@ -4,8 +4,8 @@ from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
-from headrace.engine.attention.base import AttentionPass
-from headrace.engine.collectives.base import Pending
+from headrace.engine.attention.paged import AttentionPass
+from headrace.engine.collectives.operations import Pending
 from headrace.engine.collectives.steps import Steps
 
 

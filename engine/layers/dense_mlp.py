@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from headrace.engine.collectives.base import Collectives
+from headrace.engine.collectives.operations import Collectives
 from headrace.engine.collectives.steps import Steps
 from headrace.engine.model.arithmetic import Arithmetic
 from headrace.engine.model.weights import LayerReader

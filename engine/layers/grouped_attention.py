@@ -2,8 +2,8 @@
 
 from torch import Tensor
 
-from headrace.engine.attention.base import AttentionPass
-from headrace.engine.collectives.base import Collectives, Pending
+from headrace.engine.attention.paged import AttentionPass
+from headrace.engine.collectives.operations import Collectives, Pending
 from headrace.engine.layers.base import Rotary
 from headrace.engine.model.arithmetic import Arithmetic
 from headrace.engine.model.config import ModelSpec

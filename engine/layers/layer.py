@@ -6,10 +6,10 @@ from typing import NamedTuple
 from torch import Tensor
 
 from headrace.core.config import MlaForm
-from headrace.engine.collectives.base import Collectives
+from headrace.engine.collectives.operations import Collectives
 from headrace.engine.layers.base import AttentionBlock, MlpBlock
 from headrace.engine.layers.dense_mlp import DenseMlp
-from headrace.engine.layers.exchange.base import Exchange
+from headrace.engine.layers.exchange import Exchange
 from headrace.engine.layers.grouped_attention import GroupedAttention
 from headrace.engine.layers.latent_attention import LatentAttentionBlock
 from headrace.engine.layers.moe import MoeMlp

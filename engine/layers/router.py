@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from headrace.engine.layers.choice import ExpertChoice
+from headrace.engine.layers.exchange import ExpertChoice
 from headrace.engine.model.arithmetic import Arithmetic
 from headrace.engine.model.moe_spec import MoeSpec
 from headrace.engine.model.weights import LayerReader

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from headrace.engine.collectives.base import Collectives
+from headrace.engine.collectives.operations import Collectives
 from headrace.engine.model.arithmetic import Arithmetic
 from headrace.engine.model.sharding import Shard
 from headrace.engine.sampling.logprobs import SLICE

@@ -55,7 +55,7 @@ class StubModel(msgspec.Struct, frozen=True, kw_only=True):
     jitter_percent: int = 0
     """Largest random deviation of the time of one forward pass."""
     fault_token: int = 0
-    """Prompts that begin with this token and it, or one of the three above it, break a stage (engine/stub/faults.py);
+    """Prompts that begin with this token and it, or one of the three above it, break a stage (engine/stub/runner.py);
     0: none do."""
 
     def spec(self) -> ModelSpec:

@@ -26,14 +26,10 @@ from torch._C._distributed_c10d import PrefixStore, TCPStore  # public in torch.
 
 from headrace.core.config import StageConfig
 from headrace.core.types.ranks.layout import Layout
-from headrace.engine.collectives.alone import Alone
-from headrace.engine.collectives.base import Collectives
-from headrace.engine.collectives.link import LinkBroken
+from headrace.engine.collectives.operations import Alone, Collectives, LinkBroken
 from headrace.engine.collectives.shared_memory import on_one_machine
 from headrace.engine.collectives.torch_collectives import TorchCollectives, make_group
-from headrace.engine.parallel.meeting import FORMING_S, meet
-from headrace.engine.parallel.store import listen
-from headrace.engine.parallel.terms import common_terms
+from headrace.engine.parallel.meeting import FORMING_S, common_terms, listen, meet
 
 LOADING_S = 3600.0  # longest time by which a server that shares experts may load later than another one
 

@@ -7,12 +7,14 @@ A store belongs to one process of rank 0, and to the one group that it forms. Wh
 collectives of all others break, their processes end, and the next ones meet at the next store.
 """
 
+import ipaddress
 import logging
 import secrets
 import socket
 import time
 from collections.abc import Mapping
 from datetime import timedelta
+from importlib.metadata import PackageNotFoundError, version
 from typing import TypeVar
 
 import msgspec
@@ -22,7 +24,56 @@ from headrace.core.config import StageConfig
 from headrace.core.runtime.rate_limit import Backoff
 from headrace.core.types.errors import ConfigError
 from headrace.core.types.ranks.external import ExternalMember
-from headrace.engine.parallel.store import listen
+from headrace.engine.device import resolve_computation
+from headrace.engine.model.checkpoint import open_checkpoint
+from headrace.engine.model.fingerprint import fingerprint
+from headrace.engine.model.source import load_spec, resolve_source
+
+
+def listen(host: str, port: int) -> int | None:
+    """A listening socket for the store on this address only; by itself the store would listen on every interface.
+
+    None for a host name: it may resolve to another address on its own machine than on others. Raises OSError.
+    """
+    try:
+        version = ipaddress.ip_address(host).version
+    except ValueError:
+        return None
+    family = socket.AF_INET6 if version == 6 else socket.AF_INET
+    return socket.create_server((host, port), family=family).detach()
+
+
+def common_terms(config: StageConfig) -> dict[str, str]:
+    """Values by the flag that sets them, as text. Raises ConfigError for a model that cannot be read."""
+    model, engine = config.model, config.engine
+    source = resolve_source(model.model)
+    spec = load_spec(source)
+    computation = resolve_computation(model, engine.cpuinfo)
+    return {
+        "the version of Headrace": _version(),
+        "the model of --model": fingerprint(spec, open_checkpoint(source, spec), model.quantize)[:12],
+        "--dtype": computation.dtype,
+        "--quantize": model.quantize,
+        "the dtype of hidden states": computation.compute_dtype,
+        "--device": computation.device.partition(":")[0],
+        "--max-model-len": str(model.max_model_len),
+        "--page-size": str(engine.page_size),
+        "--chunk-tokens": str(engine.pass_tokens),
+        "--chunking": "dynamic" if config.measure_tokens else "fixed",
+        "SIZE of --dp-external": str(config.shared_layout.dp),
+        "--tp": str(config.layout.tp),
+        "--exchange": engine.exchange,
+        "--dp-sync": config.dp_sync,
+        "rules of a pass": msgspec.json.encode(config.rules).decode(),
+    }
+
+
+def _version() -> str:
+    try:
+        return version("headrace")
+    except PackageNotFoundError:
+        return "not installed"
+
 
 log = logging.getLogger(__name__)
 

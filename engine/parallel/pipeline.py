@@ -27,7 +27,7 @@ import torch.distributed as dist
 from headrace.core.messages.orders import Forward, PlanRow
 from headrace.core.messages.stage_events import SampledToken
 from headrace.core.types.ranks.layout import Layout
-from headrace.engine.collectives.link import breakable
+from headrace.engine.collectives.operations import breakable
 from headrace.engine.parallel.groups import leave_groups
 from headrace.engine.row_sampler import PLACEHOLDER
 from headrace.engine.runner import HiddenSpec

@@ -15,9 +15,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from headrace.engine.collectives.steps import Steps
-from headrace.engine.layers.choice import ExpertChoice
-from headrace.engine.layers.exchange.base import Exchange
-from headrace.engine.layers.exchange.ways import TILE_TOKENS
+from headrace.engine.layers.exchange import Exchange, ExpertChoice
+from headrace.engine.model.expert_plan import TILE_TOKENS
 from headrace.engine.model.moe_spec import MoeSpec
 
 ROW = 8  # bytes of a row, an element each

@@ -14,6 +14,7 @@ import random
 import time
 from collections.abc import Iterable, Sequence
 from functools import partial
+from typing import Literal
 
 import msgspec
 import numpy as np
@@ -29,15 +30,14 @@ from headrace.core.types.ranks.coordinate import Agreement, halves
 from headrace.core.types.requests.constraint import GrammarRejection
 from headrace.core.types.requests.prompt_logprobs import pack_runs
 from headrace.core.types.requests.request import SamplingParams, TokenLogprob
-from headrace.engine.collectives.alone import ALONE
-from headrace.engine.collectives.base import Collectives
+from headrace.engine.collectives.operations import ALONE, Collectives
 from headrace.engine.collectives.steps import Steps, finish, take_turns
 from headrace.engine.dtypes import TORCH_DTYPES
 from headrace.engine.grammar.compiler import GrammarCompiler
 from headrace.engine.grammar.states import GrammarStates
 from headrace.engine.kv.pool import Allocate, KVPool
-from headrace.engine.layers.exchange.base import Exchange
-from headrace.engine.layers.expert_rows import ExpertRows
+from headrace.engine.layers.exchange import Exchange
+from headrace.engine.layers.moe import ExpertRows
 from headrace.engine.load_plan import LoadPlan
 from headrace.engine.model.stub import END, parse_stub
 from headrace.engine.row_sampler import PlanResult, reported_states
@@ -47,8 +47,33 @@ from headrace.engine.sampling.constrained import accept_tokens, mask_logits
 from headrace.engine.sampling.logprobs import draft_tokens, prompt_logprobs, token_logprobs
 from headrace.engine.sampling.sampler import Sampler
 from headrace.engine.stub.experts import StubExperts, StubTime, mixed
-from headrace.engine.stub.faults import fault_in, have_fault
 from headrace.engine.stub.states import StubStates, to_bytes, to_words
+
+DeviceFault = Literal["memory", "hang"]
+# By what the second token of a prompt is above the first, which is --model stub:fault_token=N: the fault, and whether
+# the first or the last stage has it.
+_FAULTS: tuple[tuple[DeviceFault, bool], ...] = (("memory", True), ("memory", False), ("hang", True), ("hang", False))
+_ASLEEP_S = 3600.0
+
+
+def fault_in(rows: Sequence[PlanRow], token: int, first: bool, last: bool) -> DeviceFault | None:
+    """The device fault that a forward pass is to have in a stage; None for most. token: as the model's name has it."""
+    for row in rows if token else ():
+        ids = packed.unpack(row.tokens)[:2].tolist() if row.start == 0 and row.count > 1 else []
+        if len(ids) == 2 and ids[0] == token and 0 <= ids[1] - token < len(_FAULTS):
+            fault, at_first = _FAULTS[ids[1] - token]
+            if (at_first and first) or (not at_first and last):
+                return fault
+    return None
+
+
+def have_fault(fault: DeviceFault | None) -> None:
+    """Raise torch.OutOfMemoryError, as a device does, or never return."""
+    if fault == "memory":
+        raise torch.OutOfMemoryError("CUDA out of memory (of the stub model, as its name asks for)")
+    while fault == "hang":
+        time.sleep(_ASLEEP_S)
+
 
 LONG_SLEEP_S = 0.5  # a longer one is taken in steps, one for each layer
 CERTAIN = 40.0  # logit of the next token; all others are 0

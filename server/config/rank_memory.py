@@ -6,8 +6,8 @@ from headrace.core.types.ranks.layout import Layout, Place
 from headrace.engine.device import available_memory, own_device
 from headrace.engine.kv.memory_plan import MemoryPlan, add_host_tier
 from headrace.engine.load_plan import ModelTerms
+from headrace.engine.model.expert_plan import ExpertPlan
 from headrace.engine.model.sharding import RankPart, Shard, part_of
-from headrace.engine.parallel.expert_plan import ExpertPlan
 from headrace.engine.parallel.layer_split import ranges
 
 

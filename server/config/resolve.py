@@ -9,9 +9,9 @@ from headrace.core.types.ranks.coordinate import Rules
 from headrace.engine.kv.memory_plan import MemoryPlan
 from headrace.engine.load_plan import model_terms
 from headrace.engine.model.config import ModelSpec
+from headrace.engine.model.expert_plan import ExpertPlan, check_experts, plan_experts
 from headrace.engine.model.sharding import split_model
 from headrace.engine.model.source import load_spec, resolve_source
-from headrace.engine.parallel.expert_plan import ExpertPlan, check_experts, plan_experts
 from headrace.engine.parallel.layer_split import stage_layers
 from headrace.engine.parallel.offers import check_offers
 from headrace.server.config.curve_keys import check_keys

@@ -27,7 +27,7 @@ from headrace.core.runtime.output import complain, exit_now
 from headrace.core.runtime.process import die_with_parent, raise_descriptor_limit
 from headrace.core.runtime.signals import ending, meaningless, signal_name
 from headrace.core.types.errors import ConfigError
-from headrace.engine.collectives.link import LinkBroken
+from headrace.engine.collectives.operations import LinkBroken
 from headrace.engine.device import own_device
 from headrace.engine.stage import run
 from headrace.server.config.load import find_cpuinfo

@@ -32,9 +32,8 @@ from headrace.core.messages.orders import PlanRow
 from headrace.core.messages.stage_events import SampledToken
 from headrace.core.types import packed
 from headrace.core.types.requests.request import SamplingParams
-from headrace.engine.collectives.alone import ALONE
-from headrace.engine.collectives.base import Collectives
-from headrace.engine.layers.exchange.base import Exchange
+from headrace.engine.collectives.operations import ALONE, Collectives
+from headrace.engine.layers.exchange import Exchange
 from headrace.engine.load_plan import plan_rank
 from headrace.engine.model.source import resolve_source
 from headrace.engine.runner import ModelRunner

@@ -17,9 +17,7 @@ from headrace.core.types.packed import pack
 from headrace.core.types.ranks.coordinate import Agreement, Rules, Vote, coordinate, vote
 from headrace.core.types.requests.request import Discard, SamplingParams
 from headrace.engine.agreement import BUSY_TICKS, AgreementBroken, FollowedPasses, PassSource, VotedPasses, agree
-from headrace.engine.collectives.alone import Alone, Done
-from headrace.engine.collectives.base import Collectives
-from headrace.engine.collectives.link import LinkBroken
+from headrace.engine.collectives.operations import Alone, Collectives, Done, LinkBroken
 from headrace.scheduler.scheduler import Scheduler
 from tests.engine.collectives.threads import Meeting, ThreadCollectives, run_ranks
 from tests.engine.votes import RULES, rounds

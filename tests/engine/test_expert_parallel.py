@@ -8,8 +8,8 @@ import torch
 
 from headrace.core.messages.orders import PlanRow
 from headrace.core.types.ranks.coordinate import Agreement
-from headrace.engine.layers.exchange.make import make_exchange
-from headrace.engine.layers.exchange.ways import Way
+from headrace.engine.layers.exchange import make_exchange
+from headrace.engine.model.expert_plan import Way
 from headrace.engine.model.source import load_spec, resolve_source
 from headrace.engine.runner import ModelRunner
 from tests.engine.layers.mixtures import Groups, run_stage

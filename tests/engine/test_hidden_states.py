@@ -12,8 +12,7 @@ from headrace.core.messages.orders import PlanRow
 from headrace.core.messages.stage_events import RowHidden
 from headrace.core.types.requests.draft import HiddenStates
 from headrace.core.types.requests.request import SamplingParams
-from headrace.engine.collectives.alone import Alone
-from headrace.engine.collectives.base import Collectives
+from headrace.engine.collectives.operations import Alone, Collectives
 from headrace.engine.runner import ModelRunner
 from tests.engine.collectives.threads import run_ranks
 from tests.engine.models import (

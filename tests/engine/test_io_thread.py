@@ -41,7 +41,7 @@ from headrace.engine.io_thread import ComputedPlan, Copies, EventOutbox, StageIo
 from headrace.engine.kv.pool import KVPool
 from headrace.engine.kv.tiers.copier import Copier
 from headrace.engine.kv.tiers.host_store import HostStore
-from headrace.engine.kv.tiers.pool_pages import PoolPages
+from headrace.engine.kv.tiers.pages import PoolPages
 from headrace.engine.order_connection import connect_scheduler
 from headrace.engine.telemetry.meter import Meter, PlanRun
 from headrace.engine.telemetry.recorder import Recorder

@@ -10,14 +10,11 @@ import torch
 from headrace.core.config import EngineConfig, ModelConfig
 from headrace.core.messages.orders import PlanRow
 from headrace.core.types.ranks.coordinate import Agreement, Rules, coordinate, vote
-from headrace.engine.collectives.alone import ALONE
-from headrace.engine.collectives.base import Collectives
+from headrace.engine.collectives.operations import ALONE, Collectives
 from headrace.engine.collectives.steps import Steps
-from headrace.engine.layers.exchange.all_gather import AllGather
-from headrace.engine.layers.exchange.all_to_all import AllToAll
-from headrace.engine.layers.exchange.base import Exchange, Mixture
-from headrace.engine.layers.exchange.ways import TILE_TOKENS, Way
+from headrace.engine.layers.exchange import AllGather, AllToAll, Exchange, Mixture
 from headrace.engine.load_plan import plan_rank
+from headrace.engine.model.expert_plan import TILE_TOKENS, Way
 from headrace.engine.model.source import load_spec, resolve_source
 from headrace.engine.runner import ModelRunner
 from headrace.engine.stub.experts import StubTime

@@ -15,8 +15,8 @@ from headrace.core.messages.orders import PlanRow
 from headrace.core.types.kv.geometry import Geometry
 from headrace.core.types.requests.request import SamplingParams
 from headrace.engine.attention import native as native_attention
-from headrace.engine.attention.base import AttentionSpan
 from headrace.engine.attention.native import NativeAttention
+from headrace.engine.attention.paged import AttentionSpan
 from headrace.engine.device import cpu_flags
 from headrace.engine.kv.pool import KVPool
 from headrace.engine.native import Kernels, load_kernels

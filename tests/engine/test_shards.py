@@ -8,13 +8,13 @@ import torch
 from torch import Tensor
 
 from headrace.core.types.errors import ConfigError
-from headrace.engine.collectives.base import Collectives
+from headrace.engine.collectives.operations import Collectives
 from headrace.engine.decoder import Decoder
 from headrace.engine.dtypes import Precision
 from headrace.engine.kv.memory_plan import weight_count
-from headrace.engine.layers.exchange.ways import own_experts
 from headrace.engine.model.arithmetic import TorchArithmetic
 from headrace.engine.model.checkpoint import Checkpoint, open_checkpoint
+from headrace.engine.model.expert_plan import own_experts
 from headrace.engine.model.int8 import Int8Weight
 from headrace.engine.model.sharding import part_of, split_model
 from headrace.engine.model.source import load_spec, resolve_source

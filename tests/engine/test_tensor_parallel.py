@@ -13,8 +13,7 @@ from torch import Tensor
 from headrace.core.messages.orders import PlanRow
 from headrace.core.messages.stage_events import PromptLogprobs, SampledToken
 from headrace.core.types.requests.request import SamplingParams, TokenHistory
-from headrace.engine.collectives.alone import Alone
-from headrace.engine.collectives.base import Collectives
+from headrace.engine.collectives.operations import Alone, Collectives
 from headrace.engine.row_sampler import PlanResult
 from headrace.engine.runner import ModelRunner
 from tests.engine.collectives.threads import ThreadCollectives, run_ranks

@@ -1,4 +1,4 @@
-"""Device errors: prompts that make a stage of the stub model run out of memory, or hang (engine/stub/faults.py)."""
+"""Device errors: prompts that make a stage of the stub model run out of memory, or hang (engine/stub/runner.py)."""
 
 import threading
 from collections.abc import Iterator

@@ -12,7 +12,7 @@ from tests.faults.relay import Relay
 from tests.faults.servers import Place, Supervised
 
 SIZES = "stub:layers=4,vocab=1000,max_len=8192"
-FAULT_TOKEN = 990  # see engine/stub/faults.py
+FAULT_TOKEN = 990  # see engine/stub/runner.py
 # A long prompt takes more than a second, a few hundred tokens take seconds.
 PREFILL_MODEL = f"{SIZES},us_per_token=200,fault_token={FAULT_TOKEN}"
 DECODE_MODEL = f"{SIZES},us_per_token=20,us_per_plan=8000,fault_token={FAULT_TOKEN}"

@@ -13,20 +13,74 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from typing import Literal
 
+from headrace.core.config import StageConfig
 from headrace.core.messages.orders import BeginEpoch, DropPages, LoadPages, StorePages
 from headrace.core.messages.stage_events import PagesFound, PagesLoaded, PagesLost, PagesStored, StageFailed
-from headrace.core.stats import Stats
+from headrace.core.runtime.rate_limit import LogThrottle
+from headrace.core.stats import Counters, Stats
 from headrace.core.types import packed
 from headrace.core.types.kv.kv_tiers import DISK, HOST, PageHeader, Tier
+from headrace.engine.kv.pool import KVPool
 from headrace.engine.kv.tiers.disk_store import DiskStore, FoundPage
 from headrace.engine.kv.tiers.host_store import HostStore
-from headrace.engine.kv.tiers.pool_pages import PoolPages
-from headrace.engine.kv.tiers.statistics import TierStatistics
-from headrace.engine.kv.tiers.store import PageMemory, TierError, TierStore
+from headrace.engine.kv.tiers.pages import FAILURES, PageMemory, PoolPages, TierError, TierStore
+from headrace.engine.kv.tiers.record import Origin
+from headrace.engine.kv.tiers.segments import IGNORED, Ignored
 
 log = logging.getLogger(__name__)
+
+Direction = Literal["store", "load"]
+DIRECTIONS: tuple[Direction, ...] = ("store", "load")
+
+
+class TierStatistics:
+    """Bytes, seconds and failures of copies, by tier and direction, and pages on disk that are not used. Any thread."""
+
+    def __init__(self, stage: int, tiers: Sequence[Tier]) -> None:
+        """stage: pipeline rank, the first label. tiers: those that the stage has; their counters start at 0."""
+        self._stage = str(stage)
+        self._counters = Counters()
+        self._lock = threading.Lock()
+        self._throttle = LogThrottle()
+        for tier in tiers:
+            for direction in DIRECTIONS:
+                self._add_copy(direction, tier, 0, 0.0)
+                for reason in FAILURES:
+                    self._counters.add("stage_tier_failures_total", 0.0, (self._stage, tier, direction, reason))
+        if DISK in tiers:
+            self.scanned(dict.fromkeys(IGNORED, 0))
+
+    def copied(self, direction: Direction, tier: Tier, size: int, seconds: float) -> None:
+        """Count the copy of a page."""
+        with self._lock:
+            self._add_copy(direction, tier, size, seconds)
+
+    def failed(self, direction: Direction, tier: Tier, error: TierError) -> None:
+        """Count a page that could not be stored or loaded, and log it now and then."""
+        if self._throttle.due(f"{tier} {direction} {error.reason}", time.monotonic()):
+            log.warning("%s of a KV page failed: %s", direction, error)
+        with self._lock:
+            self._counters.add("stage_tier_failures_total", 1.0, (self._stage, tier, direction, error.reason))
+
+    def scanned(self, ignored: Mapping[Ignored, int]) -> None:
+        """Count pages and files on disk that are not used, by reason."""
+        with self._lock:
+            for reason, count in ignored.items():
+                self._counters.add("stage_disk_ignored_total", count, (self._stage, reason))
+
+    def snapshot(self) -> Stats:
+        """All counters."""
+        with self._lock:
+            return Stats(self._counters.snapshot())
+
+    def _add_copy(self, direction: Direction, tier: Tier, size: int, seconds: float) -> None:
+        labels = (self._stage, tier, direction)
+        self._counters.add("stage_tier_bytes_total", size, labels)
+        self._counters.add("stage_tier_seconds_total", seconds, labels)
+
 
 FOUND_PER_EVENT = 4096  # pages of one PagesFound
 CopyEvent = PagesFound | PagesStored | PagesLoaded | PagesLost | StageFailed
@@ -199,3 +253,34 @@ class Copier(threading.Thread):
                     last=at + FOUND_PER_EVENT >= len(found),
                 )
             )
+
+
+def open_tiers(
+    config: StageConfig, pool: KVPool, fingerprint: str, report: Callable[[CopyEvent], None]
+) -> Copier | None:
+    """The copy thread of a stage with its tiers, not yet started; None without tiers.
+
+    report: see Copier. Raises ConfigError when the memory or the directory cannot be had.
+    """
+    engine, geometry = config.engine, pool.geometry
+    if not engine.host_pages and not engine.disk_path:
+        return None
+    disk = None
+    if engine.disk_path:
+        budget = int((engine.disk_gib << 30) * _share(config))
+        stage = config.layout.place(config.rank).stage
+        shard = config.rank - config.layout.rank(stage)
+        disk = DiskStore(engine.disk_path, Origin(fingerprint, geometry, stage, shard, config.layout.tp), budget)
+    host = None
+    if engine.host_pages:
+        pinned = pool.tensor.device.type == "cuda"
+        host = HostStore(engine.host_pages, geometry.page_bytes, pinned=pinned)
+    return Copier(config.rank, PoolPages(pool), host=host, disk=disk, report=report)
+
+
+def _share(config: StageConfig) -> float:
+    """This rank's share of the disk: that of the layers, so that all stages have about as many slots, divided by the
+    ranks of the stage."""
+    layers, layout = config.engine.pp_layers, config.layout
+    share = layers[layout.place(config.rank).stage] / sum(layers) if layers else 1 / layout.pp
+    return share / (layout.dp * layout.tp)

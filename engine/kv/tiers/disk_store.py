@@ -27,10 +27,9 @@ import xxhash
 
 from headrace.core.types.errors import ConfigError
 from headrace.core.types.kv.kv_tiers import PageHeader
-from headrace.engine.kv.tiers.directory import TierDirectory
+from headrace.engine.kv.tiers.pages import Bytes, Failure, PageMemory, TierError, check_slot
 from headrace.engine.kv.tiers.record import HEADER_BYTES, Origin, Record, pack_header, parse_header
-from headrace.engine.kv.tiers.scan import Ignored, SegmentScan
-from headrace.engine.kv.tiers.store import Bytes, Failure, PageMemory, TierError, check_slot
+from headrace.engine.kv.tiers.segments import Ignored, SegmentScan, TierDirectory
 
 log = logging.getLogger(__name__)
 

@@ -10,7 +10,7 @@ import xxhash
 
 from headrace.core.types.errors import ConfigError
 from headrace.core.types.kv.kv_tiers import PageHeader
-from headrace.engine.kv.tiers.store import Bytes, HostPage, PageMemory, TierError, check_slot
+from headrace.engine.kv.tiers.pages import Bytes, HostPage, PageMemory, TierError, check_slot
 
 log = logging.getLogger(__name__)
 

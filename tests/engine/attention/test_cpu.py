@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 import headrace.engine.attention.cpu as cpu
 from headrace.core.types.kv.geometry import Geometry
 from headrace.engine.attention import choose_attention
-from headrace.engine.attention.base import Attention, AttentionSpan
 from headrace.engine.attention.cpu import CpuAttention
-from headrace.engine.attention.sdpa import SdpaAttention
+from headrace.engine.attention.gpu import SdpaAttention
+from headrace.engine.attention.paged import Attention, AttentionSpan
 from headrace.engine.device import has_bfloat16_vectors, has_matrix_units, has_wide_vectors
 from headrace.engine.kv.pool import KVPool
 from headrace.engine.native import load_kernels

@@ -8,8 +8,8 @@ import torch
 
 from headrace.core.types.kv.geometry import Component, Geometry
 from headrace.engine.attention import expanded
-from headrace.engine.attention.base import AttentionSpan
 from headrace.engine.attention.latent import LatentAttention, latent_attention
+from headrace.engine.attention.paged import AttentionSpan
 from headrace.engine.kv.pool import KVPool
 from headrace.engine.model.mla_spec import MlaSpec
 from tests.engine.flash import flash_on_cpu

@@ -3,8 +3,7 @@
 import torch
 from hypothesis import given, settings
 
-from headrace.engine.attention.cuda import VarlenAttention
-from headrace.engine.attention.sdpa import SdpaAttention
+from headrace.engine.attention.gpu import SdpaAttention, VarlenAttention
 from tests.engine.attention.test_cpu import PAGES, make_pool, make_spans, poison_unused, run, spans_of
 from tests.engine.flash import flash_on_cpu
 

@@ -4,7 +4,7 @@ import sys
 
 import torch
 
-from headrace.engine.collectives.alone import ALONE
+from headrace.engine.collectives.operations import ALONE
 from headrace.engine.collectives.segment import Segment, SegmentPart
 from headrace.engine.collectives.shared_memory import SharedMemoryCollectives, shared_sums
 

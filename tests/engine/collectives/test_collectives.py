@@ -11,9 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from headrace.engine.collectives.alone import Alone
-from headrace.engine.collectives.base import Collectives
-from headrace.engine.collectives.link import LinkBroken
+from headrace.engine.collectives.operations import Alone, Collectives, LinkBroken
 from tests.engine.collectives.threads import run_ranks
 
 TIMEOUT_S = 60

@@ -20,8 +20,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from headrace.engine.collectives import segment
-from headrace.engine.collectives.base import Collectives
-from headrace.engine.collectives.link import LinkBroken
+from headrace.engine.collectives.operations import Collectives, LinkBroken
 from headrace.engine.collectives.segment import Segment, SegmentPart, form_segment, make_parts
 from headrace.engine.collectives.shared_memory import SharedMemoryCollectives, on_one_machine, shared_sums
 from tests.engine.collectives.test_collectives import check, operations

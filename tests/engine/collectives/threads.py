@@ -8,9 +8,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from headrace.engine.collectives.alone import Done
-from headrace.engine.collectives.base import Collectives
-from headrace.engine.collectives.link import LinkBroken
+from headrace.engine.collectives.operations import Collectives, Done, LinkBroken
 
 T = TypeVar("T")
 DEADLINE_S = 30.0

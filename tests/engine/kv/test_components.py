@@ -12,9 +12,8 @@ from headrace.core.types.kv.kv_tiers import PageHeader
 from headrace.engine.kv.pool import KVPool
 from headrace.engine.kv.tiers.disk_store import SEGMENT_BYTES, DiskStore
 from headrace.engine.kv.tiers.host_store import HostStore
-from headrace.engine.kv.tiers.pool_pages import PoolPages
+from headrace.engine.kv.tiers.pages import PoolPages, TierStore
 from headrace.engine.kv.tiers.record import Origin
-from headrace.engine.kv.tiers.store import TierStore
 from headrace.transfer.backends.shm import SharedPool, ShmTransport, host_token
 from headrace.transfer.backends.strided_pool import ArrayPageStore, c_order
 from headrace.transfer.data.payload import Passage, frames, write_frames, write_through

@@ -6,9 +6,9 @@ from typing import Any, TypeVar
 import pytest
 import torch
 
-from headrace.engine.collectives.base import Collectives
+from headrace.engine.collectives.operations import Collectives
 from headrace.engine.dtypes import Precision
-from headrace.engine.layers.exchange.base import Exchange, NoExchange
+from headrace.engine.layers.exchange import Exchange, NoExchange
 from headrace.engine.layers.moe import MoeMlp
 from headrace.engine.model.arithmetic import Arithmetic, TorchArithmetic
 from headrace.engine.model.moe_spec import MoeSpec

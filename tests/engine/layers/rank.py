@@ -8,8 +8,8 @@ import torch.distributed as dist
 
 from headrace.core.types.ranks.layout import Layout
 from headrace.engine.collectives.torch_collectives import TorchCollectives, make_group
-from headrace.engine.layers.exchange.make import make_exchange
-from headrace.engine.layers.exchange.ways import Way
+from headrace.engine.layers.exchange import make_exchange
+from headrace.engine.model.expert_plan import Way
 from tests.engine.layers.mixtures import SPECS, make_mixture, random_rows
 
 TIMEOUT_S = 30.0

@@ -8,14 +8,18 @@ from collections.abc import Callable, Sequence
 import pytest
 import torch
 
-from headrace.engine.collectives.link import LinkBroken
-from headrace.engine.layers.choice import NO_EXPERT, ExpertChoice
-from headrace.engine.layers.exchange.all_gather import AllGather
-from headrace.engine.layers.exchange.all_to_all import AllToAll
-from headrace.engine.layers.exchange.base import Exchange
-from headrace.engine.layers.exchange.parcels import pack, unpack
-from headrace.engine.layers.exchange.replicated import Replicated
-from headrace.engine.layers.exchange.ways import own_experts, parcel_bytes
+from headrace.engine.collectives.operations import LinkBroken
+from headrace.engine.layers.exchange import (
+    NO_EXPERT,
+    AllGather,
+    AllToAll,
+    Exchange,
+    ExpertChoice,
+    Replicated,
+    pack,
+    unpack,
+)
+from headrace.engine.model.expert_plan import own_experts, parcel_bytes
 from headrace.engine.model.moe_spec import MoeSpec
 from tests.engine.collectives.threads import ThreadCollectives
 from tests.engine.layers.mixtures import (

@@ -13,8 +13,8 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3MoE
 from headrace.core.types.errors import ConfigError
 from headrace.engine.dtypes import Precision
 from headrace.engine.layers import router as router_module
-from headrace.engine.layers.choice import NO_EXPERT, ExpertChoice
-from headrace.engine.layers.experts import Experts
+from headrace.engine.layers.exchange import NO_EXPERT, ExpertChoice
+from headrace.engine.layers.moe import Experts
 from headrace.engine.model.arithmetic import Arithmetic, TorchArithmetic
 from headrace.engine.model.checkpoint import SafetensorsCheckpoint
 from headrace.engine.model.config_fields import Fields

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from headrace.core.types.requests.request import SamplingParams
-from headrace.engine.collectives.base import Collectives
+from headrace.engine.collectives.operations import Collectives
 from headrace.engine.layers.vocabulary import Vocabulary
 from headrace.engine.model.arithmetic import TorchArithmetic
 from headrace.engine.model.sharding import Shard

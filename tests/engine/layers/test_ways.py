@@ -4,17 +4,13 @@ import pytest
 import torch
 
 from headrace.core.types.errors import ConfigError
-from headrace.engine.collectives.alone import Alone
+from headrace.engine.collectives.operations import Alone
 from headrace.engine.collectives.steps import finish
 from headrace.engine.kv.memory_plan import plan_memory, weight_count
-from headrace.engine.layers.choice import ExpertChoice
-from headrace.engine.layers.exchange.all_gather import AllGather
-from headrace.engine.layers.exchange.all_to_all import AllToAll
-from headrace.engine.layers.exchange.make import make_exchange
-from headrace.engine.layers.exchange.replicated import Replicated
-from headrace.engine.layers.exchange.ways import Way, choose_way, exchange_bytes
+from headrace.engine.layers.exchange import AllGather, AllToAll, ExpertChoice, Replicated, make_exchange
 from headrace.engine.layers.moe import MoeMlp
 from headrace.engine.model.config import spec_from_config
+from headrace.engine.model.expert_plan import Way, choose_way, exchange_bytes
 from headrace.engine.model.sharding import part_of
 from tests.engine.collectives.threads import ThreadCollectives
 from tests.engine.layers.mixtures import HIDDEN, SPECS, Groups, make_mixture, random_rows, run_stage

@@ -8,10 +8,9 @@ import torch
 
 from headrace.core.config import MlaForm
 from headrace.core.types.kv.geometry import Geometry
-from headrace.engine.attention.base import AttentionSpan
 from headrace.engine.attention.latent import latent_attention
-from headrace.engine.collectives.alone import Alone
-from headrace.engine.collectives.base import Collectives
+from headrace.engine.attention.paged import AttentionSpan
+from headrace.engine.collectives.operations import Alone, Collectives
 from headrace.engine.dtypes import Precision
 from headrace.engine.kv.pool import KVPool
 from headrace.engine.layers.base import Rotary

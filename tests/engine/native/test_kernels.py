@@ -13,10 +13,10 @@ from headrace.core.config import EngineConfig
 from headrace.core.types.kv.geometry import Geometry
 from headrace.core.types.requests.request import SamplingParams
 from headrace.engine.attention import choose_attention
-from headrace.engine.attention.base import AttentionSpan
 from headrace.engine.attention.cpu import CpuAttention
+from headrace.engine.attention.gpu import SdpaAttention
 from headrace.engine.attention.native import NativeAttention
-from headrace.engine.attention.sdpa import SdpaAttention
+from headrace.engine.attention.paged import AttentionSpan
 from headrace.engine.device import has_wide_vectors
 from headrace.engine.kv.pool import KVPool
 from headrace.engine.model.arithmetic import TorchArithmetic

@@ -13,7 +13,7 @@ from headrace.core.messages.orders import Forward, PlanRow
 from headrace.core.messages.stage_events import SampledToken
 from headrace.core.types.packed import pack
 from headrace.core.types.ranks.layout import Layout
-from headrace.engine.collectives.link import LinkBroken
+from headrace.engine.collectives.operations import LinkBroken
 from headrace.engine.parallel.pipeline import PipelineLinks
 from headrace.engine.row_sampler import PLACEHOLDER
 from headrace.engine.runner import HiddenSpec

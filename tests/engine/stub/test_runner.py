@@ -17,14 +17,12 @@ from headrace.core.messages.orders import PlanRow
 from headrace.core.types.errors import ConfigError
 from headrace.core.types.packed import pack
 from headrace.core.types.requests.request import SamplingParams
-from headrace.engine.collectives.alone import Alone
-from headrace.engine.collectives.base import Collectives
+from headrace.engine.collectives.operations import Alone, Collectives
 from headrace.engine.load_plan import plan_rank
 from headrace.engine.model.source import load_spec, resolve_source
 from headrace.engine.model.stub import parse_stub
 from headrace.engine.runner import Runner
-from headrace.engine.stub.faults import fault_in
-from headrace.engine.stub.runner import StubRunner
+from headrace.engine.stub.runner import StubRunner, fault_in
 from tests.engine.collectives.threads import run_ranks
 
 PAGES = 110

@@ -7,7 +7,7 @@ import msgspec
 from headrace.core.messages.stage_events import StageHeartbeat
 from headrace.core.stats import Stats
 from headrace.core.types.ranks.expert_load import total_rows
-from headrace.engine.telemetry.expert_meter import ExpertMeter
+from headrace.engine.telemetry.meter import ExpertMeter
 from tests.engine.models import Prompt, Saved, make_runner, random_tokens, run_chunks
 
 

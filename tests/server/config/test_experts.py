@@ -10,8 +10,8 @@ import pytest
 from headrace.core.config import Config
 from headrace.core.types.errors import ConfigError
 from headrace.core.types.ranks.coordinate import Rules
+from headrace.engine.model.expert_plan import plan_experts
 from headrace.engine.model.source import load_spec, resolve_source
-from headrace.engine.parallel.expert_plan import plan_experts
 from headrace.server.config.resolve import Resolved, resolve
 from tests.e2e.expert_models import save_experts
 from tests.server.config.test_load import configure

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from headrace.core.types.errors import ConfigError
+from headrace.engine.model.expert_plan import plan_experts
 from headrace.engine.model.source import load_spec, resolve_source
-from headrace.engine.parallel.expert_plan import plan_experts
 from headrace.server.config import rank_memory
 from headrace.server.config.resolve import resolve
 from tests.e2e.expert_models import family, save_experts

@@ -7,8 +7,8 @@ import numpy as np
 from headrace.core.types.kv.geometry import Geometry
 from headrace.core.types.kv.kv_tiers import PageHeader
 from headrace.engine.kv.tiers.disk_store import DiskStore
+from headrace.engine.kv.tiers.pages import Bytes, HostPage, TierStore
 from headrace.engine.kv.tiers.record import HEADER_BYTES, Origin
-from headrace.engine.kv.tiers.store import Bytes, HostPage, TierStore
 
 GEOMETRY = Geometry("float32", layers=2, kv_heads=1, head_dim=4, page_size=4)
 ORIGIN = Origin("0123456789abcdef" * 2, GEOMETRY, stage=1)

@@ -17,8 +17,7 @@ from headrace.engine.kv.tiers import copier as copier_module
 from headrace.engine.kv.tiers.copier import Copier, CopyEvent, CopyOrder
 from headrace.engine.kv.tiers.disk_store import DiskStore
 from headrace.engine.kv.tiers.host_store import HostStore
-from headrace.engine.kv.tiers.pool_pages import PoolPages
-from headrace.engine.kv.tiers.store import HostPage, PageMemory
+from headrace.engine.kv.tiers.pages import HostPage, PageMemory, PoolPages
 from tests.engine.kv.tiers.pages import GEOMETRY, PAGE, RECORD, disk, header, page
 
 PAGES = 40

@@ -14,7 +14,7 @@ from msgspec.structs import replace
 
 from headrace.core.types.errors import ConfigError
 from headrace.engine.kv.tiers.disk_store import SEGMENT_BYTES, DiskStore
-from headrace.engine.kv.tiers.store import HostPage, TierError
+from headrace.engine.kv.tiers.pages import HostPage, TierError
 from tests.engine.kv.tiers.pages import ORIGIN, RECORD, disk, get, header, page, put
 
 
@@ -228,7 +228,7 @@ def test_writes_in_parts_are_completed(tmp_path: Path, monkeypatch: pytest.Monke
 FULL_DISK = """
 import subprocess, sys
 from tests.engine.kv.tiers.pages import disk, get, page, put
-from headrace.engine.kv.tiers.store import TierError
+from headrace.engine.kv.tiers.pages import TierError
 
 def attempt(slot):
     try: put(store, slot)

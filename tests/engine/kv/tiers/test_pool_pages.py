@@ -12,9 +12,8 @@ from headrace.engine.kv.device_copies import DeviceCopies
 from headrace.engine.kv.pool import KVPool
 from headrace.engine.kv.tiers.disk_store import DiskStore
 from headrace.engine.kv.tiers.host_store import HostStore
-from headrace.engine.kv.tiers.pool_pages import DevicePage, PoolPages
+from headrace.engine.kv.tiers.pages import DevicePage, PoolPages, TierStore
 from headrace.engine.kv.tiers.record import Origin
-from headrace.engine.kv.tiers.store import TierStore
 from tests.engine.kv.tiers.pages import header
 
 GEOMETRY = Geometry("bfloat16", layers=3, kv_heads=2, head_dim=4, page_size=8)

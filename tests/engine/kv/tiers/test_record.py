@@ -11,8 +11,8 @@ from msgspec.structs import replace
 
 from headrace.core.types.kv.geometry import Component
 from headrace.engine.kv.tiers.disk_store import DiskStore
+from headrace.engine.kv.tiers.pages import TierError
 from headrace.engine.kv.tiers.record import HEADER_BYTES, VERSION, Origin, Record, pack_header, parse_header
-from headrace.engine.kv.tiers.store import TierError
 from tests.engine.kv.tiers.pages import GEOMETRY, ORIGIN, RECORD, disk, get, header, page, put
 
 PACKED = ORIGIN.pack()
@@ -193,7 +193,7 @@ def test_other_files_and_unreadable_ones(segment: Path, monkeypatch: pytest.Monk
     def fails(*_: object) -> bytes:
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
-    monkeypatch.setattr("headrace.engine.kv.tiers.scan.os.pread", fails)
+    monkeypatch.setattr("headrace.engine.kv.tiers.segments.os.pread", fails)
     store, good, ignored = scanned(segment)
     assert good == {}
     assert ignored == {"unreadable": 4}

@@ -9,7 +9,7 @@ import pytest
 
 from headrace.core.types.errors import ConfigError
 from headrace.engine.kv.tiers.host_store import HostStore
-from headrace.engine.kv.tiers.store import HostPage, TierError, TierStore
+from headrace.engine.kv.tiers.pages import HostPage, TierError, TierStore
 from tests.engine.kv.tiers.pages import PAGE, disk, get, header, page, put
 
 

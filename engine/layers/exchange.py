@@ -1,0 +1,266 @@
+"""Expert exchange: brings tokens to the ranks that hold their experts, and the results back.
+
+Three ways, by model/expert_plan.py: replicated tokens and one all-reduce; all-gather; all-to-all. A rank that holds all
+experts exchanges nothing.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from headrace.engine.collectives.operations import Collectives
+from headrace.engine.collectives.steps import Steps
+from headrace.engine.model.expert_plan import TILE_TOKENS, WORD, Way, own_experts
+from headrace.engine.model.moe_spec import MoeSpec
+
+NO_EXPERT = -1  # in place of an expert that another rank computes, or of a padded row; never computed
+
+
+class ExpertChoice(NamedTuple):
+    """Experts of the rows of a forward pass."""
+
+    experts: Tensor
+    """int64 [tokens, k]: each row's experts differ from one another, except for NO_EXPERT."""
+    weights: Tensor
+    """float32 [tokens, k]: factors of the experts' results."""
+
+
+class Mixture(Protocol):
+    """The parts of a mixture-of-experts layer on one rank."""
+
+    def route(self, x: Tensor) -> ExpertChoice:
+        """Choose the experts of rows [tokens, hidden size]."""
+        ...
+
+    def compute(self, x: Tensor, choice: ExpertChoice) -> Tensor:
+        """Weighted sums of the results of this rank's experts: float32 [tokens, hidden size]."""
+        ...
+
+    def add_shared(self, x: Tensor, sums: Tensor) -> None:
+        """Add the results of the shared experts to float32 sums [tokens, hidden size], in place."""
+        ...
+
+
+class Exchange(Protocol):
+    """How the ranks of a stage share the experts of its layers; one for all layers, used by one thread.
+
+    Where passes are cut in halves each half has an exchange of its own, with communicators of its own.
+    """
+
+    @property
+    def own(self) -> range:
+        """The experts of a layer that this rank holds."""
+        ...
+
+    def begin(self, tokens: Sequence[int], padded: int = 0) -> None:
+        """Begin a forward pass. tokens: of every replica; padded: the count that exchange buffers are filled up to,
+        where they are. All ranks of the stage have to be given the same numbers; exchanges of equal padded counts pause
+        equally often."""
+        ...
+
+    def run(self, x: Tensor, mixture: Mixture) -> Steps[Tensor]:
+        """Sums over all experts for this replica's rows x [tokens, hidden size]: float32 [tokens, hidden size].
+
+        Pauses while rows travel to the experts and back. A replica without tokens takes part too: its experts work for
+        the others. Raises LinkBroken when another rank is gone.
+        """
+        ...
+
+
+class NoExchange:
+    """Exchange of a rank that holds all experts."""
+
+    def __init__(self, experts: int) -> None:
+        """experts: of a layer."""
+        self.own = range(experts)
+
+    def begin(self, tokens: Sequence[int], padded: int = 0) -> None:
+        """See Exchange."""
+
+    def run(self, x: Tensor, mixture: Mixture) -> Steps[Tensor]:
+        """See Exchange."""
+        yield from ()  # nothing travels
+        sums = mixture.compute(x, mixture.route(x))
+        mixture.add_shared(x, sums)
+        return sums
+
+
+def pack(x: Tensor, choice: ExpertChoice, rows: int = 0) -> Tensor:
+    """Parcels int32 [rows, words] of x [tokens, hidden size], whose size in bytes is a multiple of 4.
+
+    rows: filled up to this many with rows without experts; 0 adds none.
+    """
+    hidden, k = x.shape[1] * x.element_size() // WORD, choice.experts.shape[1]
+    parcels = torch.empty(max(rows, len(x)), hidden + 2 * k, dtype=torch.int32, device=x.device)
+    there, padding = parcels[: len(x)], parcels[len(x) :]
+    there[:, :hidden] = x.contiguous().view(torch.int32)
+    there[:, hidden : hidden + k] = choice.experts
+    there[:, hidden + k :] = choice.weights.view(torch.int32)
+    padding.zero_()
+    padding[:, hidden : hidden + k] = NO_EXPERT
+    return parcels
+
+
+def unpack(parcels: Tensor, k: int, dtype: torch.dtype) -> tuple[Tensor, ExpertChoice]:
+    """Hidden states of this dtype, experts and weights of parcels."""
+    hidden = parcels.shape[1] - 2 * k
+    weights = parcels[:, hidden + k :].contiguous().view(torch.float32)
+    return parcels[:, :hidden].view(dtype), ExpertChoice(parcels[:, hidden : hidden + k].long(), weights)
+
+
+class Replicated:
+    """Experts divided among the tensor-parallel shards of one replica; one all-reduce per layer."""
+
+    def __init__(self, experts: int, tp: Collectives) -> None:
+        """experts: of a layer. tp: the shards."""
+        self.own = own_experts(experts, tp.size, tp.rank)
+        self._tp = tp
+
+    def begin(self, tokens: Sequence[int], padded: int = 0) -> None:
+        """See Exchange."""
+
+    def run(self, x: Tensor, mixture: Mixture) -> Steps[Tensor]:
+        """See Exchange."""
+        if not len(x):
+            return x.new_empty(x.shape, dtype=torch.float32)
+        sums = mixture.compute(x, mixture.route(x))
+        add_shared(x, mixture, sums, self._tp)
+        summed = self._tp.all_reduce(sums)
+        yield
+        return summed.wait()
+
+
+def shard_rows(tokens: int, shards: int, shard: int) -> slice:
+    """The rows of a replica's tokens for which a shard does what is done once per token."""
+    return slice(tokens * shard // shards, tokens * (shard + 1) // shards)
+
+
+def add_shared(x: Tensor, mixture: Mixture, sums: Tensor, tp: Collectives) -> None:
+    """Add the shared experts' results to this shard's rows of sums, which are added over all shards afterwards."""
+    mine = shard_rows(len(x), tp.size, tp.rank)
+    mixture.add_shared(x[mine], sums[mine])
+
+
+class AllGather:
+    """Experts divided among the ranks of all replicas of a stage.
+
+    Per layer and tile: all-gather of padded rows over the replicas, and reduce-scatter of the results; then one
+    all-reduce over the shards. Padded rows have no experts and are not computed.
+    """
+
+    def __init__(self, experts: int, tp: Collectives, dp: Collectives, tile_tokens: int = TILE_TOKENS) -> None:
+        """experts: of a layer. tp: shards of this replica. dp: ranks of the same shard of all replicas."""
+        self.own = own_experts(experts, dp.size * tp.size, dp.rank * tp.size + tp.rank)
+        self._tp = tp
+        self._dp = dp
+        self._tile = tile_tokens
+        self._padded = 0
+
+    def begin(self, tokens: Sequence[int], padded: int = 0) -> None:
+        """See Exchange. Raises ValueError for a padded count below that of a replica."""
+        if padded < max(tokens):
+            raise ValueError(f"{max(tokens)} tokens of a replica do not fit into a padded count of {padded}")
+        self._padded = padded
+
+    def run(self, x: Tensor, mixture: Mixture) -> Steps[Tensor]:
+        """See Exchange."""
+        sums = x.new_empty(x.shape, dtype=torch.float32)
+        for first in range(0, self._padded, self._tile):
+            rows = slice(first, first + self._tile)
+            part = yield from self._exchange(x[rows], min(self._tile, self._padded - first), mixture)
+            sums[rows] = part[: len(sums[rows])]
+        if not len(x):
+            return sums  # the other shards of an idle replica know it too
+        add_shared(x, mixture, sums, self._tp)
+        return self._tp.all_reduce(sums).wait()
+
+    def _exchange(self, x: Tensor, padded: int, mixture: Mixture) -> Steps[Tensor]:
+        """This rank's part of the sums for rows x of its replica, filled up to a padded count."""
+        choice = mixture.route(x)
+        dispatched = self._dp.all_gather(pack(x, choice, padded))
+        yield
+        results = mixture.compute(*unpack(dispatched.wait(), choice.experts.shape[1], x.dtype))
+        combined = self._dp.reduce_scatter(results)
+        yield
+        return combined.wait()
+
+
+class AllToAll:
+    """Experts divided among the ranks of all replicas of a stage, without padding.
+
+    The experts of a token are chosen by exactly one rank: each shard routes its slice of the replica's tokens. A token
+    goes once to a rank, however many of its experts that has, and comes back as one row.
+    """
+
+    def __init__(self, experts: int, tp: Collectives, ep: Collectives, tile_tokens: int = TILE_TOKENS) -> None:
+        """experts: of a layer. tp: shards of this replica. ep: all ranks of the stage, by replica and shard."""
+        held = [own_experts(experts, ep.size, rank) for rank in range(ep.size)]
+        self.own = held[ep.rank]
+        self._tp = tp
+        self._ep = ep
+        self._tile = tile_tokens
+        self._rank_of = torch.tensor([rank for rank, owned in enumerate(held) for _ in owned])  # by expert
+        self._longest = 0  # tokens of the longest slice of any rank in this pass
+
+    def begin(self, tokens: Sequence[int], padded: int = 0) -> None:
+        """See Exchange."""
+        self._longest = -(-max(*tokens, padded) // self._tp.size)
+
+    def run(self, x: Tensor, mixture: Mixture) -> Steps[Tensor]:
+        """See Exchange."""
+        mine = x[shard_rows(len(x), self._tp.size, self._tp.rank)]
+        sums = torch.zeros(mine.shape, dtype=torch.float32, device=x.device)
+        for first in range(0, self._longest, self._tile):
+            rows = slice(first, first + self._tile)
+            yield from self._exchange(mine[rows], mixture, sums[rows])
+        mixture.add_shared(mine, sums)
+        return self._all_rows(sums, len(x))
+
+    def _exchange(self, x: Tensor, mixture: Mixture, sums: Tensor) -> Steps[None]:
+        """Add the results of all ranks' experts for rows x to their sums."""
+        choice = mixture.route(x)
+        self._rank_of = self._rank_of.to(x.device)
+        owners = self._rank_of[choice.experts]  # [tokens, k]
+        asked = torch.zeros(self._ep.size, len(x), dtype=torch.bool, device=x.device)
+        asked.scatter_(0, owners.T, True)
+        ranks, tokens = asked.nonzero().unbind(1)  # in order of rank, then of token
+        elsewhere = owners[tokens] != ranks[:, None]
+        parts = ExpertChoice(choice.experts[tokens].masked_fill_(elsewhere, NO_EXPERT), choice.weights[tokens])
+        sent = asked.sum(1, dtype=torch.int32)
+        one_each = [1] * self._ep.size
+        received: list[int] = self._ep.all_to_all(sent, one_each, one_each).wait().tolist()
+        counts: list[int] = sent.tolist()
+        dispatched = self._ep.all_to_all(pack(x[tokens], parts), counts, received)
+        yield
+        results = mixture.compute(*unpack(dispatched.wait(), choice.experts.shape[1], x.dtype))
+        combined = self._ep.all_to_all(results, received, counts)
+        yield
+        by_rank = zip(torch.split(tokens, counts), torch.split(combined.wait(), counts), strict=True)
+        for rows, of_rank in by_rank:
+            sums.index_add_(0, rows, of_rank)  # rank by rank, so that the order of additions is fixed
+
+    def _all_rows(self, sums: Tensor, tokens: int) -> Tensor:
+        """The sums of all shards' slices of the replica's tokens, in order."""
+        if self._tp.size == 1 or not tokens:
+            return sums
+        shards = self._tp.size
+        slices = [len(range(tokens)[shard_rows(tokens, shards, shard)]) for shard in range(shards)]
+        longest = max(slices)
+        padded = sums.new_zeros(longest, sums.shape[1])
+        padded[: len(sums)] = sums
+        gathered = torch.split(self._tp.all_gather(padded).wait(), longest)
+        return torch.cat([rows[:count] for rows, count in zip(gathered, slices, strict=True)])
+
+
+def make_exchange(way: Way, moe: MoeSpec, tp: Collectives, dp: Collectives, ep: Collectives) -> Exchange:
+    """The exchange of one rank. tp: shards of its replica. dp: ranks of the same shard of all replicas. ep: all ranks
+    of its stage, by replica and shard."""
+    match way:
+        case "replicated":
+            return Replicated(moe.experts, tp)
+        case "allgather":
+            return AllGather(moe.experts, tp, dp)
+        case "alltoall":
+            return AllToAll(moe.experts, tp, ep)

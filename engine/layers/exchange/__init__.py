@@ -1,1 +1,0 @@
-"""Expert exchange: brings tokens to the ranks that hold their experts, and the results back."""
