@@ -3,7 +3,7 @@
 import random
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -15,10 +15,10 @@ from headrace.core.types.requests.constraint import GrammarRejection
 from headrace.core.types.requests.draft import DraftTokens, HiddenStates
 from headrace.core.types.requests.prompt_logprobs import pack_runs
 from headrace.core.types.requests.request import TokenLogprob
-from headrace.engine.decoder import Decoder
 from headrace.engine.dtypes import DTYPE_NAMES
 from headrace.engine.grammar.compiler import GrammarCompiler
 from headrace.engine.grammar.states import GrammarStates
+from headrace.engine.layers.vocabulary import Best
 from headrace.engine.sampling.adjusted import LogitAdjustments
 from headrace.engine.sampling.constrained import accept_tokens, mask_logits
 from headrace.engine.sampling.logprobs import draft_tokens, prompt_logprobs, wanted_logprobs
@@ -46,12 +46,28 @@ class PlanResult(NamedTuple):
     """In the order of the rows that ask for them."""
 
 
+class Head(Protocol):
+    """The output head of a model, see Decoder."""
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """States after the last layer [rows, hidden size] → float32 logits [rows, vocabulary]."""
+        ...
+
+    def best(self, hidden: Tensor) -> Best:
+        """The largest logits of such states."""
+        ...
+
+    def normed(self, hidden: Tensor) -> Tensor:
+        """Such states as requests get them that ask for hidden states."""
+        ...
+
+
 class RowSampler:
     """Sampling on one shard of the last stage. All shards call sample() for the same rows; the first one samples."""
 
-    def __init__(self, decoder: Decoder, shard: int, shards: int, compiler: Callable[[], GrammarCompiler]) -> None:
-        """decoder: has the output head. shard: this one's number, of so many. compiler: of constraints."""
-        self._decoder = decoder
+    def __init__(self, head: Head, shard: int, shards: int, compiler: Callable[[], GrammarCompiler]) -> None:
+        """head: of the model. shard: this one's number, of so many. compiler: of constraints."""
+        self._head = head
         self._samples = shard == 0
         self._gathers = shards > 1
         self._sampler = Sampler(random.SystemRandom())
@@ -119,8 +135,8 @@ class RowSampler:
         wanted = [SampleRow(row.sample, row.start + row.count, row.generated) for row in rows if row.sample is not None]
         top_k = [row.draft_top_k for row in rows]
         if self._gathers and not needs_logits(wanted) and not any(top_k):
-            return greedy_tokens(*self._decoder.best(hidden)), [None] * len(rows), [None] * len(rows), {}
-        logits = self._decoder.logits(hidden)
+            return greedy_tokens(*self._head.best(hidden)), [None] * len(rows), [None] * len(rows), {}
+        logits = self._head.logits(hidden)
         if not self._samples:
             return [], [], [], {}
         rejected: dict[int, str] = {}
@@ -147,7 +163,7 @@ class RowSampler:
         if not self._samples:
             return ()
         return tuple(
-            reported_states(row, self._decoder.normed(hidden[end - row.hidden : end]))
+            reported_states(row, self._head.normed(hidden[end - row.hidden : end]))
             for row, end in zip(rows, ends, strict=True)
             if row.hidden
         )
@@ -161,9 +177,9 @@ class RowSampler:
             rows_of = hidden[end - row.count :][first - row.start - 1 :][: len(targets)]
             if not self._samples:
                 if targets:
-                    self._decoder.logits(rows_of)  # gathered in the slices in which prompt_logprobs() asks for them
+                    self._head.logits(rows_of)  # gathered in the slices in which prompt_logprobs() asks for them
                 continue
-            entries = prompt_logprobs(rows_of, targets, row.prompt_logprobs, self._decoder.logits)
+            entries = prompt_logprobs(rows_of, targets, row.prompt_logprobs, self._head.logits)
             results.append(PromptLogprobs(row.request, pack_runs(first, entries)))
         return results
 

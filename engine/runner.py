@@ -228,11 +228,11 @@ class ModelRunner:
                 return self._decoder.take_part()
             if self._part.last:
                 self._sampler.begin(rows)
-            spans = [AttentionSpan(row.start, row.count, self._page_ids(row)) for row in rows]
+            spans = [AttentionSpan(row.start, row.count, row_pages(row, self.pool)) for row in rows]
             ranges = [np.arange(row.start, row.start + row.count) for row in rows]
             positions = place(np.concatenate(ranges), self.hidden_spec.device)
             if hidden is None:
-                ids = np.concatenate([self._ids(row) for row in rows])
+                ids = np.concatenate([row_ids(row, self._sampler.last(row.request)) for row in rows])
                 hidden = self._decoder.embed(place(ids.astype(np.int64), self.hidden_spec.device))
             if agreed.cut:
                 passes = [self._attention.begin(half) for half in _cut_spans(spans, agreed.cut)]
@@ -254,24 +254,29 @@ class ModelRunner:
         """See Runner."""
         self._sampler.release(request)
 
-    def _ids(self, row: PlanRow) -> NDArray[np.int32]:
-        if not row.tokens:
-            last = self._sampler.last(row.request)
-            if row.count != 1 or last is None:
-                raise ValueError(f"request {row.request} has no tokens for {row.count} positions at {row.start}")
-            return np.array([last], dtype=np.int32)
-        ids = np.frombuffer(row.tokens, dtype="<i4")
-        if len(ids) != row.count or row.count < 1:
-            raise ValueError(f"request {row.request} has {len(ids)} tokens for {row.count} positions at {row.start}")
-        return ids
 
-    def _page_ids(self, row: PlanRow) -> NDArray[np.int64]:
-        pages = np.frombuffer(row.pages, dtype="<i4").astype(np.int64)
-        if len(pages) < self.geometry.pages_for(row.start + row.count):
-            raise ValueError(f"request {row.request} has {len(pages)} pages for {row.start + row.count} positions")
-        if pages.min() < 0 or pages.max() >= self.pool.pages:
-            raise IndexError(f"request {row.request} names a page outside the pool of {self.pool.pages}")
-        return pages
+def row_ids(row: PlanRow, last: int | None) -> NDArray[np.int32]:
+    """Token ids of a row: int32 [count]. last: the token sampled last for its request. Raises ValueError for a row
+    whose tokens do not cover its positions."""
+    if not row.tokens:
+        if row.count != 1 or last is None:
+            raise ValueError(f"request {row.request} has no tokens for {row.count} positions at {row.start}")
+        return np.array([last], dtype=np.int32)
+    ids = np.frombuffer(row.tokens, dtype="<i4")
+    if len(ids) != row.count or row.count < 1:
+        raise ValueError(f"request {row.request} has {len(ids)} tokens for {row.count} positions at {row.start}")
+    return ids
+
+
+def row_pages(row: PlanRow, pool: KVPool) -> NDArray[np.int64]:
+    """Page ids of a row: int64 [pages]. Raises ValueError if they do not cover its positions, IndexError for one
+    outside the pool."""
+    pages = np.frombuffer(row.pages, dtype="<i4").astype(np.int64)
+    if len(pages) < pool.geometry.pages_for(row.start + row.count):
+        raise ValueError(f"request {row.request} has {len(pages)} pages for {row.start + row.count} positions")
+    if pages.min() < 0 or pages.max() >= pool.pages:
+        raise IndexError(f"request {row.request} names a page outside the pool of {pool.pages}")
+    return pages
 
 
 def _cut_spans(spans: Sequence[AttentionSpan], cut: int) -> list[list[AttentionSpan]]:

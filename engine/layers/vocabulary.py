@@ -57,7 +57,7 @@ class Vocabulary:
     def best(self, normed: Tensor) -> Best:
         """The largest logits of hidden states as of logits(), without a gather of all logits."""
         if self._tp.size == 1:
-            return _best(self._arithmetic.logits(normed, self._head))
+            return best_of(self._arithmetic.logits(normed, self._head))
         own = [self._own_best(tile) for tile in torch.split(normed, SLICE)]
         # float64 holds both exactly, so that one message carries them.
         pairs = torch.cat([torch.stack((logits.double(), tokens.double()), dim=1) for logits, tokens in own])
@@ -82,11 +82,11 @@ class Vocabulary:
         if not own:
             logits = torch.full((len(normed),), -torch.inf, device=normed.device)
             return Best(logits, torch.zeros(len(normed), dtype=torch.int64, device=normed.device))
-        logits, tokens = _best(self._arithmetic.logits(normed, self._head)[:, :own])
+        logits, tokens = best_of(self._arithmetic.logits(normed, self._head)[:, :own])
         return Best(logits, tokens + self._shard.vocabulary.start)
 
 
-def _best(logits: Tensor) -> Best:
-    """logits: [rows, vocabulary]. NaN counts as the largest."""
+def best_of(logits: Tensor) -> Best:
+    """The largest of logits [rows, vocabulary]. NaN counts as the largest."""
     tokens = logits.argmax(dim=-1)
     return Best(logits.gather(-1, tokens[:, None])[:, 0], tokens)

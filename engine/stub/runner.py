@@ -19,33 +19,25 @@ from typing import Literal
 import msgspec
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from headrace.core.messages.orders import PlanRow
-from headrace.core.messages.stage_events import PromptLogprobs, SampledToken
 from headrace.core.runtime.progress import PassProgress
 from headrace.core.types import packed
 from headrace.core.types.ranks.coordinate import Agreement, halves
-from headrace.core.types.requests.constraint import GrammarRejection
-from headrace.core.types.requests.prompt_logprobs import pack_runs
-from headrace.core.types.requests.request import SamplingParams, TokenLogprob
+from headrace.core.types.requests.request import SamplingParams
 from headrace.engine.collectives.operations import ALONE, Collectives
 from headrace.engine.collectives.steps import Steps, finish, take_turns
 from headrace.engine.dtypes import TORCH_DTYPES
 from headrace.engine.grammar.compiler import GrammarCompiler
-from headrace.engine.grammar.states import GrammarStates
 from headrace.engine.kv.pool import Allocate, KVPool
 from headrace.engine.layers.exchange import Exchange
 from headrace.engine.layers.moe import ExpertRows
+from headrace.engine.layers.vocabulary import Best, best_of
 from headrace.engine.load_plan import LoadPlan
 from headrace.engine.model.stub import END, parse_stub
-from headrace.engine.row_sampler import PlanResult, reported_states
-from headrace.engine.runner import WARM_UP_REQUEST, HiddenSpec
-from headrace.engine.sampling.adjusted import LogitAdjustments
-from headrace.engine.sampling.constrained import accept_tokens, mask_logits
-from headrace.engine.sampling.logprobs import draft_tokens, prompt_logprobs, token_logprobs
-from headrace.engine.sampling.sampler import Sampler
+from headrace.engine.row_sampler import PlanResult, RowSampler
+from headrace.engine.runner import WARM_UP_REQUEST, HiddenSpec, row_ids
 from headrace.engine.stub.experts import StubExperts, StubTime, mixed
 from headrace.engine.stub.states import StubStates, to_bytes, to_words
 
@@ -110,12 +102,10 @@ class StubRunner:
         self._tp = tp
         self._share = len(layers) / spec.layers * len(shard.heads) / spec.heads
         self._states = StubStates(self.pool, layers, shard, spec.heads // spec.kv_heads, terms.length)
-        self._sampler = Sampler(random.SystemRandom())
         self._random = random.Random(layers.start)
         compiler = partial(GrammarCompiler, terms.model.model, terms.engine.cache_dir, spec.vocab_size)
-        self._grammars = GrammarStates(compiler)
-        self._adjustments = LogitAdjustments()
-        self._sampled: dict[int, int] = {}  # request → its last sampled token
+        # One shard has all logits, so that none is gathered.
+        self._sampler = RowSampler(StubHead(spec.vocab_size), tp.rank, 1, compiler)
         self._overslept_s = 0.0  # by the last sleep
         self._clock = clock or StubTime()
         experts = StubExperts(spec.moe, exchanges, layers, self._clock) if spec.moe is not None and exchanges else None
@@ -134,13 +124,11 @@ class StubRunner:
 
     def feed(self, tokens: Iterable[tuple[int, int]]) -> None:
         """See Runner."""
-        self._sampled.update(tokens)
+        self._sampler.feed(tokens)
 
     def release(self, request: int) -> None:
         """See Runner."""
-        self._sampled.pop(request, None)
-        self._grammars.release(request)
-        self._adjustments.release(request)
+        self._sampler.release(request)
 
     def join(self, agreement: Agreement) -> None:
         """See Runner. Without experts that are shared it takes the time of the replica that has most tokens, which this
@@ -160,8 +148,8 @@ class StubRunner:
         page outside the pool."""
         started, count = time.perf_counter(), sum(row.count for row in rows)
         have_fault(fault_in(rows, self._model.fault_token, self._first, self._last))
-        if self._last and not self._tp.rank:
-            self._grammars.begin(rows)
+        if self._last:
+            self._sampler.begin(rows)
         result = torch.zeros(count, self.hidden_spec.size, dtype=self.hidden_spec.dtype, device=self.hidden_spec.device)
         incoming = None if hidden is None else to_words(hidden[:, :16])
         if self._experts is None:
@@ -189,7 +177,8 @@ class StubRunner:
         pages = [self._states.pages(row) for row in rows]
         for row, page_ids, end in zip(rows, pages, ends, strict=True):
             if incoming is None:
-                states.append(self._states.compute(row, page_ids, self._tokens(row)))
+                ids = row_ids(row, self._sampler.last(row.request))
+                states.append(self._states.compute(row, page_ids, ids))
             else:
                 states.append(incoming[end - row.count : end, 0])
             self._states.write(row, page_ids, states[-1])
@@ -205,62 +194,7 @@ class StubRunner:
 
     def sample(self, rows: Sequence[PlanRow], hidden: Tensor) -> PlanResult:
         """See Runner. Results are never nonfinite: all arithmetic is on integers."""
-        if self._tp.rank:
-            return PlanResult([], [], [])
-        ends = np.cumsum([row.count for row in rows]).tolist()
-        asked = [(row, end) for row, end in zip(rows, ends, strict=True) if row.sample is not None]
-        samples: list[SampledToken] = []
-        rejected: list[GrammarRejection] = []
-        if asked:
-            logits = self._logits(hidden[[end - 1 for _, end in asked]])
-            of = [row for row, _ in asked]
-            wanted, failed = mask_logits(logits, of, self._grammars)
-            tokens = self._sampler.sample(self._adjustments.adjust(logits, of), wanted)
-            drafts = draft_tokens(logits, tokens, [row.draft_top_k for row in of])
-            for (row, _), each, token, scores, draft in zip(asked, wanted, tokens, logits, drafts, strict=True):
-                self._sampled[row.request] = token
-                samples.append(SampledToken(row.request, token, _logprob(scores, token, each.params.logprobs), draft))
-            samples, rejected = accept_tokens(samples, failed, self._grammars)
-            self._adjustments.accept(samples)
-        prompts = [
-            self._prompt(row, hidden[end - row.count : end])
-            for row, end in zip(rows, ends, strict=True)
-            if row.prompt_logprobs is not None
-        ]
-        states = tuple(
-            reported_states(row, hidden[end - row.hidden : end])
-            for row, end in zip(rows, ends, strict=True)
-            if row.hidden
-        )
-        return PlanResult(samples, prompts, [], tuple(rejected), states)
-
-    def _prompt(self, row: PlanRow, hidden: Tensor) -> PromptLogprobs:
-        first, targets = row.prompt_targets()
-        entries = prompt_logprobs(
-            hidden[first - row.start - 1 :][: len(targets)], targets, row.prompt_logprobs or 0, self._logits
-        )
-        return PromptLogprobs(row.request, pack_runs(first, entries))
-
-    def _logits(self, hidden: Tensor) -> Tensor:
-        """Hidden states [positions, hidden size] → logits [positions, vocabulary]: one token is certain, and never
-        END."""
-        words = to_words(hidden[:, :16]).cpu().numpy().view(np.uint64)
-        values = mixed(words[:, 0] ^ mixed(words[:, 1]))
-        tokens = (values % np.uint64(self.vocab_size - 1)).astype(np.int64)
-        tokens += tokens >= END
-        logits = torch.zeros(len(tokens), self.vocab_size)
-        logits[torch.arange(len(tokens)), torch.from_numpy(tokens)] = CERTAIN
-        return logits
-
-    def _tokens(self, row: PlanRow) -> NDArray[np.int64]:
-        """The token ids of a row: int64 [count]."""
-        if row.tokens:
-            ids = np.frombuffer(row.tokens, dtype="<i4").astype(np.int64)
-        else:
-            ids = np.array([self._sampled[row.request]] if row.request in self._sampled else [], np.int64)
-        if len(ids) != row.count or row.count < 1:
-            raise ValueError(f"request {row.request} has {len(ids)} tokens for {row.count} positions at {row.start}")
-        return ids
+        return PlanResult([], [], []) if self._tp.rank else self._sampler.sample(rows, hidden)
 
     def _take_time(self, started: float, rows: Sequence[PlanRow]) -> None:
         """Sleep until the configured time since started has passed."""
@@ -290,6 +224,31 @@ class StubRunner:
         self._overslept_s = min(max(0.0, time.perf_counter() - until), due_s)
 
 
+class StubHead:
+    """The Head of a stub model: one token is certain, and never END."""
+
+    def __init__(self, vocab_size: int) -> None:
+        self._vocab_size = vocab_size
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """See Head."""
+        words = to_words(hidden[:, :16]).cpu().numpy().view(np.uint64)
+        values = mixed(words[:, 0] ^ mixed(words[:, 1]))
+        tokens = (values % np.uint64(self._vocab_size - 1)).astype(np.int64)
+        tokens += tokens >= END
+        logits = torch.zeros(len(tokens), self._vocab_size)
+        logits[torch.arange(len(tokens)), torch.from_numpy(tokens)] = CERTAIN
+        return logits
+
+    def best(self, hidden: Tensor) -> Best:
+        """See Head."""
+        return best_of(self.logits(hidden))
+
+    def normed(self, hidden: Tensor) -> Tensor:
+        """See Head. The states themselves."""
+        return hidden
+
+
 def _halves(rows: Sequence[PlanRow], cut: int) -> list[list[PlanRow]]:
     """The rows of the first cut tokens, and those of the rest. A row that samples does so in the half of its end."""
     parts = halves([row.count for row in rows], cut)
@@ -301,7 +260,3 @@ def _part(row: PlanRow, first: int, count: int) -> PlanRow:
         return row
     tokens = packed.pack(packed.unpack(row.tokens)[first : first + count].tolist())
     return msgspec.structs.replace(row, start=row.start + first, count=count, tokens=tokens)
-
-
-def _logprob(logits: Tensor, token: int, alternatives: int | None) -> TokenLogprob | None:
-    return None if alternatives is None else token_logprobs(logits[None], [token], [alternatives])[0]

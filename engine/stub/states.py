@@ -17,6 +17,7 @@ from torch import Tensor
 from headrace.core.messages.orders import PlanRow
 from headrace.engine.kv.pool import KVPool
 from headrace.engine.model.sharding import Shard
+from headrace.engine.runner import row_pages
 from headrace.engine.stub.experts import mixed
 
 
@@ -45,21 +46,15 @@ class StubStates:
     def pages(self, row: PlanRow) -> Tensor:
         """The pages of a row: int64 [pages]. Raises ValueError if they do not cover its positions, IndexError for one
         outside the pool."""
-        pages = np.frombuffer(row.pages, dtype="<i4").astype(np.int64)
-        end = row.start + row.count
-        if end > len(self._weights):
+        if (end := row.start + row.count) > len(self._weights):
             raise ValueError(f"request {row.request} has {end} positions, and the model {len(self._weights)}")
-        if len(pages) < self._geometry.pages_for(end):
-            raise ValueError(f"request {row.request} has {len(pages)} pages for {end} positions")
-        if pages.min() < 0 or pages.max() >= self._pool.pages:
-            raise IndexError(f"request {row.request} names a page outside the pool of {self._pool.pages}")
-        return torch.from_numpy(pages).to(self._device)
+        return torch.from_numpy(row_pages(row, self._pool)).to(self._device)
 
-    def compute(self, row: PlanRow, pages: Tensor, ids: NDArray[np.int64]) -> Tensor:
+    def compute(self, row: PlanRow, pages: Tensor, ids: NDArray[np.int32]) -> Tensor:
         """States int64 [count] of a row's positions with these tokens: the previous position's state plus token times
         position weight."""
         weights = self._weights[row.start : row.start + row.count]
-        weighted = (torch.from_numpy(ids).to(self._device) + 1) * weights
+        weighted = (torch.from_numpy(ids).to(self._device).long() + 1) * weights
         previous: Tensor | int = 0
         if row.start:
             page, slot = divmod(row.start - 1, self._geometry.page_size)

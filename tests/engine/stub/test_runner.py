@@ -198,7 +198,7 @@ def test_a_wrong_name_is_refused_saying_why(model: str, message: str) -> None:
 
 def test_rows_that_contradict_themselves_are_refused() -> None:
     made = runner()
-    with pytest.raises(ValueError, match="0 tokens for 1 positions"):
+    with pytest.raises(ValueError, match="no tokens for 1 positions"):
         made.forward([PlanRow(1, 3, 1, pack([0]))])
     with pytest.raises(ValueError, match="1 pages for 5 positions"):
         made.forward([row(1, 0, range(5), [0])])
