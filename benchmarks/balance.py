@@ -24,8 +24,7 @@ from headrace.core.types.kv.geometry import Geometry
 from headrace.core.types.requests.request import Discard, SamplingParams
 from headrace.scheduler.costs.chunking import Cost
 from headrace.scheduler.scheduler import Effect, Scheduler
-from headrace.testing.driver import SchedulerDriver
-from headrace.testing.world import World
+from headrace.testing.world import SchedulerDriver, World
 from headrace.tools.simulate.replay.costs import pass_seconds, row_seconds
 from headrace.tools.simulate.replay.workload import VOCABULARY, TraceRequest, prompt
 from headrace.tools.simulate.trace_file import read_trace

@@ -6,7 +6,11 @@ A wrong page, a page that was freed too early, a lost or misplaced token: each c
 
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
+import msgspec
+
+from headrace.core.config import SchedulerConfig
 from headrace.core.messages.orders import (
     CancelReceive,
     CancelSend,
@@ -36,13 +40,139 @@ from headrace.core.messages.stage_events import (
 )
 from headrace.core.types.kv.geometry import Geometry
 from headrace.core.types.packed import unpack
-from headrace.testing.chunk import PendingReceive, SimulatedChunk
-from headrace.testing.exchange import SimulatedExchange
-from headrace.testing.model import NAN, NAN_TOKEN, VOCABULARY, extend, next_token
+from headrace.core.types.ranks.coordinate import Agreement
+from headrace.core.types.requests.request import FirstToken
 from headrace.testing.tiers import SimulatedDisk, SimulatedTiers
 from headrace.testing.world import Channel, World
 
+MODULUS = (1 << 61) - 1
+VOCABULARY = 61
+NAN = -2  # KV of a position with NaN, and of all positions after it
+NAN_TOKEN = 60  # the token whose KV is NaN, in scenarios that have one
 IDLE_S = 1e-5  # mean seconds of a pass in which a replica is idle
+
+
+def extend(state: int, token: int) -> int:
+    """The hash of a prefix and one more token."""
+    return NAN if state == NAN else (state * 1_000_003 + token + 7) % MODULUS
+
+
+def next_token(state: int) -> int:
+    """The token that follows a prefix with this hash."""
+    return state % VOCABULARY
+
+
+def expected_tokens(prompt: tuple[int, ...], max_tokens: int, stop: tuple[int, ...], min_tokens: int) -> list[int]:
+    """The tokens that a request must generate, from its prompt alone."""
+    state = 0
+    for token in prompt:
+        state = extend(state, token)
+    tokens: list[int] = []
+    while len(tokens) < max_tokens:
+        token = next_token(state)
+        tokens.append(token)
+        if token in stop and len(tokens) >= min_tokens:
+            break
+        state = extend(state, token)
+    return tokens
+
+
+@dataclass(slots=True)
+class SimulatedChunk:
+    """The KV of one SendChunk of one stage, on its way."""
+
+    stage: int
+    """The stage that sends it, in its replica."""
+
+    stages: int
+    """Stages of that replica of the prefill server."""
+
+    rank: int
+    """The rank that sends it."""
+
+    order: SendChunk
+    values: list[int]
+    """KV of positions [order.start, order.start + len(values))."""
+
+    acked: Callable[[], None]
+    """To be called when every receiver has it."""
+
+    receivers: int = 0
+    """Stages of the decode server that have not received it."""
+
+    written: bool = False
+    """It was written into the peer's pages directly."""
+
+
+@dataclass(slots=True)
+class PendingReceive:
+    """KV that a stage was ordered to receive, as far as it has come."""
+
+    order: PrepareReceive
+    seen: set[tuple[int, int]] = field(default_factory=set)
+    """Chunks that have come, by sending stage and number."""
+
+    totals: dict[int, int] = field(default_factory=dict)
+    """Chunks to come from each sending stage whose last chunk has come."""
+
+    first: FirstToken | None = None
+
+
+class SimulatedExchange:
+    """Where lockstep replicas of one engine meet: no rank computes a pass before all ranks of its stage have come.
+
+    A replica that is not told of a pass leaves the others waiting for ever, as it would in a collective.
+    """
+
+    def __init__(self, replicas: int, violation: Callable[[str], None]) -> None:
+        """violation: is told what is wrong with an order."""
+        self._replicas = replicas
+        self._violation = violation
+        self._waiting: dict[tuple[int, int], dict[int, Callable[[], None]]] = {}
+        self._agreements: dict[int, Agreement] = {}
+
+    def ordered(self, replica: int, order: Forward) -> None:
+        """A replica was told of a pass: check the agreement as its ranks do."""
+        agreement = order.agreement
+        if agreement is None or len(agreement.tokens) != self._replicas:
+            self._violation(f"pass {order.seq} has the agreement {agreement} of {self._replicas} replicas")
+            return
+        if (tokens := sum(row.count for row in order.rows)) != agreement.tokens[replica]:
+            self._violation(f"pass {order.seq} has {tokens} tokens of replica {replica}, not {agreement}")
+        if agreement.idle or self._agreements.setdefault(order.seq, agreement) != agreement:
+            self._violation(f"pass {order.seq} has {agreement}, and {self._agreements[order.seq]} elsewhere")
+
+    def enter(self, stage: int, seq: int, replica: int, go_on: Callable[[], None]) -> None:
+        """A rank has come to a pass; it goes on once the ranks of all replicas have."""
+        waiting = self._waiting.setdefault((stage, seq), {})
+        if replica in waiting:
+            self._violation(f"pass {seq} has replica {replica} twice")
+        waiting[replica] = go_on
+        if len(waiting) == self._replicas:
+            for each in self._waiting.pop((stage, seq)).values():
+                each()
+
+
+class EngineOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """How a simulated engine behaves."""
+
+    token_s: float
+    """Seconds that a stage takes for a token."""
+
+    has_nan_token: bool
+    """KV of NAN_TOKEN is NaN."""
+
+    checks_chunks: bool
+    """The last stage also reports rows that are not sampled as nonfinite."""
+
+    host_pages: int
+    """Slots of the host tier of each stage."""
+
+    disk_pages: int
+    """Likewise of the disk tier."""
+
+    tier_faults: float
+    """As in SimulatedTiers."""
 
 
 class SimulatedPipeline:
@@ -51,41 +181,32 @@ class SimulatedPipeline:
     def __init__(
         self,
         world: World,
-        ranks: Sequence[int],
-        pages: int,
-        page_size: int,
-        token_s: float,
+        config: SchedulerConfig,
+        replica: int,
+        options: EngineOptions,
         report: Callable[[AnyStageEvent], None],
         ship: Callable[[SimulatedChunk], None],
-        has_nan_token: bool = False,
-        checks_chunks: bool = True,
-        disks: Sequence[SimulatedDisk] = (),
-        tier_faults: float = 0.0,
-        replica: int = 0,
-        exchange: SimulatedExchange | None = None,
+        disks: Sequence[SimulatedDisk],
+        exchange: SimulatedExchange | None,
     ) -> None:
-        """ranks: in the order of their stages. token_s: seconds that a stage takes for a token. report: takes events,
-        in order for each stage. ship: takes chunks that are sent. has_nan_token: KV of NAN_TOKEN is NaN. checks_chunks:
-        the last stage also reports rows that are not sampled as nonfinite. disks: of the stages, where there are tiers.
-        tier_faults: as in SimulatedTiers. exchange: where lockstep replicas meet; None where they share nothing."""
+        """report: takes events, in order for each stage. ship: takes chunks that are sent. disks: of the stages, where
+        there are tiers. exchange: where lockstep replicas meet; None where they share nothing."""
         self.world = world
+        self.config = config
         self.replica = replica
         self.exchange = exchange
-        self.has_nan_token = has_nan_token
-        self.checks_chunks = checks_chunks
+        self.options = options
         self.report = report
         self.ship = ship
-        self.token_s = token_s
-        self.page_size = page_size
         self.sampled: dict[tuple[int, int], int] = {}
         """Tokens that this pipeline sampled, by request and position."""
 
+        ranks = config.layout.replica_ranks(replica)
         self.computed: list[set[int]] = [set() for _ in ranks]
         """Order numbers of the Forwards that each stage has computed."""
 
         self.disks = disks
-        self.tier_faults = tier_faults
-        self.stages = [SimulatedStage(self, index, rank, pages, page_size) for index, rank in enumerate(ranks)]
+        self.stages = [SimulatedStage(self, index, rank) for index, rank in enumerate(ranks)]
         self.dead = False
         """It has crashed: nothing is reported any more."""
 
@@ -94,9 +215,10 @@ class SimulatedPipeline:
         """Index of the last stage."""
         return len(self.stages) - 1
 
-    def start(self, pages: int, page_size: int, host_pages: int = 0, disk_pages: int = 0) -> None:
+    def start(self) -> None:
         """Have every stage report that it is ready, and then what is on its disk."""
-        geometry = Geometry("float32", 1, 1, 1, page_size)
+        config, options = self.config, self.options
+        geometry = Geometry("float32", 1, 1, 1, config.page_size)
         for stage in self.stages:
             stage.report(
                 StageReady(
@@ -104,13 +226,13 @@ class SimulatedPipeline:
                     geometry=geometry,
                     fingerprint="simulated",
                     data_port=1,
-                    kv_pages=pages,
+                    kv_pages=config.kv_pages,
                     vocab_size=VOCABULARY,
-                    host_pages=host_pages,
-                    disk_pages=disk_pages,
+                    host_pages=options.host_pages,
+                    disk_pages=options.disk_pages,
                 )
             )
-            if stage.tiers is not None and disk_pages:
+            if stage.tiers is not None and options.disk_pages:
                 stage.tiers.scan()
 
     def order(self, order: Order) -> None:
@@ -134,12 +256,12 @@ class SimulatedPipeline:
 class SimulatedStage:
     """One stage: Forwards in stream order, a sender, a receiver."""
 
-    def __init__(self, pipeline: SimulatedPipeline, index: int, rank: int, pages: int, page_size: int) -> None:
+    def __init__(self, pipeline: SimulatedPipeline, index: int, rank: int) -> None:
         self.pipeline = pipeline
         self.index = index
         self.rank = rank
-        self.page_size = page_size
-        self.pool = [[-1] * page_size for _ in range(pages)]
+        self.page_size = pipeline.config.page_size
+        self.pool = [[-1] * self.page_size for _ in range(pipeline.config.kv_pages)]
         self.log: list[Order] = []
         self.inbox = Channel(pipeline.world, 0.001)
         self._outbox = Channel(pipeline.world, 0.001)
@@ -152,7 +274,7 @@ class SimulatedStage:
         self._pending: dict[tuple[str, str, int], PendingReceive] = {}
         self.tiers: SimulatedTiers | None = None
         if pipeline.disks:
-            disk, faults = pipeline.disks[index], pipeline.tier_faults
+            disk, faults = pipeline.disks[index], pipeline.options.tier_faults
             self.tiers = SimulatedTiers(pipeline.world, rank, self.pool, disk, faults, self.report)
         self.revoked: set[str] = set()  # sessions through which nothing can be written any more
 
@@ -202,7 +324,7 @@ class SimulatedStage:
             return
         self._busy = True
         order = self._queue.popleft()
-        seconds = self.pipeline.token_s * sum(row.count for row in order.rows)
+        seconds = self.pipeline.options.token_s * sum(row.count for row in order.rows)
 
         def run() -> None:
             self.pipeline.world.after(seconds or IDLE_S, lambda: self._computed(order, seconds))
@@ -275,7 +397,7 @@ class SimulatedStage:
         for row, state in states if self.index == self.pipeline.last else ():
             if row.sample and row.feeds:
                 self.pipeline.sampled[(row.request, row.start + row.count)] = next_token(state)
-            if state == NAN and (row.sample or self.pipeline.checks_chunks):
+            if state == NAN and (row.sample or self.pipeline.options.checks_chunks):
                 nonfinite.append(row.request)
             elif row.sample:
                 samples.append(SampledToken(row.request, next_token(state)))
@@ -302,7 +424,7 @@ class SimulatedStage:
         before = row.start - 1
         state = self.pool[pages[before // size]][before % size] if row.start else 0
         for position, token in enumerate(tokens, row.start):
-            state = NAN if self.pipeline.has_nan_token and token == NAN_TOKEN else extend(state, token)
+            state = NAN if self.pipeline.options.has_nan_token and token == NAN_TOKEN else extend(state, token)
             self.pool[pages[position // size]][position % size] = state
         return state
 

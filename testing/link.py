@@ -5,7 +5,6 @@ from headrace.core.messages.peers import (
     AskCancel,
     AskRenew,
     AskReserve,
-    ConnectPrefill,
     EndPeer,
     PeerCancelled,
     PeerGone,
@@ -26,8 +25,7 @@ from headrace.core.types.kv.backends import SHM
 from headrace.core.types.kv.geometry import Geometry
 from headrace.core.types.peers.session_terms import PeerTerms, PrefillTerms
 from headrace.scheduler.scheduler import Effect, Event
-from headrace.testing.chunk import SimulatedChunk
-from headrace.testing.engine import SimulatedPipeline
+from headrace.testing.engine import SimulatedChunk, SimulatedPipeline
 from headrace.testing.server import SimulatedServer
 from headrace.testing.world import Channel, World
 
@@ -67,16 +65,14 @@ class SimulatedLinks:
         """Whether the session is or was of one of these connections."""
         return any(link.knows(session) for link in self._links)
 
-    def from_control_client(self, effect: Effect) -> None:
+    def connect(self) -> None:
+        """Begin the session of every replica."""
+        for link in self._links:
+            link.connect()
+
+    def from_control_client(self, effect: AskReserve | AskCancel | AskRenew) -> None:
         """Take an effect of the decode server's scheduler."""
-        match effect:
-            case ConnectPrefill():
-                for link in self._links:
-                    link.connect()
-            case AskReserve() | AskCancel() | AskRenew():
-                self._link(effect.session).from_control_client(effect)
-            case _:
-                pass
+        self._link(effect.session).from_control_client(effect)
 
     def _from_control_server(self, effect: Effect) -> None:
         if isinstance(effect, TellFailed | TellCancelled | TellFinished | EndPeer):

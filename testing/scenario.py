@@ -8,7 +8,7 @@ import msgspec
 
 from headrace.core.config import SchedulerConfig
 from headrace.core.config.scheduler import Policy
-from headrace.testing.model import VOCABULARY
+from headrace.testing.engine import VOCABULARY
 
 Shape = Literal["colocated", "pair"]
 POLICIES: tuple[Policy, ...] = ("srpt", "fcfs", "slo")

@@ -10,16 +10,18 @@ from headrace.core.messages.replies import RequestFailed, RequestFinished, Sched
 from headrace.core.messages.stage_events import PlanDone, StageEvent, StageFailed
 from headrace.core.types.errors import NONFINITE
 from headrace.scheduler.scheduler import Effect, Event, Scheduler
-from headrace.testing.chunk import SimulatedChunk
-from headrace.testing.copy_guard import CopyGuard
-from headrace.testing.driver import SchedulerDriver
-from headrace.testing.engine import SimulatedPipeline
-from headrace.testing.exchange import SimulatedExchange
-from headrace.testing.model import NAN, NAN_TOKEN, expected_tokens
-from headrace.testing.page_guard import PageGuard
-from headrace.testing.promise_guard import PromiseGuard
+from headrace.testing.engine import (
+    NAN,
+    NAN_TOKEN,
+    EngineOptions,
+    SimulatedChunk,
+    SimulatedExchange,
+    SimulatedPipeline,
+    expected_tokens,
+)
+from headrace.testing.guards import CopyGuard, PageGuard, PromiseGuard
 from headrace.testing.tiers import SimulatedDisk
-from headrace.testing.world import Channel, World
+from headrace.testing.world import Channel, SchedulerDriver, World
 
 
 @dataclass(slots=True)
@@ -89,17 +91,9 @@ class SimulatedServer:
         world: World,
         name: str,
         config: SchedulerConfig,
-        token_s: float,
+        options: EngineOptions,
         report: SimulationReport,
-        *,
-        has_nan_token: bool = False,
-        checks_chunks: bool = True,
-        host_pages: int = 0,
-        disk_pages: int = 0,
-        tier_faults: float = 0.0,
     ) -> None:
-        """has_nan_token, checks_chunks, tier_faults: as in SimulatedPipeline. host_pages, disk_pages: slots of the
-        tiers of each stage."""
         self.world = world
         self.name = name
         self.config = config
@@ -112,14 +106,9 @@ class SimulatedServer:
         self.on_peer: Callable[[Effect], None] = lambda _effect: None
         self.ship: Callable[[SimulatedChunk], None] = lambda _chunk: None
         self.on_restart: Callable[[], None] = lambda: None
-        self._token_s = token_s
-        self._has_nan_token = has_nan_token
-        self._checks_chunks = checks_chunks
-        self._tier_pages = (host_pages, disk_pages)
-        self._tier_faults = tier_faults
-        self._disks = [
-            [SimulatedDisk() for _ in range(config.stages if any(self._tier_pages) else 0)] for _ in range(config.dp)
-        ]
+        self._options = options
+        tiers = config.stages if options.host_pages or options.disk_pages else 0
+        self._disks = [[SimulatedDisk() for _ in range(tiers)] for _ in range(config.dp)]
         self._promises = PromiseGuard(config)
         self._driver = SchedulerDriver(world, Scheduler(config), self._perform_all)
         self._start()
@@ -209,20 +198,15 @@ class SimulatedServer:
             replica.stream.clear()
             replica.pipeline = SimulatedPipeline(
                 self.world,
-                config.layout.replica_ranks(replica.index),
-                config.kv_pages,
-                config.page_size,
-                self._token_s,
+                config,
+                replica.index,
+                self._options,
                 self.handle,
                 lambda chunk: self.ship(chunk),
-                self._has_nan_token,
-                self._checks_chunks,
                 self._disks[replica.index],
-                self._tier_faults,
-                replica.index,
                 exchange,
             )
-            replica.pipeline.start(config.kv_pages, config.page_size, *self._tier_pages)
+            replica.pipeline.start()
 
     def _restart(self) -> None:
         self._start()
@@ -289,10 +273,10 @@ class SimulatedServer:
     def _check_nonfinite(self, client: SimulatedClient, end: RequestFinished | RequestFailed) -> None:
         """No token is computed from NaN, and no request without NAN_TOKEN fails as nonfinite."""
         given = (*client.prompt, *client.tokens)
-        if self._has_nan_token and client.tokens and NAN_TOKEN in given[:-1]:
+        if self._options.has_nan_token and client.tokens and NAN_TOKEN in given[:-1]:
             self.violation(f"{client.submit.rid} has tokens that were computed from NaN: {given}")
         failed = isinstance(end, RequestFailed) and end.error.code == NONFINITE
-        if failed and not (self._has_nan_token and NAN_TOKEN in given):
+        if failed and not (self._options.has_nan_token and NAN_TOKEN in given):
             self.violation(f"{client.submit.rid} failed for the NaN of another request: {given}")
 
     def _check_no_nan_is_cached(self) -> None:
@@ -301,7 +285,7 @@ class SimulatedServer:
         """
         if any(self._may_leave_nan(client) for client in self.clients.values()):
             return
-        for replica in self.replicas if self._has_nan_token else ():
+        for replica in self.replicas if self._options.has_nan_token else ():
             tree = self.scheduler._state.replicas[replica.index].cache._tree
             cached = [node.page for node in tree.walk()]
             for stage in replica.pipeline.stages:

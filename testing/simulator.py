@@ -22,8 +22,8 @@ from headrace.core.types.packed import pack
 from headrace.core.types.requests.request import AnyRoute, DecodeHere, Discard, FetchFrom, SamplingParams, SendTo
 from headrace.scheduler.scheduler import Effect
 from headrace.server.routing.failover import PrefillAttempts
+from headrace.testing.engine import NAN_TOKEN, VOCABULARY, EngineOptions
 from headrace.testing.link import SimulatedLinks
-from headrace.testing.model import NAN_TOKEN, VOCABULARY
 from headrace.testing.scenario import Scenario, draw_config
 from headrace.testing.server import SimulatedClient, SimulatedServer, SimulationReport
 from headrace.testing.world import World
@@ -99,18 +99,15 @@ class Simulation:
         if scenario.tiers:
             host_pages, disk_pages = rng.choice([(4, 0), (30, 0), (0, 30), (4, 10), (10, 40), (200, 200)])
             config = msgspec.structs.replace(config, disk_admission_turn=rng.choice([0, 0, 1]))
-        return SimulatedServer(
-            self._world,
-            name,
-            config,
-            scenario.token_s,
-            self._report,
+        options = EngineOptions(
+            token_s=scenario.token_s,
             has_nan_token=scenario.has_nan_token,
             checks_chunks=scenario.seed % 3 > 0,
             host_pages=host_pages,
             disk_pages=disk_pages,
             tier_faults=scenario.tier_faults,
         )
+        return SimulatedServer(self._world, name, config, options, self._report)
 
     def _act(self, what: str, action: Callable[[], None], at: float | None = None, mean_s: float | None = None) -> None:
         """Do something that comes from outside, under a number, unless that is to be skipped. at: when. mean_s: mean of
@@ -239,7 +236,7 @@ class Simulation:
         """Lead an effect of the decode server to the connection that it is for."""
         match effect:
             case ConnectPrefill(name=name):
-                self._links[name].from_control_client(effect)
+                self._links[name].connect()
             case AskReserve() | AskCancel() | AskRenew():
                 known = (link for link in self._links.values() if link.knows(effect.session))
                 next(known, self._links["prefill"]).from_control_client(effect)

@@ -19,7 +19,7 @@ from headrace.scheduler.requests.phase import Phase
 from headrace.scheduler.requests.record import Request
 from headrace.scheduler.requests.request_table import RequestTable
 from headrace.scheduler.scheduler import Scheduler
-from headrace.testing.driver import SchedulerDriver
+from headrace.testing.world import SchedulerDriver
 from headrace.transfer.control.session_table import SessionTable
 from headrace.transfer.data.inbound import InboundTable
 from headrace.transfer.data.outbound import Outbound

@@ -25,8 +25,7 @@ from headrace.core.types.requests.request import SamplingParams, SendTo
 from headrace.core.types.requests.reservation import Reservation
 from headrace.scheduler.costs.chunking import Cost
 from headrace.scheduler.scheduler import Effect, Scheduler
-from headrace.testing.driver import SchedulerDriver
-from headrace.testing.world import World
+from headrace.testing.world import SchedulerDriver, World
 from headrace.tools.simulate.replay.host_tier import TimedHostTier
 from headrace.tools.simulate.replay.pipeline import TimedPipeline
 

@@ -19,8 +19,7 @@ from headrace.scheduler.costs.chunking import Cost
 from headrace.scheduler.scheduler import Effect, Scheduler
 from headrace.server.routing.replica_load import LoadReport
 from headrace.server.routing.score import Candidate
-from headrace.testing.driver import SchedulerDriver
-from headrace.testing.world import World
+from headrace.testing.world import SchedulerDriver, World
 from headrace.tools.simulate.replay.costs import row_seconds, slowest
 from headrace.tools.simulate.replay.host_tier import TimedHostTier
 from headrace.tools.simulate.replay.pipeline import TimedPipeline
