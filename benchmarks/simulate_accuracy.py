@@ -26,7 +26,7 @@ from headrace.integrations.http_client import direct_async_client
 from headrace.server.launch.local_server import LocalServer
 from headrace.tools.simulate.calibrate import Calibration, calibrate, evaluate, stage_passes
 from headrace.tools.simulate.objectives import OBJECTIVES
-from headrace.tools.simulate.replay.offered_work import offered_work
+from headrace.tools.simulate.replay.costs import offered_work
 from headrace.tools.simulate.replay.replay import Replay, ReplayOutcome, ReplayResult, ReplaySettings
 from headrace.tools.simulate.replay.routing import ScoreRouter
 from headrace.tools.simulate.replay.workload import PromptSegment, TraceRequest, prompt

@@ -1,7 +1,6 @@
 """When requests are sent: seconds since the start of the measurement, decided before it begins."""
 
 import random
-from collections.abc import Sequence
 
 BURST = float("inf")
 
@@ -19,8 +18,3 @@ def arrival_times(count: int, rate: float, burstiness: float, draw: random.Rando
         times.append(at)
         at += draw.gammavariate(burstiness, 1 / (rate * burstiness))
     return times
-
-
-def sped_up(times: Sequence[float], speed: float) -> list[float]:
-    """Arrival times of a trace, replayed so many times as fast."""
-    return [at / speed for at in times]

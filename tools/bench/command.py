@@ -4,7 +4,6 @@ import argparse
 import asyncio
 import sys
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 
 from headrace.core.runtime.clock import SystemClock
 from headrace.core.runtime.output import complain, say
@@ -15,15 +14,15 @@ from headrace.server.config.load import load
 from headrace.tools.bench import options, plot
 from headrace.tools.bench.http_client import HttpClient
 from headrace.tools.bench.options import Options
-from headrace.tools.bench.progress import BenchProgress
-from headrace.tools.bench.report import BenchReport, as_json, as_text, first_failure
+from headrace.tools.bench.report import BenchReport, as_text, first_failure
 from headrace.tools.bench.runner import COMPLETIONS, BenchLoad, BenchRunner, Measured
 from headrace.tools.bench.summary import summarise
 from headrace.tools.bench.target import Target, base_url, find_target
 from headrace.tools.bench.workload import PlannedRequest, warmup
-from headrace.tools.simulate.plot import check_installed
+from headrace.tools.output import ProgressLine, check_plotting, write_json
 
 NONE_OK = 1  # exit status when no request was answered
+PROGRESS_S = 0.5  # between two updates of the line
 INTERRUPTED_BY = 128  # plus the number of a signal: exit status of a program that a signal has ended
 
 
@@ -31,8 +30,7 @@ def main(given: argparse.Namespace, environ: Mapping[str, str]) -> int:
     """Run the command. Returns 0, 1 if no request was answered, or 128 + N after signal N, which prints what was
     measured until then. Raises ConfigError for a wrong flag or file, and for a server that cannot be measured."""
     chosen = options.parse(vars(given), base_url(given.url))
-    if chosen.plot is not None:
-        check_installed()
+    check_plotting(chosen.plot)
     keys = load({}, environ).server.api_keys
     headers = bearer(keys[0] if keys else "")
     requests = options.planned(chosen)
@@ -57,8 +55,7 @@ def main(given: argparse.Namespace, environ: Mapping[str, str]) -> int:
         requests=measured.outcomes,
     )
     say(as_text(report))
-    if chosen.json is not None:
-        _write(chosen.json, as_json(report))
+    write_json(chosen.json, report)
     if chosen.plot is not None:
         plot.draw(report, chosen.plot)
     if measured.interrupted:
@@ -83,14 +80,12 @@ async def _measure(
         open_loop=chosen.open_loop,
         concurrency=chosen.max_concurrency,
     )
-    progress = BenchProgress(sys.stderr, len(requests), clock)
-    runner = BenchRunner(client, what, clock, progress.update)
+    progress = ProgressLine(sys.stderr, clock, PROGRESS_S)
+    runner = BenchRunner(client, what, clock, lambda ended: progress.show(f"{ended:,} of {len(requests):,} requests"))
     try:
         if failed := await runner.warm_up(warmup(requests, chosen.num_warmups)):
             raise ConfigError(f"the first request failed: {first_failure([failed])}")
-        stop, loop = asyncio.Event(), asyncio.get_running_loop()
-
-        numbers = ending()
+        stop, loop, numbers = asyncio.Event(), asyncio.get_running_loop(), ending()
 
         def interrupt(number: int) -> None:
             taken.append(number)
@@ -104,10 +99,3 @@ async def _measure(
     finally:
         progress.close()
         client.close()
-
-
-def _write(path: Path, content: bytes) -> None:
-    try:
-        path.write_bytes(content)
-    except OSError as error:
-        raise ConfigError(f"cannot write {path}: {error.strerror}") from error

@@ -12,11 +12,11 @@ from typing import Any, TypeVar
 import msgspec
 
 from headrace.core.types.errors import ConfigError
-from headrace.tools.bench.arrivals import BURST, arrival_times, sped_up
+from headrace.tools.bench.arrivals import BURST, arrival_times
 from headrace.tools.bench.runner import COMPLETIONS, PREFILL
 from headrace.tools.bench.summary import LatencyLimits
 from headrace.tools.bench.workload import Lengths, PlannedRequest, cut, from_texts, synthetic
-from headrace.tools.simulate.options import check_output
+from headrace.tools.output import check_output
 from headrace.tools.simulate.trace_file import read_trace
 
 T = TypeVar("T")
@@ -197,9 +197,9 @@ def planned(options: Options) -> list[PlannedRequest]:
 def _from_trace(options: Options, path: Path, draw: random.Random) -> list[PlannedRequest]:
     trace = read_trace(path, options.num_prompts)
     timed = options.rate is None
-    times = sped_up([each.arrival_s for each in trace], options.speedup) if timed else [0.0] * len(trace)
     requests = []
-    for each, at in zip(trace, times, strict=True):
+    for each in trace:
+        at = each.arrival_s / options.speedup if timed else 0.0
         output = options.output_len.draw(draw) if options.output_len else max(1, each.output_tokens)
         requests.append(PlannedRequest(at, tuple((text, tokens) for text, tokens in each.segments), "", output))
     return requests if options.max_input_len is None else cut(requests, options.max_input_len)

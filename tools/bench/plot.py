@@ -5,9 +5,10 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from headrace.core.types.errors import ConfigError
 from headrace.tools.bench.outcome import INTERRUPTED, BenchOutcome
 from headrace.tools.bench.report import BenchReport
+from headrace.tools.bench.summary import open_counts
+from headrace.tools.output import new_figure, save_figure
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -16,11 +17,7 @@ if TYPE_CHECKING:
 def draw(report: BenchReport, path: Path) -> None:
     """Write the picture: distributions of the latencies, time to first token by arrival, open requests. Raises
     ConfigError for a file that cannot be written."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(12, 7.5), layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = new_figure(12, 7.5)
     axes = figure.subplots(2, 2)
     ok = [each for each in report.requests if each.ok]
     limits = report.limits
@@ -38,10 +35,7 @@ def draw(report: BenchReport, path: Path) -> None:
         f"{sum(summary.failed.values()):,} failed",
         fontsize=10,
     )
-    try:
-        figure.savefig(path, dpi=120)
-    except OSError as error:
-        raise ConfigError(f"cannot write {path}: {error.strerror}") from error
+    save_figure(figure, path)
 
 
 def _distribution(panel: "Axes", title: str, series: dict[str, Sequence[float]], limit_s: float | None) -> None:
@@ -69,12 +63,8 @@ def _by_arrival(panel: "Axes", requests: Sequence[BenchOutcome], limit_s: float 
 
 
 def _open(panel: "Axes", requests: Sequence[BenchOutcome]) -> None:
-    moments = sorted([(each.sent_s, 1) for each in requests] + [(each.ended_s, -1) for each in requests])
-    now, counts = 0, []
-    for _, change in moments:
-        now += change
-        counts.append(now)
-    panel.step([at for at, _ in moments], counts, where="post")
+    counts = open_counts(requests)
+    panel.step([at for at, _ in counts], [count for _, count in counts], where="post")
     panel.set(xlabel="time, s", ylabel="open requests", ylim=(0, None))
 
 

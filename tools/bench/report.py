@@ -1,4 +1,4 @@
-"""The report of a measurement, as a table and as JSON."""
+"""The report of a measurement, and the table that it is printed as."""
 
 from collections.abc import Sequence
 
@@ -6,8 +6,8 @@ import msgspec
 
 from headrace.tools.bench.outcome import OK, BenchOutcome
 from headrace.tools.bench.summary import BenchSummary, LatencyLimits, Spread
+from headrace.tools.output import table
 
-NOTHING = "-"
 LATE_MS = 20.0  # P99 of the client's lag that is worth a warning
 LATENCIES = {"TTFT": "ttft_ms", "TPOT": "tpot_ms", "ITL": "itl_ms", "E2E": "e2e_ms", "client lag": "lag_ms"}
 
@@ -33,11 +33,6 @@ class BenchReport(msgspec.Struct, frozen=True, kw_only=True):
     summary: BenchSummary
     requests: Sequence[BenchOutcome]
     """In the order in which they ended."""
-
-
-def as_json(report: BenchReport) -> bytes:
-    """All figures and all requests, indented."""
-    return msgspec.json.format(msgspec.json.encode(report), indent=2) + b"\n"
 
 
 def as_text(report: BenchReport) -> str:
@@ -99,7 +94,7 @@ def _limits(limits: LatencyLimits) -> str:
 
 
 def _latencies(summary: BenchSummary) -> str:
-    """Right-aligned columns, milliseconds."""
+    """Milliseconds, a line for each latency."""
     spreads: dict[str, Spread] = {
         name: found
         for name, field in LATENCIES.items()
@@ -111,14 +106,7 @@ def _latencies(summary: BenchSummary) -> str:
     rows = [["ms", "mean", *names, "max"]]
     for name, spread in spreads.items():
         rows.append([name, *(_ms(value) for value in (spread.mean, *spread.percentiles.values(), spread.max))])
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join(
-        "  ".join(
-            cell.ljust(width) if not at else cell.rjust(width)
-            for at, (cell, width) in enumerate(zip(row, widths, strict=True))
-        )
-        for row in rows
-    )
+    return table(rows, left=1)
 
 
 def _ms(value: float) -> str:

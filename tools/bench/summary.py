@@ -2,13 +2,13 @@
 
 from collections import Counter
 from collections.abc import Sequence
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 import msgspec
 
 from headrace.tools.bench.outcome import INTERRUPTED, BenchOutcome
 from headrace.tools.bench.runner import Measured
-from headrace.tools.simulate.summary import quantile
+from headrace.tools.output import quantile
 
 
 class LatencyLimits(msgspec.Struct, frozen=True):
@@ -94,7 +94,7 @@ def summarise(measured: Measured, limits: LatencyLimits, percentiles: Sequence[f
         requests_per_s=len(ok) / seconds,
         input_tokens_per_s=inputs / seconds,
         output_tokens_per_s=outputs / seconds,
-        most_open=most_open(measured.outcomes),
+        most_open=max((count for _, count in open_counts(measured.outcomes)), default=0),
         goodput=Goodput(good / max(1, len(outcomes)), good / seconds) if limited else None,
         ttft_ms=spread([each.ttft_s for each in ok]),
         tpot_ms=spread([tpot for each in ok if (tpot := each.tpot_s) is not None]),
@@ -112,14 +112,11 @@ def is_good(outcome: BenchOutcome, limits: LatencyLimits) -> bool:
     return limits.tpot_s is None or tpot is None or tpot <= limits.tpot_s
 
 
-def most_open(outcomes: Sequence[BenchOutcome]) -> int:
-    """The most requests that were open at once."""
+def open_counts(outcomes: Sequence[BenchOutcome]) -> list[tuple[float, int]]:
+    """Seconds and requests that are open from then on, at each moment at which one is sent or has ended."""
     moments = sorted([(each.sent_s, 1) for each in outcomes] + [(each.ended_s, -1) for each in outcomes])
-    most = now = 0
-    for _, change in moments:
-        now += change
-        most = max(most, now)
-    return most
+    counts = accumulate(change for _, change in moments)
+    return [(at, count) for (at, _), count in zip(moments, counts, strict=True)]
 
 
 def _spread(values: Sequence[float], percentiles: Sequence[float]) -> Spread | None:

@@ -3,27 +3,29 @@
 import argparse
 import gc
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
 
+from headrace.core.runtime.clock import SystemClock
 from headrace.core.runtime.output import say
 from headrace.core.types.errors import ConfigError
 from headrace.scheduler.costs.chunking import Cost
+from headrace.tools.output import ProgressLine, check_output, check_plotting, write_json
 from headrace.tools.simulate import options, plot
 from headrace.tools.simulate.objectives import OBJECTIVES
 from headrace.tools.simulate.options import Point
-from headrace.tools.simulate.progress import ReplayProgress
-from headrace.tools.simulate.replay.costs import split_evenly
-from headrace.tools.simulate.replay.offered_work import offered_work
+from headrace.tools.simulate.replay.costs import offered_work, split_evenly
 from headrace.tools.simulate.replay.replay import Replay, ReplaySettings
 from headrace.tools.simulate.replay.replica import HostTier
 from headrace.tools.simulate.replay.routing import ROUTERS
 from headrace.tools.simulate.replay.workload import TraceRequest
-from headrace.tools.simulate.report import ReplayReport, Row, as_json, as_text
+from headrace.tools.simulate.report import ReplayReport, Row, as_text
 from headrace.tools.simulate.summary import summarise
 from headrace.tools.simulate.trace_file import read_trace
+
+PROGRESS_S = 0.2  # between two updates of the line
 
 
 class _Engine(msgspec.Struct, frozen=True):
@@ -67,22 +69,26 @@ def main(given: argparse.Namespace, environ: Mapping[str, str]) -> int:
     host_rate = options.parse_rate("--host-rate", given.host_rate)
     limit = options.parse_whole("--limit", given.limit)
     retries = options.parse_whole("--retries", given.retries) or 0
-    json_file = options.check_output("--json", given.json)
-    plot_file = options.check_output("--plot", given.plot, ".png")
-    if plot_file is not None:
-        plot.check_installed()
+    json_file = check_output("--json", given.json)
+    plot_file = check_output("--plot", given.plot, ".png")
+    check_plotting(plot_file)
     requests = read_trace(Path(given.trace), limit)
     asked = options.points(values, environ, max(request.tokens for request in requests))
     engine = _engine(given, environ)
     asked = [_with_pool(point, engine) for point in asked]
     gc.collect()
     gc.freeze()  # hundreds of thousands of segments, which no later collection need look at
-    progress = ReplayProgress(sys.stderr, len(asked), len(requests))
+    progress = ProgressLine(sys.stderr, SystemClock(), PROGRESS_S)
     rows = []
     work_s = _work(requests, asked[0], engine)
     around = _Around(fetch_rate, host_rate, retries, given.send_objective)
-    for point in asked:
-        rows.append(_replay(point, requests, engine, work_s, around, objective, progress))
+    for number, point in enumerate(asked, 1):
+
+        def update(ended: int, of: str = f"replay {number} of {len(asked)}") -> None:
+            progress.show(f"{of}: {ended:,} requests, {100 * ended // len(requests)} %", at_once=not ended)
+
+        update(0)
+        rows.append(_replay(point, requests, engine, work_s, around, objective, update))
     progress.close()
     report = ReplayReport(
         trace=Path(given.trace).name,
@@ -98,8 +104,7 @@ def main(given: argparse.Namespace, environ: Mapping[str, str]) -> int:
         rows=rows,
     )
     say(as_text(report))
-    if json_file is not None:
-        _write(json_file, as_json(report))
+    write_json(json_file, report)
     if plot_file is not None:
         plot.draw(report, plot_file)
     return 0
@@ -149,7 +154,7 @@ def _replay(
     work_s: float,
     around: _Around,
     objective: str,
-    progress: ReplayProgress,
+    progress: Callable[[int], None],
 ) -> Row:
     duration_s = requests[-1].arrival_s
     if point.load is not None and not (duration_s and work_s):
@@ -168,8 +173,7 @@ def _replay(
         objective_s=(lambda tokens: OBJECTIVES[objective](tokens, engine.total)) if around.send_objective else None,
         latency_s=engine.latency_s,
     )
-    progress.begin()
-    result = Replay(settings, requests, progress.update).run()
+    result = Replay(settings, requests, progress).run()
     load = work_s / (duration_s * scale) if duration_s else None
     return Row(
         load=load,
@@ -183,10 +187,3 @@ def _replay(
         plans=result.plans,
         summary=summarise(result, OBJECTIVES[objective], engine.total),
     )
-
-
-def _write(path: Path, content: bytes) -> None:
-    try:
-        path.write_bytes(content)
-    except OSError as error:
-        raise ConfigError(f"cannot write {path}: {error.strerror}") from error

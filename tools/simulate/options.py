@@ -6,9 +6,8 @@ separated by commas, every combination is replayed.
 
 import argparse
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from itertools import product
-from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
@@ -190,7 +189,8 @@ def points(given: Mapping[str, Any], environ: Mapping[str, str], longest_prompt:
     }
     swept = [key for key, values in lists.items() if len(values) > 1]
     found = []
-    for chosen in _combinations(lists):
+    for values in product(*lists.values()):
+        chosen = dict(zip(lists, values, strict=True))
         changed = {BY_KEY[key].field: chosen[key] for key in settings if key != HOST_PAGES}
         found.append(
             Point(
@@ -233,23 +233,6 @@ def parse_whole(option: str, text: str | None) -> int | None:
 def parse_rate(option: str, text: str | None) -> float | None:
     """A number above 0; None where the flag was not given. Raises ConfigError."""
     return None if text is None else _numbers(option, text, single=True)[0]
-
-
-def check_output(option: str, text: str | None, suffix: str = "") -> Path | None:
-    """A file that can be written later. Raises ConfigError."""
-    if text is None:
-        return None
-    path = Path(text)
-    if suffix and path.suffix.lower() != suffix:
-        raise ConfigError(f"{option}: expected a file name that ends in {suffix}, got {text!r}")
-    if path.is_dir() or not path.absolute().parent.is_dir():
-        raise ConfigError(f"{option}: {path} {'is a folder' if path.is_dir() else 'is in no folder that exists'}")
-    return path
-
-
-def _combinations(lists: Mapping[str, tuple[Any, ...]]) -> Iterator[dict[str, Any]]:
-    for values in product(*lists.values()):
-        yield dict(zip(lists, values, strict=True))
 
 
 def _listed(key: str, given: object) -> tuple[Any, ...]:

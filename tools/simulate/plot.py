@@ -1,11 +1,10 @@
 """Draws the figures of a sweep as a PNG, with matplotlib (the extra headrace[plot])."""
 
 from collections.abc import Callable, Sequence
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from headrace.core.types.errors import ConfigError
+from headrace.tools.output import new_figure, save_figure
 from headrace.tools.simulate.objectives import CLASSES
 from headrace.tools.simulate.report import ReplayReport, Row
 
@@ -21,21 +20,11 @@ SHARES: dict[str, Value] = {
 }
 
 
-def check_installed() -> None:
-    """Raises ConfigError where matplotlib is missing."""
-    if find_spec("matplotlib") is None:
-        raise ConfigError("--plot needs matplotlib: pip install 'headrace[plot]'")
-
-
 def draw(report: ReplayReport, path: Path) -> None:
     """Write the picture: time to first token by length class above, shares below. Raises ConfigError for a file that
     cannot be written."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
     name, series = split(report.rows)
-    figure = Figure(figsize=(13, 7.5), layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = new_figure(13, 7.5)
     axes = figure.subplots(2, 3)
     for column, group in enumerate(CLASSES):
         panel = axes[0][column]
@@ -52,10 +41,7 @@ def draw(report: ReplayReport, path: Path) -> None:
         panel.grid(alpha=0.3)
     axes[0][0].legend(fontsize=8)
     figure.suptitle(f"{report.trace}: {report.requests:,} requests; {report.engine}; objective {report.objective}")
-    try:
-        figure.savefig(path, dpi=120)
-    except OSError as error:
-        raise ConfigError(f"cannot write {path}: {error.strerror}") from error
+    save_figure(figure, path)
 
 
 def split(rows: Sequence[Row]) -> tuple[str, dict[str, list[tuple[float, Row]]]]:

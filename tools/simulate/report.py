@@ -1,4 +1,4 @@
-"""The report of a sweep, as a table and as JSON."""
+"""The report of a sweep, and the table that it is printed as."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -6,6 +6,7 @@ from typing import Any
 import msgspec
 
 from headrace.scheduler.costs.chunking import Cost
+from headrace.tools.output import table
 from headrace.tools.simulate.objectives import CLASSES
 from headrace.tools.simulate.summary import ReplaySummary
 
@@ -55,11 +56,6 @@ class ReplayReport(msgspec.Struct, frozen=True, kw_only=True):
     rows: Sequence[Row]
 
 
-def as_json(report: ReplayReport) -> bytes:
-    """All figures, indented."""
-    return msgspec.json.format(msgspec.json.encode(report), indent=2) + b"\n"
-
-
 def as_text(report: ReplayReport) -> str:
     """What was replayed, and a table with a line for each replay."""
     costs = "; ".join(f"{a:.3g} l² + {b:.3g} l + {c:.3g} s" for a, b, c in report.costs)
@@ -73,7 +69,8 @@ def as_text(report: ReplayReport) -> str:
     if report.retries:
         header += _RETRIES
         rows = [[*cells, *_retries(row.summary)] for cells, row in zip(rows, report.rows, strict=True)]
-    return f"{about}\nTime to first token in seconds, shares in %.\n\n{_table(header, rows)}{_by_tenant(report, swept)}"
+    shown = table([header, *rows])
+    return f"{about}\nTime to first token in seconds, shares in %.\n\n{shown}{_by_tenant(report, swept)}"
 
 
 def _by_tenant(report: ReplayReport, swept: Sequence[str]) -> str:
@@ -90,7 +87,7 @@ def _by_tenant(report: ReplayReport, swept: Sequence[str]) -> str:
         for row in report.rows
     ]
     header = ["load", *swept, *(tenant or NOTHING for tenant in tenants)]
-    return f"\n\nGoodput by tenant, those of most requests first, in %.\n\n{_table(header, rows)}"
+    return f"\n\nGoodput by tenant, those of most requests first, in %.\n\n{table([header, *rows])}"
 
 
 _SHARES = ("longest", "goodput", "by tokens", "busy", "hits", "tokens/s", "refused")
@@ -126,10 +123,3 @@ def _seconds(value: float | None) -> str:
     if value is None:
         return NOTHING
     return f"{value:,.0f}" if value >= 100 else f"{value:.1f}" if value >= 10 else f"{value:.2f}"
-
-
-def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Right-aligned columns."""
-    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
-    lines = ["  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in (header, *rows)]
-    return "\n".join(lines)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 import msgspec
 
 from headrace.scheduler.costs.chunking import Cost
+from headrace.tools.output import quantile
 from headrace.tools.simulate.objectives import CLASSES, Objective, length_class
 from headrace.tools.simulate.replay.replay import ReplayOutcome, ReplayResult
 
@@ -63,16 +64,6 @@ class ReplaySummary(msgspec.Struct, frozen=True, kw_only=True):
     """Virtual time from the first arrival to the last first token."""
 
 
-def quantile(ordered: Sequence[float], share: float) -> float | None:
-    """The value below which this share of ordered values lies, interpolated; None of no values."""
-    if not ordered:
-        return None
-    place = share * (len(ordered) - 1)
-    low = int(place)
-    high = min(low + 1, len(ordered) - 1)
-    return ordered[low] + (place - low) * (ordered[high] - ordered[low])
-
-
 def summarise(result: ReplayResult, objective: Objective, cost: Cost) -> ReplaySummary:
     """cost: of the whole engine, which the objective may refer to."""
     outcomes = result.outcomes
@@ -80,10 +71,6 @@ def summarise(result: ReplayResult, objective: Objective, cost: Cost) -> ReplayS
     times = sorted(outcome.first_token_s for outcome in served if outcome.first_token_s is not None)
     good = [outcome for outcome in outcomes if _is_good(outcome, objective, cost)]
     tokens = sum(outcome.tokens for outcome in outcomes)
-    refused: dict[str, int] = {}
-    for outcome in outcomes:
-        if outcome.error:
-            refused[outcome.error] = refused.get(outcome.error, 0) + 1
     retried = [outcome for outcome in outcomes if outcome.attempts > 1]
     groups = {name: [each for each in outcomes if length_class(each.tokens) == name] for name in CLASSES}
     seconds = result.seconds
@@ -94,7 +81,7 @@ def summarise(result: ReplayResult, objective: Objective, cost: Cost) -> ReplayS
         goodput=len(good) / len(outcomes),
         tenants=_tenants(outcomes, good),
         goodput_tokens=sum(outcome.tokens for outcome in good) / tokens,
-        refused=refused,
+        refused=dict(Counter(outcome.error for outcome in outcomes if outcome.error)),
         retried=len(retried),
         first_retry_accepted=sum(each.attempts == 2 and not each.error for each in retried) / len(retried)
         if retried

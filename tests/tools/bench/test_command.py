@@ -243,7 +243,7 @@ def test_the_picture_is_a_png(tmp_path: Path) -> None:
 
 def test_a_picture_needs_matplotlib(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    monkeypatch.setattr("headrace.tools.simulate.plot.find_spec", lambda name: None)
+    monkeypatch.setattr("headrace.tools.output.find_spec", lambda name: None)
     assert "pip install 'headrace[plot]'" in refused(capsys, "http://127.0.0.1:9", "--plot", "x.png")
 
 

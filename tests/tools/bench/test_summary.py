@@ -8,7 +8,7 @@ from headrace.tools.bench.outcome import INTERRUPTED, OK, BenchOutcome
 from headrace.tools.bench.report import BenchReport, as_text
 from headrace.tools.bench.runner import Measured
 from headrace.tools.bench.stream_reader import StreamReader
-from headrace.tools.bench.summary import LatencyLimits, is_good, most_open, summarise
+from headrace.tools.bench.summary import LatencyLimits, is_good, open_counts, summarise
 
 NO_LIMITS = LatencyLimits(None, None)
 
@@ -81,7 +81,8 @@ def test_a_single_token_has_no_time_per_token_to_limit() -> None:
 
 
 def test_open_requests() -> None:
-    assert most_open([outcome(0.0, 2.0), outcome(1.0, 3.0), outcome(2.5, 2.7)]) == 2
+    counts = open_counts([outcome(0.0, 2.0), outcome(1.0, 3.0), outcome(2.5, 2.7)])
+    assert counts == [(0.0, 1), (1.0, 2), (2.0, 1), (2.5, 2), (2.7, 1), (3.0, 0)]
 
 
 def test_events_may_be_split_anywhere() -> None:

@@ -10,10 +10,11 @@ import pytest
 
 from headrace.cli import commands as cli
 from headrace.core.config import SchedulerConfig
+from headrace.tools.output import quantile
 from headrace.tools.simulate import options, plot
 from headrace.tools.simulate.objectives import OBJECTIVES
 from headrace.tools.simulate.replay.replay import ReplayOutcome, ReplayResult
-from headrace.tools.simulate.summary import Latency, quantile, summarise
+from headrace.tools.simulate.summary import Latency, summarise
 
 COST = "1e-9,1e-4,0.01"
 ENGINE = ("--cost", COST, "--page-size", "64", "--kv-pages", "128")
@@ -184,7 +185,7 @@ def test_without_matplotlib_the_mistake_is_said_before_anything_runs(
         assert name == "matplotlib"
         return None
 
-    monkeypatch.setattr(plot, "find_spec", missing)
+    monkeypatch.setattr("headrace.tools.output.find_spec", missing)
     assert cli.main(["simulate", str(trace), "--plot", "x.png"]) == 2
     assert capsys.readouterr().err == "headrace: --plot needs matplotlib: pip install 'headrace[plot]'\n"
 

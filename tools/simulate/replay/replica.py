@@ -21,8 +21,7 @@ from headrace.server.routing.replica_load import LoadReport
 from headrace.server.routing.score import Candidate
 from headrace.testing.world import SchedulerDriver, World
 from headrace.tools.simulate.replay.costs import row_seconds, slowest
-from headrace.tools.simulate.replay.host_tier import TimedHostTier
-from headrace.tools.simulate.replay.pipeline import TimedPipeline
+from headrace.tools.simulate.replay.pipeline import TimedHostTier, TimedPipeline
 
 PEER = "peer"
 ANSWERED = SamplingParams(temperature=0.0, max_tokens=1)

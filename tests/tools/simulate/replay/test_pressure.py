@@ -23,8 +23,7 @@ from headrace.scheduler.costs.chunking import Cost
 from headrace.scheduler.scheduler import Effect, Scheduler
 from headrace.testing.world import SchedulerDriver, World
 from headrace.tools.simulate.replay.costs import row_seconds, split_evenly
-from headrace.tools.simulate.replay.host_tier import TimedHostTier
-from headrace.tools.simulate.replay.pipeline import TimedPipeline
+from headrace.tools.simulate.replay.pipeline import TimedHostTier, TimedPipeline
 
 COST: Cost = (1e-8, 1e-4, 0.002)  # of all stages: 0.1 ms a token, 2 ms a pass, attention
 PAGE, CHUNK, PEER = 16, 512, "peer"

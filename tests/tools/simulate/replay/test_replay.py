@@ -13,8 +13,7 @@ from headrace.core.config import SchedulerConfig
 from headrace.scheduler.costs.chunking import Cost
 from headrace.server.routing.replica_load import LoadReport
 from headrace.server.routing.score import Candidate
-from headrace.tools.simulate.replay.costs import split_evenly
-from headrace.tools.simulate.replay.offered_work import offered_work
+from headrace.tools.simulate.replay.costs import offered_work, split_evenly
 from headrace.tools.simulate.replay.replay import Replay, ReplayOutcome, ReplayResult, ReplaySettings
 from headrace.tools.simulate.replay.replica import HostTier
 from headrace.tools.simulate.replay.routing import (
