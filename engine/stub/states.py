@@ -54,7 +54,7 @@ class StubStates:
         """States int64 [count] of a row's positions with these tokens: the previous position's state plus token times
         position weight."""
         weights = self._weights[row.start : row.start + row.count]
-        weighted = (torch.from_numpy(ids).to(self._device).long() + 1) * weights
+        weighted = (torch.from_numpy(ids.astype(np.int64)).to(self._device) + 1) * weights
         previous: Tensor | int = 0
         if row.start:
             page, slot = divmod(row.start - 1, self._geometry.page_size)
