@@ -12,7 +12,7 @@ from headrace.core.types.errors import HeadraceError, invalid, shown
 from headrace.gateway.base import BaseGateway
 from headrace.gateway.metrics import GATEWAY_CATALOG
 from headrace.server.api.description.operation import audiences, described
-from headrace.server.http.body_budget import BodyBudget
+from headrace.server.http.body import BodyBudget
 from headrace.server.http.error_response import error_response, install_handlers
 from headrace.server.http.middleware import ApiKeys, RequestMetrics
 from headrace.server.http.rules import HttpRules, allowed_methods, page_guard

@@ -20,7 +20,7 @@ from headrace.server.api.operations.tokenization import tokenizer_routes
 from headrace.server.api.response.completion_endpoint import CompletionEndpoint
 from headrace.server.api.sglang.generate_route import generate_routes
 from headrace.server.frontend.service import Service
-from headrace.server.http.body_budget import BodyBudget
+from headrace.server.http.body import BodyBudget
 from headrace.server.http.error_response import install_handlers
 from headrace.server.http.middleware import ApiKeys, RequestMetrics
 from headrace.server.http.rules import HttpRules, allowed_methods, page_guard

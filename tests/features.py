@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from headrace.server.api.request import conversation_schema, format_schema, schema
+from headrace.server.api.request import schema
 
 Body = dict[str, Any]
 Kind = type[msgspec.Struct]
@@ -159,29 +159,29 @@ def cases(kind: Kind) -> dict[str, Case]:
 # Objects within bodies: the route, and the body around an object of this kind.
 OBJECTS: dict[Kind, tuple[Kind, Any]] = {
     schema.GenerateSampling: (schema.GenerateBody, lambda found: {"sampling_params": found}),
-    format_schema.StructuredOutputs: (schema.CompletionBody, lambda found: {"structured_outputs": found}),
+    schema.StructuredOutputs: (schema.CompletionBody, lambda found: {"structured_outputs": found}),
     schema.StreamOptions: (schema.CompletionBody, lambda found: {"stream": True, "stream_options": found}),
-    format_schema.ResponseFormat: (schema.ChatBody, lambda found: {"response_format": found}),
-    format_schema.JsonSchemaFormat: (
+    schema.ResponseFormat: (schema.ChatBody, lambda found: {"response_format": found}),
+    schema.JsonSchemaFormat: (
         schema.ChatBody,
         lambda found: {"response_format": {"type": "json_schema", "json_schema": found}},
     ),
-    format_schema.TextOptions: (schema.ResponsesBody, lambda found: {"text": found}),
-    format_schema.TextFormat: (schema.ResponsesBody, lambda found: {"text": {"format": found}}),
-    conversation_schema.ChatMessage: (schema.ChatBody, lambda found: {"messages": [found]}),
-    conversation_schema.Part: (schema.ChatBody, lambda found: {"messages": [{"role": "user", "content": [found]}]}),
-    conversation_schema.Tool: (schema.ChatBody, lambda found: {"tools": [found]}),
-    conversation_schema.Function: (schema.ChatBody, lambda found: {"tools": [{"function": found}]}),
-    conversation_schema.ToolChoice: (schema.ChatBody, lambda found: {"tools": [TOOL, CLOCK], "tool_choice": found}),
-    conversation_schema.ChosenFunction: (
+    schema.TextOptions: (schema.ResponsesBody, lambda found: {"text": found}),
+    schema.TextFormat: (schema.ResponsesBody, lambda found: {"text": {"format": found}}),
+    schema.ChatMessage: (schema.ChatBody, lambda found: {"messages": [found]}),
+    schema.Part: (schema.ChatBody, lambda found: {"messages": [{"role": "user", "content": [found]}]}),
+    schema.Tool: (schema.ChatBody, lambda found: {"tools": [found]}),
+    schema.Function: (schema.ChatBody, lambda found: {"tools": [{"function": found}]}),
+    schema.ToolChoice: (schema.ChatBody, lambda found: {"tools": [TOOL, CLOCK], "tool_choice": found}),
+    schema.ChosenFunction: (
         schema.ChatBody,
         lambda found: {"tools": [TOOL, CLOCK], "tool_choice": {"function": found}},
     ),
-    conversation_schema.ToolCall: (
+    schema.ToolCall: (
         schema.ChatBody,
         lambda found: {"messages": [{"role": "assistant", "tool_calls": [found]}, RESULT]},
     ),
-    conversation_schema.CalledFunction: (
+    schema.CalledFunction: (
         schema.ChatBody,
         lambda found: {"messages": [{"role": "assistant", "tool_calls": [{**CALL, "function": found}]}]},
     ),
@@ -206,7 +206,7 @@ MEMBERS: dict[Kind, dict[str, Case]] = {
         "min_new_tokens": Case(1),
         "json_schema": Case('{"type": "object"}'),
     },
-    format_schema.StructuredOutputs: {
+    schema.StructuredOutputs: {
         "json": Case(OBJECT),
         "regex": Case("a+"),
         "choice": Case(["a"]),
@@ -214,14 +214,14 @@ MEMBERS: dict[Kind, dict[str, Case]] = {
         "json_object": Case(True),
     },
     schema.StreamOptions: {"include_usage": Case(True), "include_progress": Case(True)},
-    format_schema.ResponseFormat: {
+    schema.ResponseFormat: {
         "type": Case("json_object"),
         "json_schema": Case({"schema": OBJECT}, {"type": "json_schema"}),
     },
-    format_schema.JsonSchemaFormat: {"schema": Case({"type": "array"})},
-    format_schema.TextOptions: {"format": Case({"type": "json_object"})},
-    format_schema.TextFormat: {"type": Case("json_object"), "schema": Case(OBJECT, {"type": "json_schema"})},
-    conversation_schema.ChatMessage: {
+    schema.JsonSchemaFormat: {"schema": Case({"type": "array"})},
+    schema.TextOptions: {"format": Case({"type": "json_object"})},
+    schema.TextFormat: {"type": Case("json_object"), "schema": Case(OBJECT, {"type": "json_schema"})},
+    schema.ChatMessage: {
         "content": Case("another", {"role": "user"}),
         "role": Case("assistant", {"content": "hello"}),
         "name": Case("anna", {"role": "user", "content": "hello"}),
@@ -229,27 +229,27 @@ MEMBERS: dict[Kind, dict[str, Case]] = {
         "tool_call_id": Case("c1", {"role": "tool", "content": "rain"}, status=400),  # there is no such call
         "refusal": Case("I will not", {"role": "assistant"}),
     },
-    conversation_schema.Part: {
+    schema.Part: {
         "type": Case("image_url", {"text": "x"}, status=400),
         "text": Case("another", {"type": "text"}),
         "refusal": Case("I will not", {"type": "refusal"}),
     },
-    conversation_schema.Tool: {
+    schema.Tool: {
         "function": Case({"name": "clock"}, TOOL),
         "type": Case("custom", TOOL, status=400),
     },
-    conversation_schema.Function: FUNCTION,
-    conversation_schema.ToolChoice: {
+    schema.Function: FUNCTION,
+    schema.ToolChoice: {
         "function": Case({"name": "clock"}, {"function": {"name": "weather"}}),
         "type": Case("custom", {"function": {"name": "weather"}}, status=400),
     },
-    conversation_schema.ChosenFunction: {"name": Case("clock", {"name": "weather"})},
-    conversation_schema.ToolCall: {
+    schema.ChosenFunction: {"name": Case("clock", {"name": "weather"})},
+    schema.ToolCall: {
         "id": Case("c2", CALL, status=400),  # the result is of another call
         "function": Case({"name": "clock"}, CALL),
         "type": Case("custom", CALL, status=400),
     },
-    conversation_schema.CalledFunction: {
+    schema.CalledFunction: {
         "name": Case("clock", {"name": "weather"}),
         "arguments": Case(PARIS, {"name": "weather"}),
     },

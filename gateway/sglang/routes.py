@@ -10,10 +10,10 @@ from headrace.core.types.requests.request import SamplingParams, Timing, Usage
 from headrace.gateway.operations import gateway_app, one_model
 from headrace.gateway.sglang.bodies import SglangBody, take_apart
 from headrace.gateway.sglang.gateway import SglangGateway
-from headrace.server.api.request.body import decode_object, read_body
+from headrace.server.api.request.parse import decode_object
 from headrace.server.frontend.request.generation_request import GenerationResult
 from headrace.server.frontend.request_log import RequestRecord
-from headrace.server.http.body_budget import BodyBudget
+from headrace.server.http.body import BodyBudget, read_body
 from headrace.server.http.error_response import error_response
 from headrace.server.http.streaming import ClientDisconnected, json_response, until_disconnect
 

@@ -20,9 +20,9 @@ from headrace.gateway.vllm.front import (
     completion,
 )
 from headrace.gateway.vllm.gateway import VllmGateway
-from headrace.server.api.request.body import decode_body, read_body
+from headrace.server.api.request.parse import decode_body
 from headrace.server.frontend.request_log import RequestRecord
-from headrace.server.http.body_budget import BodyBudget
+from headrace.server.http.body import BodyBudget, read_body
 from headrace.server.http.streaming import ClientDisconnected, json_response, until_disconnect
 
 _ELSEWHERE = ("/v1/responses", "/v1/embeddings", "/v1/messages", "/generate", "/inference/v1/generate")

@@ -10,7 +10,7 @@ from starlette.types import Scope
 
 from headrace.core.types.errors import ErrorInfo, HeadraceError
 from headrace.server.frontend.request_log import RequestRecord
-from headrace.server.http.content_coding import ACCEPTED
+from headrace.server.http.body import ACCEPTED
 from headrace.server.http.streaming import EventWriter, json_response
 
 _TYPES = {

@@ -45,7 +45,7 @@ class HttpProtocol(asyncio.Protocol):
     """Reads requests, has the application answer them in their order, and closes connections of clients that send too
     much besides bodies, too slowly, or without reading.
 
-    The parser buffers nothing but keeps no limit either; bodies are limited where they are read (api/request/body.py).
+    The parser buffers nothing but keeps no limit either; bodies are limited where they are read (http/body.py).
     """
 
     transport: asyncio.Transport

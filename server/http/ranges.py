@@ -1,5 +1,5 @@
-"""Ranges of the values of fields, as types: decoding refuses others (bounds.py says it in words), and GET /openapi.json
-shows them. What depends on the model or on other fields is checked where it is used."""
+"""Ranges of the values of fields, as types: decoding refuses others (api/request/explain.py says it in words), and
+GET /openapi.json shows them. What depends on the model or on other fields is checked where it is used."""
 
 from typing import Annotated
 

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import msgspec
 
-from headrace.server.api.request import conversation_schema, format_schema, schema
+from headrace.server.api.request import schema
 from headrace.server.api.request.other_fields import OTHER_FIELDS, OtherField
 from tests.deployment.files import ROOT
 from tests.routers.fields import BEHIND_ROUTERS
@@ -21,23 +21,23 @@ BODIES: dict[str, type[msgspec.Struct]] = {
     "POST /v1/prefill": schema.PrefillBody,
     "POST /tokenize": schema.TokenizeBody,
     "POST /detokenize": schema.DetokenizeBody,
-    "`structured_outputs`": format_schema.StructuredOutputs,
-    "`response_format`": format_schema.ResponseFormat,
-    "`response_format.json_schema`": format_schema.JsonSchemaFormat,
-    "`text` of POST /v1/responses": format_schema.TextOptions,
-    "`text.format` of POST /v1/responses": format_schema.TextFormat,
+    "`structured_outputs`": schema.StructuredOutputs,
+    "`response_format`": schema.ResponseFormat,
+    "`response_format.json_schema`": schema.JsonSchemaFormat,
+    "`text` of POST /v1/responses": schema.TextOptions,
+    "`text.format` of POST /v1/responses": schema.TextFormat,
     "`stream_options`": schema.StreamOptions,
-    "items of `messages`": conversation_schema.ChatMessage,
-    "items of `tool_calls`": conversation_schema.ToolCall,
-    "`function` of a tool call": conversation_schema.CalledFunction,
-    "items of `tools`": conversation_schema.Tool,
-    "`function` of a tool": conversation_schema.Function,
-    "`tool_choice` that names a function": conversation_schema.ToolChoice,
-    "`function` of `tool_choice`": conversation_schema.ChosenFunction,
+    "items of `messages`": schema.ChatMessage,
+    "items of `tool_calls`": schema.ToolCall,
+    "`function` of a tool call": schema.CalledFunction,
+    "items of `tools`": schema.Tool,
+    "`function` of a tool": schema.Function,
+    "`tool_choice` that names a function": schema.ToolChoice,
+    "`function` of `tool_choice`": schema.ChosenFunction,
     "items of `input`": schema.InputItem,
     "items of `tools` of POST /v1/responses": schema.ResponseTool,
     "`tool_choice` of POST /v1/responses that names a function": schema.ResponseToolChoice,
-    "parts of `content`": conversation_schema.Part,
+    "parts of `content`": schema.Part,
 }
 
 

@@ -14,7 +14,7 @@ from examples import minimal_peer
 from headrace.core.messages.membership import AnyJoinReply, JoinRequest
 from headrace.core.runtime.codec import Codec, DecodeError
 from headrace.core.types.errors import ConfigError, HeadraceError
-from headrace.server.api.request.body import parse_body
+from headrace.server.api.request.parse import parse_body
 from headrace.server.api.request.schema import ChatBody, CompletionBody, PrefillBody
 from headrace.server.upstream.prefill_call import response_error
 from headrace.transfer.protocol import draft_frame, metadata

@@ -10,8 +10,7 @@ from typing import Any
 import msgspec
 from msgspec import inspect as types
 
-from headrace.server.api.request.other_fields import OTHER_FIELDS, OtherField
-from headrace.server.api.request.strict_fields import other_fields
+from headrace.server.api.request.other_fields import OTHER_FIELDS, OtherField, other_fields
 
 TEMPLATE = "#/components/schemas/{name}"
 NOTHING: tuple[Any, ...] = (None, False, "", [], {})  # values that ask for nothing

@@ -14,9 +14,9 @@ from headrace.core.stats import Stats, join
 from headrace.core.types.errors import UNKNOWN_RID, ErrorInfo, invalid, shown
 from headrace.server.api.description import replies
 from headrace.server.api.description.operation import GENERATION_ERRORS, GENERATION_HEADERS, Parameter, described
-from headrace.server.api.request.body import decode_body, read_body
 from headrace.server.api.request.client_terms import client_of, tenant_of, with_client_terms
 from headrace.server.api.request.constraint import body_constraint
+from headrace.server.api.request.parse import decode_body
 from headrace.server.api.request.prompts import check_model, encode_any
 from headrace.server.api.request.refusal import notify_peers_on_refusal
 from headrace.server.api.request.sampling import check_logprobs_start, request_fields, sampling_params
@@ -28,7 +28,7 @@ from headrace.server.frontend.link.control_address import ControlAddress, wrong_
 from headrace.server.frontend.request.generation_request import Emit, GenerationDelta, GenerationRequest, discard_events
 from headrace.server.frontend.served_model import ServedModel
 from headrace.server.frontend.status.stats_collector import StatsCollector
-from headrace.server.http.body_budget import BodyBudget
+from headrace.server.http.body import BodyBudget, read_body
 from headrace.server.http.error_response import error_body
 from headrace.server.http.large_json import made_aside
 from headrace.server.http.streaming import EventStream, EventWriter, JsonAnswer, json_response

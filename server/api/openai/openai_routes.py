@@ -23,8 +23,14 @@ from headrace.server.api.openai.tool_chat_form import ToolChatForm
 from headrace.server.api.request.client_terms import client_of
 from headrace.server.api.request.completion_request import CompletionRequest
 from headrace.server.api.request.constraint import body_constraint
-from headrace.server.api.request.prompts import check_model, completion_prompts, encode, encode_all, encode_chat
-from headrace.server.api.request.response_input import input_messages
+from headrace.server.api.request.prompts import (
+    check_model,
+    completion_prompts,
+    encode,
+    encode_all,
+    encode_chat,
+    input_messages,
+)
 from headrace.server.api.request.sampling import (
     chat_logprobs_wanted,
     check_logprobs_start,

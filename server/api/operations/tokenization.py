@@ -7,12 +7,12 @@ from headrace.core.config import ServerConfig
 from headrace.core.types.errors import invalid
 from headrace.server.api.description import replies
 from headrace.server.api.description.operation import BODY_ERRORS, described
-from headrace.server.api.request.body import decode_body, read_body
+from headrace.server.api.request.parse import decode_body
 from headrace.server.api.request.prompts import check_ids, check_model, encode, encode_chat
 from headrace.server.api.request.schema import DetokenizeBody, TokenizeBody
 from headrace.server.api.request.tools import check_tools_taken, offered_functions
 from headrace.server.frontend.served_model import ServedModel
-from headrace.server.http.body_budget import BodyBudget
+from headrace.server.http.body import BodyBudget, read_body
 from headrace.server.http.streaming import json_response
 
 _TOKENIZE = described(

@@ -7,8 +7,15 @@ import msgspec
 
 from headrace.core.types.errors import HeadraceError, invalid, shown
 from headrace.core.types.requests.constraint import Constraint
-from headrace.server.api.request.format_schema import ResponseFormat, StructuredOutputs, TextFormat
-from headrace.server.api.request.schema import GenerateSampling, OpenAIBody, ResponsesBody, SamplingBody
+from headrace.server.api.request.schema import (
+    GenerateSampling,
+    OpenAIBody,
+    ResponseFormat,
+    ResponsesBody,
+    SamplingBody,
+    StructuredOutputs,
+    TextFormat,
+)
 from headrace.server.frontend.served_model import ServedModel
 
 MAX_CHOICES = 4096

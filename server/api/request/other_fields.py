@@ -1,17 +1,23 @@
 """Fields of other servers' APIs that this one does not serve: refused, or accepted where they change no answer.
 
-The structs of schema.py, conversation_schema.py and format_schema.py are the fields that are served; with those here
-they are all that a body may have, and what docs/api.md is generated from. A refused field passes if its value asks for
+The structs of schema.py are the fields that are served; with those here they are all that a body may have, and what
+docs/api.md is generated from. A refused field passes if its value asks for
 nothing (null, false, an empty one, a default), as clients send that fill in all fields. tests/server/api/
 test_clients_of_today.py has what clients send, and where that was read.
 """
 
+import difflib
 from collections.abc import Iterable, Iterator, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple, get_args
 
 import msgspec
 
-from headrace.server.api.request import conversation_schema, format_schema, schema
+from headrace.core.types.errors import HeadraceError, invalid, shown
+from headrace.server.api.request import schema
+
+NEAR_CHARS = 64  # of an unknown field, to be compared with those that there are
+NOTHING_BYTES = 512  # of a value that may ask for nothing
+Kind = type[msgspec.Struct]
 
 
 class OtherField(NamedTuple):
@@ -175,20 +181,20 @@ OTHER_FIELDS: Mapping[type[msgspec.Struct], Mapping[str, OtherField]] = {
         _MODEL_INPUT,
         _refused("ask POST /detokenize", "return_token_strs"),
     ),
-    format_schema.StructuredOutputs: _table(
+    schema.StructuredOutputs: _table(
         _refused("not served", "structural_tag whitespace_pattern"),
         _refused("not served", "disable_any_whitespace disable_additional_properties"),
         _accepted("there is one library", "disable_fallback"),
     ),
-    format_schema.ResponseFormat: _table(_refused("not served", "structures triggers format")),
-    format_schema.JsonSchemaFormat: _table(_FORMAT),
-    format_schema.TextFormat: _table(_FORMAT),
-    format_schema.TextOptions: _table(_refused("how much is said is the model's to decide", "verbosity", "medium")),
+    schema.ResponseFormat: _table(_refused("not served", "structures triggers format")),
+    schema.JsonSchemaFormat: _table(_FORMAT),
+    schema.TextFormat: _table(_FORMAT),
+    schema.TextOptions: _table(_refused("how much is said is the model's to decide", "verbosity", "medium")),
     schema.StreamOptions: _table(
         _refused("usage comes at the end", "continuous_usage_stats"),
         _accepted("nothing is padded", "include_obfuscation"),
     ),
-    conversation_schema.ChatMessage: _table(
+    schema.ChatMessage: _table(
         _refused("send tool_calls", "function_call"),
         _refused("text models only", "audio"),
         _EARLIER_REASONING,
@@ -207,19 +213,17 @@ OTHER_FIELDS: Mapping[type[msgspec.Struct], Mapping[str, OtherField]] = {
         _refused("functions only, called by the model", "namespace async"),
         _refused("functions only, called by the model", "caller", {"type": "direct"}),
     ),
-    conversation_schema.ToolCall: _table(
+    schema.ToolCall: _table(
         _refused("calls of functions only", "custom"),
         _PROVIDERS,
         _CACHES,
         _accepted("comes back from streams", "index"),
     ),
-    conversation_schema.CalledFunction: _table(_PROVIDERS, _accepted("comes back from responses", "parsed_arguments")),
-    conversation_schema.Tool: _table(_refused("functions only", "custom"), _CACHES),
-    conversation_schema.Function: _table(_refused("not served", "defer_loading"), _CACHES),
-    conversation_schema.ToolChoice: _table(_refused("a function is chosen by its name", "allowed_tools custom")),
-    conversation_schema.ChosenFunction: _table(
-        _accepted("those of the tool with this name count", "description parameters strict")
-    ),
+    schema.CalledFunction: _table(_PROVIDERS, _accepted("comes back from responses", "parsed_arguments")),
+    schema.Tool: _table(_refused("functions only", "custom"), _CACHES),
+    schema.Function: _table(_refused("not served", "defer_loading"), _CACHES),
+    schema.ToolChoice: _table(_refused("a function is chosen by its name", "allowed_tools custom")),
+    schema.ChosenFunction: _table(_accepted("those of the tool with this name count", "description parameters strict")),
     schema.ResponseTool: _table(
         _refused(
             "functions only",
@@ -231,7 +235,7 @@ OTHER_FIELDS: Mapping[type[msgspec.Struct], Mapping[str, OtherField]] = {
         _CACHES,
     ),
     schema.ResponseToolChoice: _table(_refused("a function is chosen by its name", "mode tools server_label")),
-    conversation_schema.Part: _table(
+    schema.Part: _table(
         _refused("text models only", "image_url input_audio video_url audio_url file image detail"),
         _CACHES,
         _accepted("comes back from responses", "annotations logprobs parsed"),
@@ -276,3 +280,89 @@ OTHER_FIELDS: Mapping[type[msgspec.Struct], Mapping[str, OtherField]] = {
         _accepted("ids are in the response anyway", "return_prompt_token_ids return_text_in_logprobs"),
     ),
 }
+
+
+def without_other_fields(body: bytes | bytearray, kind: Kind) -> bytes:
+    """The body with the fields of its struct alone. Raises HeadraceError (400) for an unknown field, with the nearest
+    known one, and for one that is not served and asks for something."""
+    return bytes(_cleaned(msgspec.Raw(body), kind, ""))
+
+
+def _cleaned(raw: msgspec.Raw, kind: Kind, path: str) -> msgspec.Raw:
+    try:
+        given = msgspec.json.decode(raw, type=dict[str, msgspec.Raw])
+    except msgspec.ValidationError:
+        return raw  # no object: decoding it says so
+    served = {field.encode_name: field.type for field in msgspec.structs.fields(kind)}
+    others = other_fields(kind)
+    kept: dict[str, msgspec.Raw] = {}
+    for name, value in given.items():
+        if name in served:
+            kept[name] = _nested(value, served[name], _joined(path, name))
+        elif name not in others:
+            raise _unknown(name, path, (*served, *others))
+        elif others[name].refused and not _asks_for_nothing(value, others[name]):
+            text = f"{_joined(path, name)} is not supported ({others[name].why}); leave it out"
+            raise invalid(_joined(path, name), text, code="unsupported")
+    return msgspec.Raw(msgspec.json.encode(kept))
+
+
+def _nested(raw: msgspec.Raw, annotation: Any, path: str) -> msgspec.Raw:
+    """A value that is an object with fields, or a list of such, if its type says so."""
+    objects, lists = _structs_in(annotation)
+    text = bytes(raw).lstrip()
+    if objects and text.startswith(b"{"):
+        return _cleaned(raw, objects[0], path)
+    if lists and text.startswith(b"["):
+        items = msgspec.json.decode(raw, type=list[msgspec.Raw])
+        parts = [_cleaned(item, lists[0], f"{path}[{index}]") for index, item in enumerate(items)]
+        return msgspec.Raw(msgspec.json.encode(parts))
+    return raw
+
+
+def _structs_in(annotation: Any) -> tuple[list[Kind], list[Kind]]:
+    """Structs that a type allows, and those that it allows in lists."""
+    options = get_args(annotation) if not _is_list(annotation) else (annotation,)
+    options = options or (annotation,)
+    objects = [option for option in options if _is_strict(option)]
+    lists = [item for option in options if _is_list(option) for item in get_args(option) if _is_strict(item)]
+    return objects, lists
+
+
+def _is_list(annotation: Any) -> bool:
+    return getattr(annotation, "__origin__", None) is list
+
+
+def _is_strict(annotation: Any) -> bool:
+    return isinstance(annotation, type) and issubclass(annotation, msgspec.Struct) and annotation in OTHER_FIELDS
+
+
+def other_fields(kind: Kind) -> Mapping[str, OtherField]:
+    """Other fields of a struct and of those that it extends."""
+    return {name: field for each in reversed(kind.__mro__) for name, field in OTHER_FIELDS.get(each, {}).items()}
+
+
+def _asks_for_nothing(raw: msgspec.Raw, field: OtherField) -> bool:
+    if len(bytes(raw)) > NOTHING_BYTES:
+        return False
+    value = msgspec.json.decode(raw)
+    if isinstance(value, list) and all(item in field.neutral_items for item in value):
+        return True
+    return value is None or value is False or value in ("", {}) or _is_among(value, field.neutral)
+
+
+def _is_among(value: object, neutral: tuple[object, ...]) -> bool:
+    """1 is 1.0, but True is not 1."""
+    return any(value == each and isinstance(value, bool) == isinstance(each, bool) for each in neutral)
+
+
+def _unknown(name: str, path: str, known: tuple[str, ...]) -> HeadraceError:
+    near = [field for field in SAME_AS.get(name, ()) if field in known][:1]
+    near = near or (difflib.get_close_matches(name, known, n=1) if len(name) <= NEAR_CHARS else [])
+    hint = f"; did you mean {near[0]}?" if near else ""
+    field = shown(name) or '""'
+    return invalid(_joined(path, field), f"unknown field {field}{hint}", code="unknown_field")
+
+
+def _joined(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else name

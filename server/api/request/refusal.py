@@ -11,9 +11,10 @@ import msgspec
 from headrace.core.config import ServerConfig
 from headrace.core.runtime.codec import NO_MESSAGE
 from headrace.core.types.errors import HeadraceError
-from headrace.server.api.request.body import SMALL, parse_body
 from headrace.server.api.request.completion_request import request_sources
+from headrace.server.api.request.parse import parse_body
 from headrace.server.frontend.generation.completions import Completions
+from headrace.server.http.body import SMALL
 from headrace.server.upstream.handoff_params import BatchShape, HandoffParams, kv_sinks
 
 

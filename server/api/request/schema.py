@@ -9,8 +9,6 @@ from typing import Any
 import msgspec
 
 from headrace.core.types.requests.request import HiddenWanted
-from headrace.server.api.request.conversation_schema import ChatMessage, Part, Tool, ToolChoice
-from headrace.server.api.request.format_schema import ResponseFormat, StructuredOutputs, TextOptions
 from headrace.server.http.ranges import (
     Alternatives,
     Biases,
@@ -37,6 +35,122 @@ from headrace.server.http.ranges import (
     TopP,
 )
 from headrace.server.upstream.handoff_params import HandoffParams, TokenId, TransferParams
+
+
+class Part(msgspec.Struct, forbid_unknown_fields=True):
+    """One part of a message's content; only text is supported."""
+
+    type: str
+    text: str | None = None
+    refusal: str | None = None
+    """The text of a part of type refusal."""
+
+
+class CalledFunction(msgspec.Struct, forbid_unknown_fields=True):
+    """function of a tool call."""
+
+    name: str
+    arguments: str | None = None
+    """A JSON object, as text."""
+
+
+class ToolCall(msgspec.Struct, forbid_unknown_fields=True):
+    """A call that the assistant has made."""
+
+    id: str
+    function: CalledFunction
+    type: str | None = None
+    """function."""
+
+
+class ChatMessage(msgspec.Struct, forbid_unknown_fields=True):
+    """One message of a conversation."""
+
+    role: str
+    content: str | list[Part] | None = None
+    name: str | None = None
+    tool_calls: list[ToolCall] | None = None
+    """Of the assistant: calls that it has made."""
+    tool_call_id: str | None = None
+    """Of role tool: the call that this is the result of."""
+    refusal: str | None = None
+    """Of the assistant: what it has said in the place of content."""
+
+
+class Function(msgspec.Struct, forbid_unknown_fields=True):
+    """function of a tool."""
+
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    """A JSON schema of its arguments; None for a function without any."""
+    strict: bool | None = None
+    """Whether calls keep to the schema with tool_choice auto; with required ones they always do."""
+
+
+class Tool(msgspec.Struct, forbid_unknown_fields=True):
+    """A function that the model may call."""
+
+    function: Function
+    type: str | None = None
+    """function."""
+
+
+class ChosenFunction(msgspec.Struct, forbid_unknown_fields=True):
+    """function of a tool_choice."""
+
+    name: str
+
+
+class ToolChoice(msgspec.Struct, forbid_unknown_fields=True):
+    """A tool_choice that names a function."""
+
+    function: ChosenFunction
+    type: str | None = None
+    """function."""
+
+
+class StructuredOutputs(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """What the generated text has to match: exactly one of these."""
+
+    json: dict[str, Any] | bool | str | None = None
+    """A JSON schema, or its text."""
+    regex: str | None = None
+    """A regular expression that matches the whole text."""
+    choice: list[str] | None = None
+    """The text is one of these."""
+    grammar: str | None = None
+    """In GBNF (llama.cpp's EBNF) or Lark."""
+    json_object: bool | None = None
+    """Any JSON object."""
+
+
+class JsonSchemaFormat(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """json_schema of a response_format."""
+
+    schema: dict[str, Any] | bool | str | None = None
+    """A JSON schema, or its text."""
+
+
+class ResponseFormat(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """OpenAI's field of structured outputs."""
+
+    type: str | None = None
+    """text, json_object or json_schema."""
+    json_schema: JsonSchemaFormat | None = None
+
+
+class TextFormat(JsonSchemaFormat, kw_only=True, forbid_unknown_fields=True):
+    """text.format of POST /v1/responses."""
+
+    type: str | None = None
+    """text, json_object or json_schema."""
+
+
+class TextOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """text of POST /v1/responses."""
+
+    format: TextFormat | None = None
 
 
 class SamplingBody(msgspec.Struct, kw_only=True):

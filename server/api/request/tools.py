@@ -10,8 +10,17 @@ import msgspec
 from headrace.core.runtime.codec import NO_MESSAGE
 from headrace.core.types.errors import invalid, shown
 from headrace.core.types.requests.constraint import Constraint
-from headrace.server.api.request.conversation_schema import ChatMessage, Function, Tool, ToolCall, ToolChoice
-from headrace.server.api.request.schema import ChatBody, ResponsesBody, ResponseTool, ResponseToolChoice
+from headrace.server.api.request.schema import (
+    ChatBody,
+    ChatMessage,
+    Function,
+    ResponsesBody,
+    ResponseTool,
+    ResponseToolChoice,
+    Tool,
+    ToolCall,
+    ToolChoice,
+)
 from headrace.server.frontend.served_model import ServedModel
 from headrace.server.http.structure import SLICE, excess, limits
 from headrace.text.tool_calls.call_form import MARKS, MAX_FORCED_CALLS, CallForm, calls_grammar, opening_mark

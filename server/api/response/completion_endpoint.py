@@ -14,9 +14,9 @@ from starlette.responses import Response
 from headrace.core.config import ServerConfig
 from headrace.core.messages.replies import Progress
 from headrace.core.types.errors import ErrorInfo
-from headrace.server.api.request.body import decode_body, read_body
 from headrace.server.api.request.client_terms import with_client_terms
 from headrace.server.api.request.completion_request import CompletionRequest, decode_requests, prefill_requests
+from headrace.server.api.request.parse import decode_body
 from headrace.server.api.request.refusal import notify_peers_on_refusal
 from headrace.server.api.request.schema import GenerateBody, OpenAIBody
 from headrace.server.api.response.choices import Choice, Output, collect_choices, run_choices
@@ -25,7 +25,7 @@ from headrace.server.frontend.generation.completions import Completions
 from headrace.server.frontend.link.control_address import ControlAddress
 from headrace.server.frontend.request.generation_request import GenerationDelta, GenerationRequest, GenerationResult
 from headrace.server.frontend.served_model import ServedModel
-from headrace.server.http.body_budget import BodyBudget
+from headrace.server.http.body import BodyBudget, read_body
 from headrace.server.http.streaming import EventStream, EventWriter, JsonAnswer
 
 

@@ -9,7 +9,7 @@ from headrace.core.types.errors import HeadraceError
 from headrace.gateway.sglang.bodies import held_at, take_apart, without_params
 from headrace.gateway.sglang.decode_hosts import DecodeHosts
 from headrace.peer.commands import TicketRef
-from headrace.server.api.request.body import decode_object
+from headrace.server.api.request.parse import decode_object
 
 ROUTER = {"bootstrap_host": "10.0.0.5", "bootstrap_port": 8998, "bootstrap_room": 7}
 PARAMS = {

@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 from headrace.core.config import ServerConfig
 from headrace.core.runtime.process import MAX_INT_DIGITS
 from headrace.core.types.errors import HeadraceError
-from headrace.server.api.request import body as bodies
-from headrace.server.api.request.body import parse_body
+from headrace.server.api.request.parse import parse_body
 from headrace.server.api.request.schema import ChatBody, CompletionBody, PrefillBody
+from headrace.server.http import body as bodies
 from headrace.server.http.structure import Limit, excess, limits, outside_strings, suspected
 from headrace.text.tokenizer import Tokenizer
 from tests.server.fakes import FakeLink, client, in_loop, json_of, running

@@ -18,9 +18,9 @@ from openai.types.responses import response_create_params, response_input_item_p
 
 from headrace.core.messages.frontend import Submit
 from headrace.core.types import packed
-from headrace.server.api.request import conversation_schema, format_schema, schema
-from headrace.server.api.request.body import parse_body
+from headrace.server.api.request import schema
 from headrace.server.api.request.other_fields import OTHER_FIELDS
+from headrace.server.api.request.parse import parse_body
 from headrace.text.tokenizer import Tokenizer
 from tests.server.api.test_fields import refused_with
 from tests.server.fakes import FakeLink, client, in_loop, running, saying
@@ -370,31 +370,31 @@ OFFICIAL: list[tuple[Any, Kind]] = [
     (response_create_params.ResponseCreateParamsBase, schema.ResponsesBody),
     (chat_types.ChatCompletionStreamOptionsParam, schema.StreamOptions),
     (response_create_params.StreamOptions, schema.StreamOptions),
-    (chat_types.ChatCompletionDeveloperMessageParam, conversation_schema.ChatMessage),
-    (chat_types.ChatCompletionSystemMessageParam, conversation_schema.ChatMessage),
-    (chat_types.ChatCompletionUserMessageParam, conversation_schema.ChatMessage),
-    (chat_types.ChatCompletionAssistantMessageParam, conversation_schema.ChatMessage),
-    (chat_types.ChatCompletionToolMessageParam, conversation_schema.ChatMessage),
-    (chat_types.ChatCompletionContentPartTextParam, conversation_schema.Part),
-    (chat_types.ChatCompletionContentPartRefusalParam, conversation_schema.Part),
-    (chat_types.ChatCompletionMessageFunctionToolCallParam, conversation_schema.ToolCall),
-    (chat_types.ChatCompletionFunctionToolParam, conversation_schema.Tool),
-    (shared_params.FunctionDefinition, conversation_schema.Function),
-    (chat_types.ChatCompletionNamedToolChoiceParam, conversation_schema.ToolChoice),
+    (chat_types.ChatCompletionDeveloperMessageParam, schema.ChatMessage),
+    (chat_types.ChatCompletionSystemMessageParam, schema.ChatMessage),
+    (chat_types.ChatCompletionUserMessageParam, schema.ChatMessage),
+    (chat_types.ChatCompletionAssistantMessageParam, schema.ChatMessage),
+    (chat_types.ChatCompletionToolMessageParam, schema.ChatMessage),
+    (chat_types.ChatCompletionContentPartTextParam, schema.Part),
+    (chat_types.ChatCompletionContentPartRefusalParam, schema.Part),
+    (chat_types.ChatCompletionMessageFunctionToolCallParam, schema.ToolCall),
+    (chat_types.ChatCompletionFunctionToolParam, schema.Tool),
+    (shared_params.FunctionDefinition, schema.Function),
+    (chat_types.ChatCompletionNamedToolChoiceParam, schema.ToolChoice),
     (response_types.EasyInputMessageParam, schema.InputItem),
     (response_input_item_param.Message, schema.InputItem),
     (response_input_item_param.FunctionCallOutput, schema.InputItem),
     (response_types.ResponseOutputMessageParam, schema.InputItem),
     (response_types.ResponseFunctionToolCallParam, schema.InputItem),
     (response_types.ResponseReasoningItemParam, schema.InputItem),
-    (response_types.ResponseInputTextParam, conversation_schema.Part),
-    (response_types.ResponseOutputTextParam, conversation_schema.Part),
-    (response_types.ResponseOutputRefusalParam, conversation_schema.Part),
+    (response_types.ResponseInputTextParam, schema.Part),
+    (response_types.ResponseOutputTextParam, schema.Part),
+    (response_types.ResponseOutputRefusalParam, schema.Part),
     (response_types.FunctionToolParam, schema.ResponseTool),
     (response_types.ToolChoiceFunctionParam, schema.ResponseToolChoice),
-    (response_types.ResponseTextConfigParam, format_schema.TextOptions),
-    (response_types.ResponseFormatTextJSONSchemaConfigParam, format_schema.TextFormat),
-    (shared_params.response_format_json_schema.JSONSchema, format_schema.JsonSchemaFormat),
+    (response_types.ResponseTextConfigParam, schema.TextOptions),
+    (response_types.ResponseFormatTextJSONSchemaConfigParam, schema.TextFormat),
+    (shared_params.response_format_json_schema.JSONSchema, schema.JsonSchemaFormat),
 ]
 
 

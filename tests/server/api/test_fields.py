@@ -10,14 +10,14 @@ from hypothesis import strategies as st
 from headrace.core.types.errors import ErrorInfo, HeadraceError
 from headrace.core.types.requests.constraint import Constraint
 from headrace.engine.grammar.checker import CheckerConfig
-from headrace.server.api.request.body import parse_body
-from headrace.server.api.request.format_schema import JsonSchemaFormat
 from headrace.server.api.request.other_fields import OTHER_FIELDS
+from headrace.server.api.request.parse import parse_body
 from headrace.server.api.request.schema import (
     ChatBody,
     CompletionBody,
     DetokenizeBody,
     GenerateBody,
+    JsonSchemaFormat,
     PrefillBody,
     ResponsesBody,
     TokenizeBody,

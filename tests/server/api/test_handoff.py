@@ -12,8 +12,8 @@ from headrace.core.messages.replies import AnySchedulerReply, EngineState, Held,
 from headrace.core.types.errors import ErrorInfo
 from headrace.core.types.packed import pack, prompt_hash, unpack
 from headrace.core.types.requests.request import Discard, SendTo, Timing, Usage
-from headrace.server.api.request.body import SMALL
 from headrace.server.frontend.link.control_address import reachable_host
+from headrace.server.http.body import SMALL
 from headrace.text.tokenizer import Tokenizer
 from tests.server.fakes import FakeLink, client, finished, in_loop, json_of, made_up_logprob, running, ticket_of
 

@@ -11,10 +11,11 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from headrace.core.types.errors import HeadraceError
-from headrace.server.api.request import json_faults
-from headrace.server.api.request.body import SMALL, decode_body, decode_object
-from headrace.server.api.request.json_faults import refuse_repeated_keys
+from headrace.server.api.request import explain
+from headrace.server.api.request.explain import refuse_repeated_keys
+from headrace.server.api.request.parse import decode_body, decode_object
 from headrace.server.api.request.schema import ChatBody, CompletionBody, GenerateBody, ResponsesBody
+from headrace.server.http.body import SMALL
 from headrace.text.tokenizer import Tokenizer
 from tests.server.fakes import FakeLink, client, in_loop, json_of, running, saying
 
@@ -163,7 +164,7 @@ def test_a_large_body_has_its_key_named_too(monkeypatch: pytest.MonkeyPatch) -> 
     ids = b",".join([b"12345"] * SMALL)
     body = b'{"prompt":[' + ids + b'],"metadata":{"a":1,"a":1}}'
     assert refusal(body)[0] == "metadata.a"
-    monkeypatch.setattr(json_faults, "LOOKED_AT", 1000)
+    monkeypatch.setattr(explain, "LOOKED_AT", 1000)
     assert refusal(body)[0] == "a", "the place would take too long"
 
 

@@ -8,10 +8,9 @@ from urllib.parse import urlsplit
 import pytest
 
 from headrace.core.types.errors import HeadraceError
-from headrace.server.api.request import body as bodies
 from headrace.server.frontend.service import Service
-from headrace.server.http import body_budget
-from headrace.server.http.body_budget import BODIES, LEAST_BYTES, BodyBudget
+from headrace.server.http import body as bodies
+from headrace.server.http.body import BODIES, LEAST_BYTES, BodyBudget
 from headrace.text.tokenizer import Tokenizer
 from tests.server.fakes import FakeLink, in_loop, listening, running
 
@@ -22,8 +21,8 @@ ROOM = 4 * HALF  # of all that are being received
 
 @pytest.fixture(autouse=True)
 def little_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(body_budget, "BODIES", ROOM // LARGEST)
-    monkeypatch.setattr(body_budget, "LEAST_BYTES", 0)
+    monkeypatch.setattr(bodies, "BODIES", ROOM // LARGEST)
+    monkeypatch.setattr(bodies, "LEAST_BYTES", 0)
 
 
 class Sender:

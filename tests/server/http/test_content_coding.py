@@ -13,9 +13,7 @@ from starlette.requests import Request
 from starlette.types import Message
 
 from headrace.core.types.errors import HeadraceError
-from headrace.server.api.request.body import read_body
-from headrace.server.http.body_budget import BodyBudget
-from headrace.server.http.content_coding import PIECE, body_decoder
+from headrace.server.http.body import PIECE, BodyBudget, body_decoder, read_body
 from headrace.server.http.structure import MAX_DEPTH, nests_deeper
 from tests.server.fakes import in_loop
 

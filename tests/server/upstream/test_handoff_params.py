@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from headrace.core.types.errors import HeadraceError
-from headrace.server.api.request.body import parse_body
+from headrace.server.api.request.parse import parse_body
 from headrace.server.upstream.handoff_params import (
     BatchShape,
     HandoffParams,

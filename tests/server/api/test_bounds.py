@@ -6,9 +6,9 @@ import msgspec
 import pytest
 
 from headrace.core.types.errors import HeadraceError
-from headrace.server.api.request.body import parse_body
+from headrace.server.api.request.explain import LOOKED_AT
+from headrace.server.api.request.parse import parse_body
 from headrace.server.api.request.schema import CompletionBody, GenerateBody, ResponsesBody
-from headrace.server.http.bounds import LOOKED_AT
 
 INT64 = (1 << 63) - 1
 CASES: list[tuple[type[msgspec.Struct], dict[str, Any], str, str]] = [
