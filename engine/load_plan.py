@@ -41,12 +41,11 @@ class ModelTerms(NamedTuple):
         it does not fit."""
         memory = plan_memory(
             part,
-            self.computation.dtype,
+            self.computation,
             self.engine.page_size,
             kv_pages,
             available_bytes,
             max_model_len=self.length,
-            native_units=self.computation.native,
             int8=self.int8,
             kv_copies=kv_copies,
         )

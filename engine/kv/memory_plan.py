@@ -4,6 +4,7 @@ import msgspec
 
 from headrace.core.types.errors import ConfigError
 from headrace.core.types.kv.geometry import ITEM_BYTES, Geometry
+from headrace.engine.device import Computation
 from headrace.engine.model.sharding import RankPart, attention_weights
 
 DEFAULT_KV_TOKENS = 65536
@@ -91,27 +92,26 @@ def _never_in_8_bits(part: RankPart) -> int:
 
 def plan_memory(
     part: RankPart,
-    dtype: str,
+    computation: Computation,
     page_size: int,
     kv_pages: int,
     available_bytes: int,
     *,
     max_model_len: int = 0,
-    native_units: bool = True,
     int8: bool = False,
     kv_copies: float = 1.0,
 ) -> MemoryPlan:
     """Decide in which dtype a rank holds its weights and how many KV pages it allocates.
 
-    kv_pages: 0 takes pages for 65,536 tokens or 40% of the available memory, whichever is less. max_model_len: 0 takes
-    the model's limit. native_units: the device multiplies this dtype in hardware; where it does not, weights are held
-    in float32 if there is room, so that no forward pass converts them. int8: linear layers are in 8 bits. kv_copies:
-    how often the memory holds each page, in ranks that share it. Raises ConfigError when the weights and one request of
-    max_model_len do not fit, or the configured pages do not.
+    computation: where it is not native, weights are held in float32 if there is room, so that no forward pass converts
+    them. kv_pages: 0 takes pages for 65,536 tokens or 40% of the available memory, whichever is less. max_model_len: 0
+    takes the model's limit. int8: linear layers are in 8 bits. kv_copies: how often the memory holds each page, in
+    ranks that share it. Raises ConfigError when the weights and one request of max_model_len do not fit, or the
+    configured pages do not.
     """
     length, exchange_bytes = part.spec.resolve_length(max_model_len), part.exchange_bytes
-    geometry = stage_geometry(part, dtype, page_size)
-    weights, weight_dtype = _weights(part, dtype, available_bytes, native_units, int8)
+    geometry = stage_geometry(part, computation.dtype, page_size)
+    weights, weight_dtype = _weights(part, computation, available_bytes, int8=int8)
     room = int((available_bytes - weights - exchange_bytes) / kv_copies)
     if room < geometry.page_bytes:
         taken = f"the weights take {_mib(weights)}"
@@ -153,15 +153,16 @@ def plan_memory(
     )
 
 
-def _weights(part: RankPart, dtype: str, available_bytes: int, native_units: bool, int8: bool) -> tuple[int, str]:
+def _weights(part: RankPart, computation: Computation, available_bytes: int, *, int8: bool) -> tuple[int, str]:
     """Bytes of weights, and the dtype of those that are not in 8 bits. All as in plan_memory()."""
+    _, dtype, native = computation
     count = weight_count(part)
     kept = _never_in_8_bits(part) if int8 else 0
     in_8_bits = linear_count(part) - kept if int8 else 0
-    wide = not (native_units or int8 or 4 * count > WIDE_SHARE * available_bytes)
+    wide = not (native or int8 or 4 * count > WIDE_SHARE * available_bytes)
     item_bytes = ITEM_BYTES["float32" if wide else dtype]
     weights = (count - in_8_bits) * item_bytes + in_8_bits
-    weights += 0 if native_units else kept * (4 - item_bytes)
+    weights += 0 if native else kept * (4 - item_bytes)
     return weights, "float32" if wide else dtype
 
 

@@ -5,13 +5,21 @@ from pathlib import Path
 import pytest
 
 from headrace.core.types.errors import ConfigError
-from headrace.engine.device import available_memory, has_matrix_units, has_wide_vectors, resolve_device, resolve_dtype
+from headrace.engine.device import (
+    Computation,
+    available_memory,
+    has_matrix_units,
+    has_wide_vectors,
+    resolve_device,
+    resolve_dtype,
+)
 from headrace.engine.kv.memory_plan import add_host_tier, plan_memory, stage_geometry, weight_count
 from headrace.engine.model.config import spec_from_config
 from headrace.engine.model.sharding import part_of
 from tests.cpus import cpuinfo
 from tests.engine.models import CONFIGS, Saved, save_model
 
+FLOAT32 = Computation("cpu", "float32", native=True)
 MIB = 1 << 20
 
 
@@ -29,15 +37,15 @@ def test_weights_are_counted_exactly(name: str, tmp_path: Path) -> None:
 def test_pages_of_our_own_choice() -> None:
     spec = spec_from_config(CONFIGS["llama"].to_dict() | {"architectures": ["LlamaForCausalLM"]})
     page = stage_geometry(part_of(spec), "float32", 16).page_bytes
-    roomy = plan_memory(part_of(spec), "float32", 16, 0, 10_000 * MIB)
+    roomy = plan_memory(part_of(spec), FLOAT32, 16, 0, 10_000 * MIB)
     assert roomy.kv_pages == 65536 // 16
     assert roomy.page_bytes == page
     assert "65536 tokens" in roomy.explanation
-    tight = plan_memory(part_of(spec), "float32", 16, 0, 100 * page, max_model_len=64)
+    tight = plan_memory(part_of(spec), FLOAT32, 16, 0, 100 * page, max_model_len=64)
     assert tight.kv_pages == 40
     assert "40% of the available memory" in tight.explanation
     assert tight.kv_bytes + tight.weight_bytes <= 100 * page
-    assert plan_memory(part_of(spec), "float32", 16, 32, 10_000 * MIB).kv_pages == 32
+    assert plan_memory(part_of(spec), FLOAT32, 16, 32, 10_000 * MIB).kv_pages == 32
 
 
 def test_weights_are_held_wide_where_there_is_room() -> None:
@@ -48,7 +56,9 @@ def test_weights_are_held_wide_where_there_is_room() -> None:
         (16 * count - 1, False, "bfloat16"),
         (16 * count, True, "bfloat16"),
     ):
-        plan = plan_memory(part_of(spec), "bfloat16", 16, 1, available, max_model_len=16, native_units=native)
+        plan = plan_memory(
+            part_of(spec), Computation("cpu", "bfloat16", native=native), 16, 1, available, max_model_len=16
+        )
         assert plan.weight_dtype == dtype
         assert plan.weight_bytes == count * (4 if dtype == "float32" else 2)
         assert dtype in plan.explanation
@@ -56,7 +66,7 @@ def test_weights_are_held_wide_where_there_is_room() -> None:
 
 def test_a_host_tier_takes_the_room_that_is_left() -> None:
     spec = spec_from_config(CONFIGS["llama"].to_dict() | {"architectures": ["LlamaForCausalLM"]})
-    plan = plan_memory(part_of(spec), "float32", 16, 32, 10_000 * MIB)
+    plan = plan_memory(part_of(spec), FLOAT32, 16, 32, 10_000 * MIB)
     assert add_host_tier(plan, 0, 0) is plan
     room = 100 * plan.page_bytes
     tiered = add_host_tier(plan, 100, room)
@@ -76,17 +86,17 @@ def test_what_does_not_fit_is_refused() -> None:
     page = stage_geometry(part_of(spec), "float32", 16).page_bytes
     weights = weight_count(part_of(spec)) * 4
     with pytest.raises(ConfigError, match=r"the weights take .* are available"):
-        plan_memory(part_of(spec), "float32", 16, 0, weights)
+        plan_memory(part_of(spec), FLOAT32, 16, 0, weights)
     with pytest.raises(ConfigError, match="31 KV pages of 16 tokens hold less than one request of max_model_len 512"):
-        plan_memory(part_of(spec), "float32", 16, 31, 10_000 * MIB)
+        plan_memory(part_of(spec), FLOAT32, 16, 31, 10_000 * MIB)
     with pytest.raises(ConfigError, match="write --max-model-len 160 or less"):
-        plan_memory(part_of(spec), "float32", 16, 0, weights + 10 * page)
+        plan_memory(part_of(spec), FLOAT32, 16, 0, weights + 10 * page)
     with pytest.raises(ConfigError, match=r"of KV pages do not fit.* write --kv-pages 50 or less, or leave it out"):
-        plan_memory(part_of(spec), "float32", 16, 100, weights + 50 * page)
+        plan_memory(part_of(spec), FLOAT32, 16, 100, weights + 50 * page)
     with pytest.raises(ConfigError, match=r"of KV pages do not fit.* write --max-model-len 320 or less"):
-        plan_memory(part_of(spec), "float32", 16, 100, weights + 20 * page)
+        plan_memory(part_of(spec), FLOAT32, 16, 100, weights + 20 * page)
     with pytest.raises(ConfigError, match="max_model_len 513 is above 512"):
-        plan_memory(part_of(spec), "float32", 16, 0, 10_000 * MIB, max_model_len=513)
+        plan_memory(part_of(spec), FLOAT32, 16, 0, 10_000 * MIB, max_model_len=513)
 
 
 def test_torch_is_asked_about_gpus_only_where_there_is_a_driver(

@@ -6,6 +6,7 @@ import torch
 from headrace.core.types.errors import ConfigError
 from headrace.engine.collectives.operations import Alone
 from headrace.engine.collectives.steps import finish
+from headrace.engine.device import Computation
 from headrace.engine.kv.memory_plan import plan_memory, weight_count
 from headrace.engine.layers.exchange import AllGather, AllToAll, ExpertChoice, Replicated, make_exchange
 from headrace.engine.layers.moe import MoeMlp
@@ -16,6 +17,7 @@ from tests.engine.collectives.threads import ThreadCollectives
 from tests.engine.layers.mixtures import HIDDEN, SPECS, Groups, make_mixture, random_rows, run_stage
 from tests.engine.model.test_moe_spec import QWEN3
 
+FLOAT32 = Computation("cpu", "float32", native=True)
 MIXTRAL = SPECS["mixtral"]  # five experts, two of them for each token
 
 
@@ -115,11 +117,11 @@ def test_memory_is_kept_for_a_tile_of_each_half(way: Way, tokens: int) -> None:
 
 def test_the_memory_plan_keeps_it_and_counts_own_experts_only() -> None:
     spec = spec_from_config(QWEN3)
-    whole = plan_memory(part_of(spec), "float32", 16, 0, 1 << 24, max_model_len=64)
-    part = plan_memory(part_of(spec, experts=2, exchange_bytes=1 << 20), "float32", 16, 0, 1 << 24, max_model_len=64)
+    whole = plan_memory(part_of(spec), FLOAT32, 16, 0, 1 << 24, max_model_len=64)
+    part = plan_memory(part_of(spec, experts=2, exchange_bytes=1 << 20), FLOAT32, 16, 0, 1 << 24, max_model_len=64)
     fewer = weight_count(part_of(spec)) - weight_count(part_of(spec, experts=2))
     assert whole.weight_bytes - part.weight_bytes == 4 * fewer
     assert "exchange 1.0 MiB" in part.explanation
     assert "exchange" not in whole.explanation
     with pytest.raises(ConfigError, match=r"the exchange of tokens between experts 16.0 MiB, and 16.0 MiB are"):
-        plan_memory(part_of(spec, exchange_bytes=1 << 24), "float32", 16, 0, 1 << 24, max_model_len=64)
+        plan_memory(part_of(spec, exchange_bytes=1 << 24), FLOAT32, 16, 0, 1 << 24, max_model_len=64)

@@ -13,7 +13,7 @@ from gguf.quants import dequantize, quantize
 import headrace.engine.runner
 from headrace.core.config import EngineConfig
 from headrace.core.types.errors import ConfigError
-from headrace.engine.device import computes_in
+from headrace.engine.device import Computation, computes_in
 from headrace.engine.kv.memory_plan import plan_memory
 from headrace.engine.model.checkpoint import open_checkpoint
 from headrace.engine.model.int8 import Int8Weight
@@ -140,7 +140,9 @@ def test_a_q8_file_computes_what_its_weights_say(q8_file: Path) -> None:
 def test_memory_counts_linear_layers_as_bytes() -> None:
     spec = load_spec(resolve_source("smollm2"))
     plans = {
-        int8: plan_memory(part_of(spec), "bfloat16", 16, 512, 8 << 30, max_model_len=512, native_units=False, int8=int8)
+        int8: plan_memory(
+            part_of(spec), Computation("cpu", "bfloat16", native=False), 16, 512, 8 << 30, max_model_len=512, int8=int8
+        )
         for int8 in (False, True)
     }
     table = spec.vocab_size * spec.hidden_size

@@ -7,6 +7,7 @@ import pytest
 
 from headrace.core.types.errors import ConfigError
 from headrace.core.types.kv.geometry import Component, Geometry
+from headrace.engine.device import Computation
 from headrace.engine.kv.memory_plan import plan_memory, stage_geometry, weight_count
 from headrace.engine.model.config import spec_from_config
 from headrace.engine.model.mla_spec import MlaSpec
@@ -52,7 +53,9 @@ def test_a_pool_holds_a_latent_per_token() -> None:
     latent = Component("latent", "bfloat16", 7, kv_heads=1, head_dim=576, planes=1, layer_start=5)
     geometry = stage_geometry(part_of(spec, range(5, 12)), "bfloat16", 16)
     assert geometry == Geometry("bfloat16", 0, 0, 0, 16, components=(latent,))
-    plan = plan_memory(part_of(spec), "bfloat16", 16, 1000, 1 << 40, max_model_len=16000)
+    plan = plan_memory(
+        part_of(spec), Computation("cpu", "bfloat16", native=True), 16, 1000, 1 << 40, max_model_len=16000
+    )
     assert plan.page_bytes == 16 * 27 * 576 * 2
     assert "31104 bytes per token" in plan.explanation
 
@@ -64,7 +67,13 @@ def test_matrices_between_latents_and_heads_are_never_in_8_bits() -> None:
     linear = 27 * (attention_weights(spec, whole_model(spec)) + 3 * 2048 * 10944)
     for native_units, size in ((True, 2), (False, 4)):
         plan = plan_memory(
-            part_of(spec), "bfloat16", 16, 1000, 1 << 40, max_model_len=16000, native_units=native_units, int8=True
+            part_of(spec),
+            Computation("cpu", "bfloat16", native=native_units),
+            16,
+            1000,
+            1 << 40,
+            max_model_len=16000,
+            int8=True,
         )
         assert plan.weight_bytes == (linear - kept) + size * kept + 2 * (weight_count(part_of(spec)) - linear)
 
