@@ -58,7 +58,7 @@ def hit_ratio(trace: Sequence[tuple[bytes, int]], eviction: Eviction, blocks: in
     return hits / total
 
 
-def _all(_before: int, tiers: Sequence[Tier]) -> int:
+def _all(tiers: Sequence[Tier]) -> int:
     return len(tiers)
 
 

@@ -9,8 +9,6 @@ One owner may have all of it while there is no other. Once there are others, non
                           shared-memory packet switches", IEEE/ACM Transactions on Networking 6 (2), 1998
 """
 
-from collections.abc import Mapping
-
 
 class Shares:
     """Amounts by owner. An owner without any is not counted."""
@@ -47,7 +45,3 @@ class Shares:
         always have it."""
         used = self.used(owner)
         return not used or used + more <= limit - self.total
-
-    def amounts(self) -> Mapping[str, int]:
-        """What each owner has, for checks."""
-        return self._used

@@ -103,12 +103,7 @@ class Histograms:
         self._sums: dict[tuple[str, tuple[str, ...]], float] = {}
 
     def observe(
-        self,
-        name: str,
-        value: float,
-        labels: tuple[str, ...] = (),
-        bounds: tuple[float, ...] = SECONDS,
-        times: int = 1,
+        self, name: str, value: float, labels: tuple[str, ...] = (), bounds: tuple[float, ...] = SECONDS, times: int = 1
     ) -> None:
         """Add an observation, so many times. bounds: taken from the first observation of each (name, labels)."""
         key = (name, labels)

@@ -340,7 +340,7 @@ class Scheduler:
                 self._stages.plan_timed_out(replica, now)
             case CopyTimer(replica):
                 text = f"no copy of KV pages has ended in {self._state.config.stage_timeout_s:g} s"
-                self._stages.stage_failed(self._copies[replica].timed_out(), text, now)
+                self._stages.stage_failed(self._state.replicas[replica].copies.silent(), text, now)
             case ReservationTimer(ticket):
                 self._rendezvous.reservation_timed_out(ticket)
             case _:

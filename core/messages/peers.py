@@ -223,5 +223,7 @@ class AskCancel(PeerEffect, frozen=True, kw_only=True):
     reason: str
 
 
+ControlServerEvent = PeerJoined | PeerGone | PeerReserved | PeerRenewed | PeerReleased | PeerCancelled
+ControlClientEvent = PrefillUp | PrefillDown | TicketFailed | TicketFinished | TicketCancelled
 ControlServerEffect = TellFailed | TellFinished | TellCancelled | EndPeer
 ControlClientEffect = ConnectPrefill | DisconnectPrefill | AskReserve | AskRenew | AskCancel

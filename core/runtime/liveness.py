@@ -180,11 +180,7 @@ def read_activity(pid: int) -> Activity | None:
     if not states or states[0] in "ZX":
         return None
     return Activity(
-        cpu_s,
-        delay_s,
-        stopped=states[0] in STOPPED or _frozen(pid),
-        runnable="R" in states,
-        disk="D" in states,
+        cpu_s, delay_s, stopped=states[0] in STOPPED or _frozen(pid), runnable="R" in states, disk="D" in states
     )
 
 

@@ -53,18 +53,20 @@ class PageCopies:
                 self._order_load(pending, copy)
 
     def take(self, event: PagesStored | PagesLoaded | PagesLost | PagesFound, now: float) -> None:
-        """A rank of the replica reports pages."""
+        """A rank of the replica has stored, loaded or lost pages, or has found them on its disk."""
         match event:
             case PagesStored():
-                self.stored(event, now)
+                self._stored(event, now)
             case PagesLoaded():
-                self.loaded(event, now)
+                self._loaded(event, now)
             case PagesLost():
-                self.lost(event)
+                if self._replica.cache.tiers is not None:
+                    self._replica.cache.tiers.lost(event.tier, unpack(event.slots))
             case PagesFound():
-                self.found(event)
+                self._replica.copies.found(event.stage, unpack(event.slots), event.headers, event.last)
+                self.restore()
 
-    def stored(self, event: PagesStored, now: float) -> None:
+    def _stored(self, event: PagesStored, now: float) -> None:
         """A stage has stored pages."""
         pending = self._answered(event, now)
         if pending is None:
@@ -76,7 +78,7 @@ class PageCopies:
             self._count_end("store", pending.copy.tier, len(pending.copy.nodes), len(pending.failed))
             self._replica.cache.copied(pending.copy, pending.failed)
 
-    def loaded(self, event: PagesLoaded, now: float) -> None:
+    def _loaded(self, event: PagesLoaded, now: float) -> None:
         """A stage has loaded pages. Once every stage has, requests that wait for them go on."""
         state = self._state
         pending = self._answered(event, now)
@@ -108,16 +110,6 @@ class PageCopies:
             assert request.lease is not None, "just seen"
             self._replica.cache.loaded(request.lease, request.tokens)
 
-    def lost(self, event: PagesLost) -> None:
-        """A stage has lost what some slots held."""
-        if self._replica.cache.tiers is not None:
-            self._replica.cache.tiers.lost(event.tier, unpack(event.slots))
-
-    def found(self, event: PagesFound) -> None:
-        """A stage has found pages on its disk."""
-        self._replica.copies.found(event.stage, unpack(event.slots), event.headers, event.last)
-        self.restore()
-
     def restore(self) -> None:
         """Once every stage is up and has said what is on its disk: use what all of them have."""
         state, tiers = self._state, self._replica.cache.tiers
@@ -132,10 +124,6 @@ class PageCopies:
         slots.drop([*others, *(slot for slot, _ in alike if slots.node(slot) is None)])
         tiers.disk_ready = True
         self._count("restored", "disk", restored)
-
-    def timed_out(self) -> int:
-        """No copy has ended in time; returns the stage that has not answered."""
-        return self._replica.copies.silent()
 
     def _order_store(self, pending: PendingCopy, store: StoringPages) -> None:
         out = self._state.out

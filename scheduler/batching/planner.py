@@ -64,6 +64,15 @@ def order_at(plans: PlanTable, costs: CostModel) -> float | None:
     return inf if seconds > LONG_S * len(ahead) else plans.first_begun + (1 - MARGIN) * seconds - LEAD_S
 
 
+def _reached(state: State, timer: OrderTimer, at: float | None, now: float) -> bool:
+    """Whether it is time for the next pass; if not, the timer is set. at: see order_at()."""
+    if at is None or at <= now:
+        return True
+    if at < inf:
+        state.deadlines.set(timer, at)
+    return False
+
+
 class Planner:
     """Emits at most one Forward of a replica a call, with the SendChunks that follow it, while its pipeline has a
     credit left. Lockstep replicas have their passes ordered by LockstepPlanner."""
@@ -83,7 +92,7 @@ class Planner:
         if self._due(now):
             batch = self.draft(now)
             if batch.rows:
-                self._order(batch, now)
+                self.send(self.order(batch, self._state.out.next_seq(), None, now))
 
     def draft(self, now: float) -> BatchBuilder:
         """The rows of the next forward pass, which has to be ordered if there are any."""
@@ -125,16 +134,10 @@ class Planner:
 
     def _due(self, now: float) -> bool:
         """Whether the next pass is to be ordered now; otherwise when, if there may be anything to compute."""
-        state, config, replica = self._state, self._state.config, self._replica
-        credits = config.credits - len(replica.plans)
-        if not state.engine.ready or credits <= 0 or not replica.queues.runnable:
+        replica = self._replica
+        if not self._state.may_plan(len(replica.plans)) or not replica.queues.runnable:
             return False
-        at = order_at(replica.plans, replica.costs)
-        if at is None or at <= now:
-            return True
-        if at < inf:
-            state.deadlines.set(OrderTimer(replica.index), at)
-        return False
+        return _reached(self._state, OrderTimer(replica.index), order_at(replica.plans, replica.costs), now)
 
     def start(self, now: float) -> None:
         """Start to fetch what can be fetched."""
@@ -225,9 +228,6 @@ class Planner:
         request.on_stages.next_token = sampled
         request.on_stages.known = True
 
-    def _order(self, batch: BatchBuilder, now: float) -> None:
-        self.send(self.order(batch, self._state.out.next_seq(), None, now))
-
 
 class LockstepPlanner:
     """Orders at most one pass of all lockstep replicas a call, while the pipelines have a credit left.
@@ -261,18 +261,11 @@ class LockstepPlanner:
 
     def _due(self, now: float) -> bool:
         """Whether the next pass is to be ordered now; otherwise when, if there may be anything to compute."""
-        state, config = self._state, self._state.config
-        in_flight = max(len(replica.plans) for replica in state.replicas)
-        credits = config.credits - in_flight
-        runnable = any(replica.queues.runnable for replica in state.replicas)
-        if not state.engine.ready or credits <= 0 or not runnable:
+        replicas = self._state.replicas
+        in_flight = max(len(replica.plans) for replica in replicas)
+        if not self._state.may_plan(in_flight) or not any(replica.queues.runnable for replica in replicas):
             return False
-        at = self._order_at()
-        if at is None or at <= now:
-            return True
-        if at < inf:
-            state.deadlines.set(OrderTimer(0), at)
-        return False
+        return _reached(self._state, OrderTimer(0), self._order_at(), now)
 
     def _order_at(self) -> float | None:
         """Shortly before the replica that takes longest for the passes ahead has computed them; None for at once."""

@@ -60,7 +60,7 @@ class PrefillShares:
         if left <= 0:
             return
         waiting = islice(policy.by_age(started=False), LOOKED_AT)
-        for request in heapq.merge(policy.by_age(started=True), waiting, key=_arrival):
+        for request in heapq.merge(policy.by_age(started=True), waiting, key=lambda request: request.arrival):
             if left <= 0 or self._budget <= 0:
                 return
             if request.phase is Phase.WAITING:
@@ -129,7 +129,3 @@ class PrefillShares:
         part = Load.between(start, start + self._budget)
         others = len(self._replica.queues.policy) - self._ends
         return not self._replica.costs.worth_filling(self._ends, others, part)
-
-
-def _arrival(request: Request) -> int:
-    return request.arrival

@@ -13,14 +13,7 @@ a digest as a big-endian number, as vLLM shortens its own.
 from collections.abc import Iterable, Iterator
 from hashlib import sha256
 
-from headrace.core.messages.kv_events import (
-    AllBlocksCleared,
-    BlockRemoved,
-    BlockStored,
-    Hash,
-    KvEventMessage,
-    Medium,
-)
+from headrace.core.messages.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, Hash, KvEventMessage, Medium
 from headrace.core.types.kv.kv_tiers import Tier
 from headrace.core.types.packed import unpack
 

@@ -1,6 +1,6 @@
 """Copies of KV pages that are under way between the pool and the tiers, how fast they are, and what may be written."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from headrace.core.config import SchedulerConfig
@@ -9,9 +9,7 @@ from headrace.core.types.packed import unpack
 from headrace.scheduler.kv.node import PageCopy
 
 SMOOTHING = 0.2  # weight of the newest copy in the speed of a tier
-FORGIVEN = (
-    0.01  # share of a tier's slowness that is forgotten each time it is found too slow, so that it is tried again
-)
+FORGIVEN = 0.01  # share of its slowness that is forgotten when a tier is found too slow, so that it is tried again
 DAY_S = 86_400
 GIB = 1 << 30
 
@@ -79,12 +77,12 @@ class CopyTable:
         before = self._page_s.get(tier, newest)
         self._page_s[tier] = before + SMOOTHING * (newest - before)
 
-    def worthwhile(self, tiers: Sequence[Tier], compute_s: float, compute_nearest_s: float) -> int:
+    def worthwhile(self, tiers: Sequence[Tier], compute_s: Callable[[int], float]) -> int:
         """How many pages to load of a path, by their tiers: all of them if that is faster than computing, else those of
-        the nearest tier alone if that is. compute_s, compute_nearest_s: seconds of computing either."""
+        the nearest tier alone if that is. compute_s: seconds of computing so many pages."""
         nearest = next((index for index, tier in enumerate(tiers) if tier != tiers[0]), len(tiers))
-        for count, seconds in ((len(tiers), compute_s), (nearest, compute_nearest_s)):
-            if sum(self._page_s.get(tier, 0.0) for tier in tiers[:count]) <= seconds:
+        for count in (len(tiers), nearest):
+            if sum(self._page_s.get(tier, 0.0) for tier in tiers[:count]) <= compute_s(count):
                 return count
         for tier in set(tiers):
             self._page_s[tier] = self._page_s.get(tier, 0.0) * (1 - FORGIVEN)

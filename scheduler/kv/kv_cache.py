@@ -32,7 +32,7 @@ COPYING = 2  # at most one page of so many is being written to disk
 LOADING = 2  # at most one page of so many is being loaded
 TREE = -1  # owner of the pages in the tree; leases own theirs by positive numbers
 
-LoadChoice = Callable[[int, Sequence[Tier]], int]  # pages before, tiers of the pages that follow -> how many to load
+LoadChoice = Callable[[Sequence[Tier]], int]  # tiers of the pages that follow -> how many to load
 
 
 @dataclass(slots=True, eq=False)
@@ -83,7 +83,9 @@ class KvCache:
         eviction.py. short_tokens: a first prompt of at most so many tokens is short. disk_turn: requests
         from this turn of their conversation on are written to disk, where there is a disk tier."""
         self._events = events
-        self._page_size = page_size
+        self.page_size = page_size
+        """Token positions in one page."""
+
         self._prefix_cache = prefix_cache
         self._allocator = PageAllocator(pages)
         self._eviction = eviction
@@ -97,11 +99,6 @@ class KvCache:
         self._owners = 0
         self.version = 0
         """Rises whenever a lease that was refused might now be granted."""
-
-    @property
-    def page_size(self) -> int:
-        """Token positions in one page."""
-        return self._page_size
 
     @property
     def total(self) -> int:
@@ -147,7 +144,7 @@ class KvCache:
 
     def pages_for(self, tokens: int) -> int:
         """Pages that hold this many token positions."""
-        return ceil_div(tokens, self._page_size)
+        return ceil_div(tokens, self.page_size)
 
     @property
     def tree_version(self) -> int:
@@ -158,7 +155,7 @@ class KvCache:
         """Positions of packed tokens that acquire() would find in the tree now."""
         if not self._prefix_cache:
             return 0
-        return len(pages_of(self._known(tokens, salt, cacheable))) * self._page_size
+        return len(pages_of(self._known(tokens, salt, cacheable))) * self.page_size
 
     def acquire(
         self,
@@ -178,7 +175,7 @@ class KvCache:
         known = self._known(tokens, salt, cacheable) if self._prefix_cache else []
         path, turn = pages_of(known), next_turn(known)
         if self.tiers is not None and load is None:
-            path = _filled(path)
+            path = list(takewhile(lambda node: load_of(node) is None, path))  # the rest is being loaded
         further = self._further(known, len(path), load)
         self._tree.lock(path)
         self._owners += 1
@@ -211,7 +208,7 @@ class KvCache:
         """
         if not self._prefix_cache:
             return
-        first, end = len(lease.path), computed // self._page_size
+        first, end = len(lease.path), computed // self.page_size
         keys = self._keys(tokens, first, end, lease.path[-1] if lease.path else None, lease.salt)
         for index, key in enumerate(keys, first):
             parent = lease.path[-1] if lease.path else None
@@ -303,7 +300,7 @@ class KvCache:
         """The nodes of the longest prefix that is known, ghosts among them, without the page of the last token and
         within the positions that are cacheable."""
         computed = len(tokens) // ITEM_BYTES - 1
-        full = (computed if cacheable is None else min(computed, cacheable)) // self._page_size
+        full = (computed if cacheable is None else min(computed, cacheable)) // self.page_size
         return self._tree.find(self._keys(tokens, 0, full, None, salt), salt)
 
     def _new_tree(self, pages: int, host_pages: int, disk_pages: int) -> PrefixTree:
@@ -318,7 +315,7 @@ class KvCache:
         if self.tiers is None or load is None:
             return []
         nodes = self.tiers.loadable(known, resident)[: max(0, self.total // LOADING - self.tiers.loading)]
-        return nodes[: load(resident, [nearest(node) for node in nodes])] if nodes else []
+        return nodes[: load([nearest(node) for node in nodes])] if nodes else []
 
     def _load(self, nodes: list[Node], pages: list[int]) -> None:
         """Begin to fill the first pages of a new lease, and lock them for it."""
@@ -370,10 +367,5 @@ class KvCache:
 
     def _page_tokens(self, tokens: bytes | bytearray, index: int) -> bytes:
         """The packed tokens of a full page."""
-        step = self._page_size * ITEM_BYTES
+        step = self.page_size * ITEM_BYTES
         return bytes(tokens[index * step : (index + 1) * step])
-
-
-def _filled(path: list[Node]) -> list[Node]:
-    """The part of a path that is not being loaded."""
-    return list(takewhile(lambda node: load_of(node) is None, path))

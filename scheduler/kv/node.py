@@ -11,7 +11,7 @@ NONE = -1  # no page of the pool, no slot of a tier
 class TierCopies:
     """What the tiers have of a node and below it; only nodes that need it have one."""
 
-    __slots__ = ("busy", "children", "leaving", "load", "queued", "slots")
+    __slots__ = ("busy", "children", "leaving", "load", "slots")
 
     def __init__(self) -> None:
         self.slots: dict[Tier, int] = {"host": NONE, "disk": NONE}
@@ -19,9 +19,6 @@ class TierCopies:
 
         self.children: dict[Tier, int] = {"host": 0, "disk": 0}
         """Children with a slot in each tier."""
-
-        self.queued: dict[Tier, bool] = {"host": False, "disk": False}
-        """It is among the tier's candidates for eviction."""
 
         self.leaving = 0
         """Children that are being copied to the host tier, to leave the pool."""
@@ -50,7 +47,6 @@ class Node:
         "number",
         "page",
         "parent",
-        "queued",
         "rank",
         "resident",
         "turn",
@@ -85,9 +81,6 @@ class Node:
 
         self.rank = 0
         """Its place in the eviction order, as of its last use; equal ones go by `used`."""
-
-        self.queued = False
-        """It is in the heap of eviction candidates."""
 
 
 @dataclass(slots=True, eq=False)

@@ -9,23 +9,16 @@ page whose turn is remembered, so that a conversation that comes back does not c
 in the pool are closed towards the root, and so are the nodes with any copy.
 """
 
-import heapq
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 
 from headrace.scheduler.kv.cache_events import CacheEventLog, root_digest
-from headrace.scheduler.kv.eviction import SHARED_BY, LeastRecentlyUsed, Ranking
+from headrace.scheduler.kv.eviction import SHARED_BY, EvictionQueue, LeastRecentlyUsed, Ranking
 from headrace.scheduler.kv.node import NONE, Node, TierCopies
-
-SPARE = 64  # candidates without a page that are always let be
 
 
 class PrefixTree:
-    """Longest-prefix match, insertion, and eviction of unlocked leaves by rank, O(log n) a page evicted.
-
-    Candidates for eviction stand in a heap by (rank, tick) of the time at which they were last seen unlocked; a node
-    has at most one entry there, which is checked, and put back or dropped, when it comes up.
-    """
+    """Longest-prefix match, insertion, and eviction of unlocked leaves by rank, O(log n) a page evicted."""
 
     def __init__(
         self,
@@ -39,7 +32,7 @@ class PrefixTree:
         self._events = events
         self._ranking = LeastRecentlyUsed() if ranking is None else ranking
         self._roots: dict[bytes, Node] = {}
-        self._heap: list[tuple[int, int, Node]] = []
+        self._candidates = EvictionQueue(_evictable, _has_page)
         self._ghosts: deque[tuple[Node, int]] = deque()
         self._ghost_limit = ghosts
         self._digests = digests
@@ -49,20 +42,14 @@ class PrefixTree:
 
         self._tick = 0
         self._numbers = 0
-        self._nodes = 0
-        self._unlocked = 0
+        self.pages = 0
+        """Pages in the tree."""
+
+        self.unlocked = 0
+        """Pages that no lease uses; every one of them can be evicted."""
+
         self.version = 0
         """Rises with every page that comes or goes: what match() finds may be another path."""
-
-    @property
-    def pages(self) -> int:
-        """Pages in the tree."""
-        return self._nodes
-
-    @property
-    def unlocked(self) -> int:
-        """Pages that no lease uses; every one of them can be evicted."""
-        return self._unlocked
 
     def find(self, keys: Iterable[bytes], salt: str) -> list[Node]:
         """The longest path whose keys are a prefix of keys, ghosts among them."""
@@ -110,8 +97,8 @@ class PrefixTree:
         node.page = page
         parent.resident += 1
         self.version += 1
-        self._nodes += 1
-        self._unlocked += 1
+        self.pages += 1
+        self.unlocked += 1
         node.rank = 0
         self._touch(node, 0, self._ranking.rank(0, True))  # the lowest: the lease that uses it raises it
         if self.on_change is not None:
@@ -147,7 +134,7 @@ class PrefixTree:
         """Keep these nodes from eviction until unlock(). The path starts below the root or below locked nodes."""
         for node in path:
             if node.locks == 0:
-                self._unlocked -= 1
+                self.unlocked -= 1
             node.locks += 1
 
     def unlock(self, path: Sequence[Node], turn: int = 0, short: bool = False) -> None:
@@ -161,7 +148,7 @@ class PrefixTree:
                 raise ValueError("a node is unlocked more often than it was locked")
             node.locks -= 1
             if node.locks == 0:
-                self._unlocked += 1
+                self.unlocked += 1
                 self._touch(node, turn, rank)
 
     def unlock_unused(self, path: Sequence[Node]) -> None:
@@ -169,14 +156,13 @@ class PrefixTree:
         for node in reversed(path):
             node.locks -= 1
             if node.locks == 0:
-                self._unlocked += 1
-                if _is_leaf(node):
-                    self._queue(node)
+                self.unlocked += 1
+                self._candidates.offer(node, self.pages)
 
     def evict(self, count: int) -> list[int]:
         """Drop up to count unlocked leaves, lowest rank first, and return their pages."""
         pages: list[int] = []
-        while len(pages) < count and (node := self._pop()) is not None:
+        while len(pages) < count and (node := self._candidates.pop()) is not None:
             if not node.resident:  # else its children are about to leave: it queues again when they have
                 self._ranking.evicted(node.rank)
                 pages.append(self.vacate(node))
@@ -185,7 +171,7 @@ class PrefixTree:
     def coldest(self) -> Node | None:
         """Take the next candidate for eviction, locked, to be copied before it leaves; None when there is none.
         From now on its parent may be one, too. Followed by stay() or leave()."""
-        node = self._pop()
+        node = self._candidates.pop()
         if node is None or node.parent is None:
             return None
         self._ranking.evicted(node.rank)
@@ -194,7 +180,7 @@ class PrefixTree:
         if parent.copies is None:
             parent.copies = TierCopies()
         parent.copies.leaving += 1
-        self._offer(parent)
+        self._candidates.offer(parent, self.pages)
         return node
 
     def stay(self, node: Node) -> None:
@@ -209,25 +195,13 @@ class PrefixTree:
             self.unlock_unused([node])
             return None
         node.locks = 0
-        self._unlocked += 1
+        self.unlocked += 1
         return self.vacate(node)
 
     def _settle(self, node: Node) -> None:
         assert node.parent is not None, "coldest() gives no root"
         assert node.parent.copies is not None, "coldest() has counted its child"
         node.parent.copies.leaving -= 1
-
-    def _pop(self) -> Node | None:
-        """Take the first valid candidate out of the heap; its children, if it has any, are about to leave."""
-        while self._heap:
-            _, used, node = heapq.heappop(self._heap)
-            node.queued = False
-            if node.locks or node.page == NONE or not _is_leaf(node):
-                continue  # it queues again when it is an unlocked leaf
-            if node.used == used:
-                return node
-            self._queue(node)
-        return None
 
     def drop(self, path: Sequence[Node]) -> list[int]:
         """Remove the pages of a path, last one first, up to a node that is locked or has children.
@@ -258,22 +232,7 @@ class PrefixTree:
         node.turn = turn
         if rank > node.rank:  # it never falls: the heap finds nodes late, and never early
             node.rank = rank
-        if not node.queued and (not node.resident or _is_leaf(node)):
-            self._queue(node)
-
-    def _queue(self, node: Node) -> None:
-        if not node.queued:
-            node.queued = True
-            heapq.heappush(self._heap, (node.rank, node.used, node))
-            if len(self._heap) > 2 * self._nodes + SPARE:
-                self._drop_vacated()
-
-    def _drop_vacated(self) -> None:
-        """Take nodes that have left the pool otherwise than by eviction out of the heap."""
-        for _, _, node in self._heap:
-            node.queued = node.page != NONE
-        self._heap = [entry for entry in self._heap if entry[2].queued]
-        heapq.heapify(self._heap)
+        self._candidates.offer(node, self.pages)
 
     def vacate(self, node: Node) -> int:
         """Take an unlocked leaf's page out of the pool; return it."""
@@ -284,19 +243,14 @@ class PrefixTree:
         if self._events is not None and node.digest is not None:
             self._events.removed(node.digest)
             node.digest = None
-        self._nodes -= 1
-        self._unlocked -= 1
+        self.pages -= 1
+        self.unlocked -= 1
         parent.resident -= 1
         if not parent.resident or parent.copies is not None:
-            self._offer(parent)
+            self._candidates.offer(parent, self.pages)
         if self.on_change is None or not self.on_change(node):
             self.bury(node)
         return page
-
-    def _offer(self, node: Node) -> None:
-        """A child of the node has left the pool, or is about to: it may be a candidate for eviction now."""
-        if node.page != NONE and not node.locks and _is_leaf(node):
-            self._queue(node)
 
     def bury(self, node: Node) -> None:
         """Make a node that has no copy a ghost. The oldest ghost goes in its place: ghosts of children are older than
@@ -318,6 +272,16 @@ class PrefixTree:
         del parent.children[node.key]
         if parent.parent is None and not parent.children:
             del self._roots[parent.key]
+
+
+def _evictable(node: Node) -> bool:
+    """The node is an unlocked leaf in the pool."""
+    return node.page != NONE and not node.locks and _is_leaf(node)
+
+
+def _has_page(node: Node) -> bool:
+    """The node has a page in the pool."""
+    return node.page != NONE
 
 
 def _is_leaf(node: Node) -> bool:

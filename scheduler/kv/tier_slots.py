@@ -1,22 +1,18 @@
 """The slots of one tier: which node has which, and which node gives its slot away first."""
 
-import heapq
 from collections.abc import Iterable
 
 from headrace.core.types.kv.kv_tiers import Tier
 from headrace.scheduler.kv.cache_events import CacheEventLog
-from headrace.scheduler.kv.node import NONE, Node, TierCopies
+from headrace.scheduler.kv.eviction import EvictionQueue
+from headrace.scheduler.kv.node import NONE, Node, TierCopies, slot_of
 from headrace.scheduler.kv.page_allocator import PageAllocator
 
 TAKEN = 1  # owner of slots in the allocator
-SPARE = 64  # candidates without a slot that are always let be
 
 
 class TierSlots:
-    """Slots are given to nodes and taken back, leaves first, lowest (rank, last use) first.
-
-    Candidates for eviction stand in a heap, once each; an entry is checked when it comes up.
-    """
+    """Slots are given to nodes and taken back, leaves first, lowest (rank, last use) first."""
 
     def __init__(self, tier: Tier, count: int, events: CacheEventLog | None = None) -> None:
         """events: is told of every copy that can be loaded."""
@@ -25,7 +21,7 @@ class TierSlots:
         self._tier = tier
         self._allocator = PageAllocator(count)
         self._nodes: dict[int, Node] = {}
-        self._heap: list[tuple[int, int, int, Node]] = []
+        self._candidates = EvictionQueue(self._may_lose, self._holds)
         self._dropped: list[int] = []
 
     @property
@@ -77,7 +73,7 @@ class TierSlots:
 
     def announce(self, node: Node) -> None:
         """Tell routers that what a node's slot holds can be loaded."""
-        slot = NONE if node.copies is None else node.copies.slots[self._tier]
+        slot = slot_of(node, self._tier)
         if self._events is None or slot == NONE or slot in self._announced:
             return
         parent = node.parent
@@ -96,57 +92,28 @@ class TierSlots:
 
     def offer(self, node: Node) -> None:
         """Make the node a candidate for eviction, if it may lose its slot."""
-        copies = node.copies
-        if copies is None or copies.queued[self._tier] or not self._may_lose(node, copies):
-            return
-        copies.queued[self._tier] = True
-        heapq.heappush(self._heap, (node.rank, node.used, node.number, node))
-        if len(self._heap) > 2 * len(self._nodes) + SPARE:
-            self._drop_released()
+        self._candidates.offer(node, len(self._nodes))
 
     def coldest(self) -> Node | None:
         """The candidate that is evicted next; None when there is none."""
-        while self._heap:
-            _, used, _, node = self._heap[0]
-            copies = node.copies
-            assert copies is not None, "candidates have a slot, or had one"
-            if node.used == used and self._may_lose(node, copies):
-                return node
-            heapq.heappop(self._heap)
-            copies.queued[self._tier] = False
-            self.offer(node)
-        return None
+        return self._candidates.first()
 
     def check(self, nodes: Iterable[Node]) -> list[str]:
         """Discrepancies between the slots and the nodes of the tree."""
         tier, problems, found = self._tier, [], 0
         for node in nodes:
-            slot = NONE if node.copies is None else node.copies.slots[tier]
+            slot = slot_of(node, tier)
             if slot != NONE:
                 found += 1
                 if self._nodes.get(slot) is not node or self._allocator.owner(slot) != TAKEN:
                     problems.append(f"{tier} slot {slot} is not known to be the node's")
-            children = 0
-            for child in node.children.values():
-                children += child.copies is not None and child.copies.slots[tier] != NONE
+            children = sum(map(self._holds, node.children.values()))
             counted = 0 if node.copies is None else node.copies.children[tier]
             if counted != children:
                 problems.append(f"a node counts {counted} children in the {tier} tier and has {children}")
         if found != len(self._nodes) or found + self._allocator.free != self.total:
             problems.append(f"{found} copies + {self._allocator.free} free != {self.total} slots of the {tier} tier")
         return problems
-
-    def _drop_released(self) -> None:
-        """Take nodes that have lost their slot otherwise than by eviction out of the heap."""
-        tier, kept = self._tier, []
-        for entry in self._heap:
-            copies = entry[3].copies
-            assert copies is not None, "candidates have a slot, or had one"
-            copies.queued[tier] = copies.slots[tier] != NONE
-            if copies.queued[tier]:
-                kept.append(entry)
-        self._heap = kept
-        heapq.heapify(kept)
 
     def _give(self, node: Node, slot: int) -> None:
         parent = node.parent
@@ -160,6 +127,9 @@ class TierSlots:
         parent.copies.children[self._tier] += 1
         self._nodes[slot] = node
 
-    def _may_lose(self, node: Node, copies: TierCopies) -> bool:
-        tier = self._tier
-        return copies.slots[tier] != NONE and not copies.busy and not copies.children[tier]
+    def _may_lose(self, node: Node) -> bool:
+        copies, tier = node.copies, self._tier
+        return copies is not None and copies.slots[tier] != NONE and not copies.busy and not copies.children[tier]
+
+    def _holds(self, node: Node) -> bool:
+        return slot_of(node, self._tier) != NONE

@@ -10,6 +10,7 @@ being written or read is given away. A failed copy costs what was copied, never 
 """
 
 from collections.abc import Iterable, Sequence
+from itertools import takewhile
 
 from headrace.core.types.kv.kv_tiers import PageHeader, Tier
 from headrace.scheduler.kv.cache_events import CacheEventLog
@@ -113,11 +114,7 @@ class KvTiers:
         """The nodes of a path beyond its pages in the pool that can be loaded."""
         if resident and load_of(known[resident - 1]) is not None:
             return []
-        nodes = list(known[resident:])
-        end = next(
-            (index for index, node in enumerate(nodes) if node.copies is None or not node.copies.any), len(nodes)
-        )
-        return nodes[:end]
+        return list(takewhile(lambda node: node.copies is not None and node.copies.any, known[resident:]))
 
     def pin(self, nodes: Sequence[Node]) -> None:
         """Keep the slots of nodes, which have copies, from being given to others until unpin()."""

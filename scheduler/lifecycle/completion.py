@@ -19,13 +19,7 @@ from headrace.core.messages.replies import RequestFailed, RequestFinished, Reque
 from headrace.core.types.errors import CANCELLED, ErrorInfo
 from headrace.core.types.requests.request import FetchFrom, FirstToken, SendTo
 from headrace.scheduler.peers.tickets import EndedTicket
-from headrace.scheduler.queues.deadlines import (
-    AnswerTimer,
-    BootstrapTimer,
-    LeaseTimer,
-    RequestTimer,
-    TransferTimer,
-)
+from headrace.scheduler.queues.deadlines import AnswerTimer, BootstrapTimer, LeaseTimer, RequestTimer, TransferTimer
 from headrace.scheduler.requests.phase import Phase
 from headrace.scheduler.requests.record import Request
 from headrace.scheduler.requests.transfers import OutgoingTransfer

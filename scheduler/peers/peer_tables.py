@@ -197,9 +197,11 @@ class PrefillTable:
         """The request whose KV comes under this key: live, or still holding the pages that it comes into."""
         return self._fetches.get(key)
 
-    def fetching(self) -> Iterable[Request]:
-        """Requests whose KV has not arrived, also those that have ended and still hold pages."""
-        return self._fetches.values()
+    @property
+    def quarantined_pages(self) -> int:
+        """Pages of requests that have ended, which a prefill server may still write into."""
+        ended = (request.incoming for request in self._fetches.values() if request.ended)
+        return sum(one.pages for one in ended if one is not None and one.remote_writes)
 
     def end_fetch(self, request: Request) -> None:
         """All KV has arrived, or the request's pages are free. Does nothing if the fetch has ended before."""

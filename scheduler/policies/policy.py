@@ -6,7 +6,7 @@ from typing import Protocol
 from headrace.core.config import SchedulerConfig
 from headrace.core.types.errors import ConfigError
 from headrace.scheduler.policies.lazy_heap import LazyHeap
-from headrace.scheduler.policies.policy_keyed import KeyedPolicy, SloKey, SrptKey
+from headrace.scheduler.policies.policy_keyed import KeyedPolicy, slo_key, srpt_key
 from headrace.scheduler.policies.tenants import TenantLevels
 from headrace.scheduler.requests.record import Request
 
@@ -115,7 +115,7 @@ def make_policy(config: SchedulerConfig) -> Policy:
         case "fcfs":
             return Fcfs()
         case "srpt":
-            return KeyedPolicy(SrptKey(), TenantLevels(config.tenant_lag_s))
+            return KeyedPolicy(srpt_key, TenantLevels(config.tenant_lag_s))
         case "slo":
-            return KeyedPolicy(SloKey(), TenantLevels(config.tenant_lag_s))
+            return KeyedPolicy(slo_key, TenantLevels(config.tenant_lag_s))
     raise ConfigError(f"unknown policy {config.policy!r}; write one of: fcfs, slo, srpt")

@@ -11,8 +11,7 @@ without the name of a key have a heap together, and one for each cache salt that
 """
 
 import heapq
-from collections.abc import Iterator
-from typing import Protocol
+from collections.abc import Callable, Iterator
 
 from headrace.scheduler.policies.lazy_heap import Key, LazyHeap
 from headrace.scheduler.policies.tenants import TenantLevels
@@ -22,32 +21,22 @@ Heap = LazyHeap[int, Request]
 COMMON = ""  # name of the common heap
 
 
-class KeyOf(Protocol):
-    """What a policy orders requests of one priority by."""
-
-    def __call__(self, request: Request, work: int, now: float) -> Key:
-        """The key. work: microseconds of prefill that it has left."""
-        ...
+KeyOf = Callable[[Request, int, float], Key]
+"""What a policy orders requests of one priority by: request, microseconds of prefill that it has left, now."""
 
 
-class SrptKey:
+def srpt_key(_request: Request, work: int, _now: float) -> Key:
     """Shortest remaining processing time first, of the uncached prefill that is left."""
-
-    def __call__(self, request: Request, work: int, now: float) -> Key:
-        """The work."""
-        return (work,)
+    return (work,)
 
 
-class SloKey:
+def slo_key(request: Request, work: int, now: float) -> Key:
     """Earliest objective first; requests that cannot meet theirs any more come last, as do those without one, the
     shortest first."""
-
-    def __call__(self, request: Request, work: int, now: float) -> Key:
-        """Its objective, while it can be met."""
-        objective = request.objective
-        if objective is None or now + work / 1e6 > objective:
-            return (1, work)
-        return (0, round(objective * 1e6))
+    objective = request.objective
+    if objective is None or now + work / 1e6 > objective:
+        return (1, work)
+    return (0, round(objective * 1e6))
 
 
 class KeyedPolicy:

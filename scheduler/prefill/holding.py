@@ -35,14 +35,7 @@ class HeldRequests:
         if request.awaiting_peer:
             request.hold_until = now + state.config.hold_limit_s
             lease_s = self._renew(request, now)
-        state.out.add(
-            Held(
-                rid=request.rid,
-                lease_s=lease_s,
-                usage=request.usage(),
-                timing=request.timing(),
-            )
-        )
+        state.out.add(Held(rid=request.rid, lease_s=lease_s, usage=request.usage(), timing=request.timing()))
 
     def renewed(self, event: PeerRenewed, now: float) -> None:
         """Renew leases, and the time that prompts wait for their peer, which is alive and queues them. Other tickets

@@ -93,12 +93,6 @@ class Deadlines:
         """A deadline is set and has not come up."""
         return timer in self._at
 
-    def reset(self) -> None:
-        """Clear all of them."""
-        self._at.clear()
-        self._entry.clear()
-        self._heap.clear()
-
     def next(self) -> float | None:
         """The earliest deadline."""
         while self._heap:

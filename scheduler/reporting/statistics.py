@@ -36,8 +36,7 @@ def _gauges(state: State, integrity_errors: int) -> Iterator[Sample]:
             yield Sample("kv_tier_pages", sum(one.total for one in slots) - used, (tier, "free"))
     yield Sample("held_requests", sum(len(replica.held) for replica in replicas))
     yield Sample("held_pages", sum(replica.held.pages for replica in replicas))
-    ended = [request.incoming for request in state.prefills.fetching() if request.ended]
-    yield Sample("quarantined_pages", sum(one.pages for one in ended if one is not None and one.remote_writes))
+    yield Sample("quarantined_pages", state.prefills.quarantined_pages)
     yield Sample("plans_in_flight", state.plans_in_flight)
     yield Sample("reservations_waiting", len(state.tickets.early_reservations))
     yield Sample("peers", len(state.peers))

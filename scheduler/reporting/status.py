@@ -76,14 +76,13 @@ def _bounds(state: State, queued: int) -> tuple[QueueBound, ...]:
 
 def _kv_pages(state: State) -> KvPages:
     caches = [replica.cache for replica in state.replicas]
-    ended = [request.incoming for request in state.prefills.fetching() if request.ended]
     return KvPages(
         total=sum(cache.total for cache in caches),
         free=sum(cache.free for cache in caches),
         cached=sum(cache.cached for cache in caches),
         leased=sum(cache.leased for cache in caches),
         held=sum(replica.held.pages for replica in state.replicas),
-        quarantined=sum(one.pages for one in ended if one is not None and one.remote_writes),
+        quarantined=state.prefills.quarantined_pages,
         tiers=tuple(_tiers(state)),
     )
 

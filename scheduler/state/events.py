@@ -6,24 +6,13 @@ from headrace.core.messages.membership import JoinProgress
 from headrace.core.messages.orders import AnyOrder, ReplicaOrder
 from headrace.core.messages.peers import (
     ControlClientEffect,
+    ControlClientEvent,
     ControlServerEffect,
-    PeerCancelled,
-    PeerGone,
-    PeerJoined,
-    PeerReleased,
-    PeerRenewed,
-    PeerReserved,
-    PrefillDown,
-    PrefillUp,
-    TicketCancelled,
-    TicketFailed,
-    TicketFinished,
+    ControlServerEvent,
 )
 from headrace.core.messages.replies import AnySchedulerReply
 from headrace.core.messages.stage_events import AnyStageEvent, StageProgress, StageSilence
 
-ControlServerEvent = PeerJoined | PeerGone | PeerReserved | PeerRenewed | PeerReleased | PeerCancelled
-ControlClientEvent = PrefillUp | PrefillDown | TicketFailed | TicketFinished | TicketCancelled
 StageReport = AnyStageEvent | StageSilence | StageProgress | JoinProgress
 Event = AnyFrontendRequest | StageReport | ControlServerEvent | ControlClientEvent
 Effect = (

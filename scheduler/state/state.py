@@ -151,20 +151,20 @@ class State:
         """Plans that were ordered and are not done, of all replicas."""
         return sum(len(replica.plans) for replica in self.replicas)
 
+    def may_plan(self, in_flight: int) -> bool:
+        """The stages are up, and a pipeline with so many plans in flight has a credit left."""
+        return self.engine.ready and in_flight < self.config.credits
+
     def peer_of(self, request: Request) -> str:
         """The name of the server that the request's KV goes to or comes from; "" where there is none (yet)."""
-        if request.outgoing is None:
-            return request.route.prefill if isinstance(request.route, FetchFrom) else ""
-        peer = self.peers.get(request.outgoing.session)
-        return "" if peer is None else peer.hello.name
+        return request.route.prefill if isinstance(request.route, FetchFrom) else self.peers.name_of(request)
 
-    def loads(self, replica: Replica, before: int, tiers: Sequence[Tier]) -> int:
+    def loads(self, replica: Replica, tiers: Sequence[Tier]) -> int:
         """How many of the cached pages that follow the first pages of a prompt are to be loaded from their tiers,
         because that is faster than computing them."""
-        nearest = next((index for index, tier in enumerate(tiers) if tier != tiers[0]), len(tiers))
-        seconds = [self.metrics.rate.seconds_for(count * self.config.page_size) for count in (len(tiers), nearest)]
-        return replica.copies.worthwhile(tiers, *seconds)
+        size, rate = self.config.page_size, self.metrics.rate
+        return replica.copies.worthwhile(tiers, lambda count: rate.seconds_for(count * size))
 
     def drop(self, reason: str) -> None:
         """Count a message that came too late, twice, or for nothing that is known."""
-        self.metrics.drop(reason)
+        self.metrics.counters.add("dropped_messages_total", labels=(reason,))

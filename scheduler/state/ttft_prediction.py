@@ -18,7 +18,7 @@ from math import ceil
 from typing import NamedTuple
 
 from headrace.core.config import SchedulerConfig
-from headrace.scheduler.costs.backlog import ArrivingWork, Backlog, Rank, lower_edge, rank_of
+from headrace.scheduler.costs.backlog import ArrivingWork, Backlog, lower_edge, rank_of
 from headrace.scheduler.costs.cost_model import CostModel, Load
 from headrace.scheduler.state.plan_table import PlanTable
 
@@ -88,7 +88,7 @@ class TtftPredictor:
             behind_s=behind_s,
             work_s=work_s,
             reserve=self._reserve,
-            shares=_shares(rank, before, own, self._by_work),
+            shares=_shares(before, own, self._by_work),
         )
         return Prediction(
             ttft_s=rounded(max(running_s, fill_s) + wait_s + last_s),
@@ -159,7 +159,7 @@ def rounded(seconds: float) -> float:
     return round(seconds, 6)
 
 
-def _shares(rank: Rank, before: float, own: Sequence[tuple[int, float]], by_work: bool) -> list[Pace]:
+def _shares(before: float, own: Sequence[tuple[int, float]], by_work: bool) -> list[Pace]:
     """How the arrivals that go ahead grow with the work that is left."""
     found, rho = [], before
     for bucket, share in own:

@@ -74,7 +74,3 @@ class Measurements:
     def failed(self, phase: str, error: ErrorInfo) -> None:
         """A request has failed in a phase, or was refused at admission."""
         self.counters.add("request_failures_total", labels=(phase, end_of(error).reason))
-
-    def drop(self, reason: str) -> None:
-        """Count a message that came too late, twice, or for nothing that is known."""
-        self.counters.add("dropped_messages_total", labels=(reason,))

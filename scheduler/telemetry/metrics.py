@@ -82,11 +82,7 @@ CATALOG = (
         "Predicted seconds of computing a prompt: so many per token, and so many per squared token.",
         ("per",),
     ),
-    MetricSpec(
-        "cost_model_stale",
-        "gauge",
-        "1 while predictions are wrong, and go by tokens alone.",
-    ),
+    MetricSpec("cost_model_stale", "gauge", "1 while predictions are wrong, and go by tokens alone."),
     MetricSpec(
         "predicted_ttft_seconds",
         "histogram",

@@ -21,7 +21,7 @@ def test_beyond_the_limit_everybody_has_no_more_than_an_equal_share(takes: list[
         if shares.total + more <= limit or shares.within_equal_share(owner, more, limit):
             shares.add(owner, more)
         else:
-            owners = len(shares.amounts().keys() | {owner})
+            owners = len(shares._used.keys() | {owner})
             assert shares.used(owner) + more > limit // owners, "only those beyond their share are refused"
     harmonic = sum(1 / number for number in range(1, 7))
     assert shares.total <= limit * harmonic + 6 * 9

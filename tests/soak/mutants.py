@@ -67,7 +67,7 @@ MUTANTS = (
     Mutant("a cancel is lost while tokens are generated", "G1", Scheduler, "_abort", wrong.cancel_lost),
     Mutant("a heartbeat does not renew the lease", "G1", HeldRequests, "renewed", wrong.never),
     Mutant("a heartbeat renews leases alone", "G1", HeldRequests, "renewed", wrong.leases_alone),
-    Mutant("pages from a tier are used unverified", "G4", PageCopies, "loaded", wrong.unverified),
+    Mutant("pages from a tier are used unverified", "G4", PageCopies, "_loaded", wrong.unverified),
     Mutant("a request is preempted while plans hold its pages", "G3", TokenGeneration, "_preempt",
            wrong.preempted_in_flight),
     Mutant("pages are published before they are computed", "G4", KvCache, "publish", wrong.early_publish),

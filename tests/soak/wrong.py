@@ -14,6 +14,7 @@ from headrace.scheduler.kv.prefix_tree import PrefixTree
 from headrace.scheduler.lifecycle.completion import Completion
 from headrace.scheduler.prefill.handoff import KvHandoff
 from headrace.scheduler.prefill.holding import HeldRequests
+from headrace.scheduler.queues.deadlines import Deadlines
 from headrace.scheduler.requests.phase import Phase
 from headrace.scheduler.requests.record import Request
 from headrace.scheduler.requests.transfers import OutgoingTransfer
@@ -156,7 +157,7 @@ def early_publish(original: Any) -> Any:
     """Pages that are only planned go into the prefix tree, whatever their values turn out to be."""
 
     def publish(self: KvCache, lease: Any, tokens: Any, computed: int) -> None:
-        original(self, lease, tokens, len(lease.pages) * self._page_size)
+        original(self, lease, tokens, len(lease.pages) * self.page_size)
 
     return publish
 
@@ -205,7 +206,7 @@ def wrong_place(original: Any) -> Any:
 def deadline_forgotten(original: Any) -> Any:
     def computed(self: HeldRequests, request: Request, now: float) -> None:
         original(self, request, now)
-        self._state.deadlines.reset()
+        self._state.deadlines = Deadlines()
 
     return computed
 

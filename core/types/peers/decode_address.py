@@ -46,10 +46,7 @@ def parse_decode(text: str, flag: str = "--decode") -> DecodeAddress:
 def parse_decodes(texts: tuple[str, ...], flag: str = "--decode") -> tuple[DecodeAddress, ...]:
     """Parse several. Raises ConfigError for one that is no address, and for two with the same server."""
     found = tuple(parse_decode(text, flag) for text in texts)
-    for kind, names in (
-        ("URL", [one.url for one in found]),
-        ("side channel", [one.side_channel for one in found]),
-    ):
+    for kind, names in (("URL", [one.url for one in found]), ("side channel", [one.side_channel for one in found])):
         if twice := sorted({name for name in names if names.count(name) > 1}):
             hint = (
                 ""

@@ -14,7 +14,7 @@ A, B, C = [1, 2, 3, 4], [11, 12, 13, 14], [21, 22, 23, 24]
 LONG = [*range(31, 39)]
 
 
-def everything(_before: int, tiers: Sequence[Tier]) -> int:
+def everything(tiers: Sequence[Tier]) -> int:
     return len(tiers)
 
 

@@ -7,6 +7,7 @@ import pytest
 from headrace.core.incoming import RemoteWriter
 from headrace.core.types.requests.request import FetchFrom, SendTo
 from headrace.scheduler.peers.tickets import EndedTicket
+from headrace.scheduler.queues.deadlines import Deadlines
 from headrace.scheduler.requests.phase import Phase
 from headrace.scheduler.requests.record import Request
 from headrace.scheduler.state.plan_table import Plan, PlannedRow
@@ -86,7 +87,7 @@ def drop_held(state: State) -> None:
 
 
 def drop_held_lease(state: State) -> None:
-    state.deadlines.reset()
+    state.deadlines = Deadlines()
 
 
 def end_active_ticket(state: State) -> None:
