@@ -12,7 +12,7 @@ _PAGE_BYTES = resource.getpagesize()
 
 
 def process_usage(process: str) -> tuple[Sample, ...]:
-    """Resident memory and CPU seconds of this process, and lines that nobody read; reading them takes some 20 µs.
+    """Resident memory and CPU seconds of this process, and lost lines of output; reading these takes some 20 µs.
     process: its name, the label.
 
     Without /proc the memory is the most that was resident, not what is now.

@@ -15,7 +15,7 @@ class MetricSpec(msgspec.Struct, frozen=True):
     """Declaration of one metric in a catalog."""
 
     name: str
-    """As in its samples: without the prefix; counters end in _total."""
+    """The name, as in its samples: without the prefix; counters end in _total."""
     kind: Literal["counter", "gauge", "histogram"]
     help: str
     labels: tuple[str, ...] = ()
@@ -44,7 +44,7 @@ class HistogramSample(msgspec.Struct, frozen=True):
     counts: tuple[int, ...]
     """Observations in each bucket, not cumulative; the last count is of those above all bounds."""
     sum: float
-    """Of all observations."""
+    """Sum of all observations."""
     labels: tuple[str, ...] = ()
     """Label values, in the order in which the MetricSpec declares the labels."""
 

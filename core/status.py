@@ -65,9 +65,9 @@ class KvPages(msgspec.Struct, frozen=True, kw_only=True):
     cached: int
     leased: int
     held: int
-    """Of the leased ones: for prompts that are computed before a peer reserves them."""
+    """Leased pages for prompts that are computed before a peer reserves them."""
     quarantined: int
-    """Of the leased ones: a prefill server may still write into them though their request has ended."""
+    """Leased pages that a prefill server may still write into though their request has ended."""
     tiers: tuple[TierPages, ...] = ()
 
 
@@ -98,7 +98,7 @@ class PeerLink(msgspec.Struct, frozen=True, kw_only=True):
 
     name: str
     role: str
-    """Of that server: prefill or decode."""
+    """The role of that server: prefill or decode."""
     up: bool
     backend: str = ""
     """How KV moves; "" while it is down."""

@@ -45,7 +45,7 @@ class TransferTrace(msgspec.Struct, frozen=True):
     """Number of the chunk within the request."""
     peer_stage: int
     bytes: int
-    """Of the payload."""
+    """Bytes of the payload."""
     sent: float
     ended: float
     """When it was acknowledged or refused; for "open" ones, when recording ended."""
@@ -64,7 +64,7 @@ class StageTrace(msgspec.Struct, frozen=True, kw_only=True):
     ended: float
     """When recording ended."""
     wall_offset_s: float
-    """Of the stage's machine: see wall_offset() in core/runtime/clock.py."""
+    """Offset of the clock of the stage's machine: see wall_offset() in core/runtime/clock.py."""
 
 
 class PhaseTrace(msgspec.Struct, frozen=True):
@@ -83,7 +83,7 @@ class RequestName(msgspec.Struct, frozen=True):
     """The names of a request."""
 
     serial: int
-    """As in orders; a preempted request gets a new one."""
+    """The request's serial, as in orders; a preempted request gets a new one."""
     request: int
     """Number of the request in order of arrival."""
     rid: str
@@ -121,7 +121,7 @@ class SchedulerTrace(msgspec.Struct, frozen=True, kw_only=True):
     dropped: int
     """Entries beyond the buffer's limit."""
     layout: Layout = Layout()
-    """Of the ranks, for their names."""
+    """Layout of the ranks, for their names."""
 
 
 class RequestSpan(msgspec.Struct, frozen=True, array_like=True, gc=False):

@@ -37,7 +37,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
         ),
     ] = 0
     hidden_size: int = 0
-    """Of the model: elements of one hidden state."""
+    """Elements of one hidden state of the model."""
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):

@@ -23,7 +23,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_model_len: int = 0
     """Copy of ModelConfig.max_model_len."""
     vocab_size: int = 0
-    """Of the model."""
+    """Tokens of the model's vocabulary."""
     stages: Annotated[int, Flag("pp", STAGES, "pipeline-parallel stages, one process each", low=1)] = 1
     dp: Annotated[
         int,

@@ -63,7 +63,7 @@ class StageConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Everything the process of one rank is told when it starts."""
 
     rank: int
-    """Of this process in the layout."""
+    """This process's rank in the layout."""
     endpoint: str
     """The scheduler's order socket."""
     model: ModelConfig
@@ -88,7 +88,7 @@ class StageConfig(msgspec.Struct, frozen=True, kw_only=True):
     measure_tokens: int = 0
     """Chunk length around which the stage's speed is measured before it is ready; 0: not at all."""
     role: Role = "colocated"
-    """Of the server."""
+    """The server's role."""
     member: ExternalMember | None = None
     """Which server of a group that shares experts this is; None for one of its own."""
     rules: Rules = Rules()

@@ -17,13 +17,13 @@ class JoinRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True,
     """A process asks to become rank `rank` of `world_size`."""
 
     rank: int
-    """From 0."""
+    """The rank, counted from 0."""
     world_size: int
     """Ranks in the group."""
     incarnation: str
     """Random id of this process."""
     version: str
-    """Of Headrace; the messages between scheduler and stages are compatible within one version only."""
+    """Version of Headrace; the messages between scheduler and stages are compatible within one version only."""
     host: str
     """Address where decode servers reach this stage's data socket."""
     data_port: int = 0
@@ -31,7 +31,7 @@ class JoinRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True,
     key: str = ""
     """Shared secret (--stage-key)."""
     session: str = ""
-    """Of the group that admitted this process; empty before."""
+    """Session of the group that admitted this process; empty before."""
 
 
 class JoinReply(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag=True):

@@ -89,7 +89,7 @@ class Forward(Order, frozen=True, kw_only=True):
     """A plan: one forward pass over the rows (one microbatch)."""
 
     rows: tuple[PlanRow, ...]
-    """Of this replica; () where it is idle in a pass of lockstep replicas."""
+    """Rows of this replica; () where it is idle in a pass of lockstep replicas."""
     agreement: Agreement | None = None
     """What lockstep replicas do alike in this pass, the Forwards of one seq; None where replicas share nothing."""
 

@@ -42,7 +42,7 @@ class PeerGone(PeerEvent, frozen=True, kw_only=True):
     session: str
     reason: str
     name: str = ""
-    """As in PeerJoined."""
+    """The peer's name, as in PeerJoined."""
     displaced: bool = False
     """It gave way to a new peer, since there are as many as may be."""
 
@@ -87,7 +87,7 @@ class PrefillUp(PeerEvent, frozen=True, kw_only=True):
     """Control client: a prefill server welcomed us."""
 
     name: str
-    """As in AddPrefill."""
+    """The server's name, as in AddPrefill."""
 
     terms: PrefillTerms
     replica: int = 0

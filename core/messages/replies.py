@@ -30,7 +30,7 @@ class StagePools(msgspec.Struct, frozen=True, kw_only=True):
     """What the stages reported once all of them were ready."""
 
     fingerprint: str
-    """Of the model (see headrace.engine.model.fingerprint); the same on every stage."""
+    """Fingerprint of the model (see headrace.engine.model.fingerprint); the same on every stage."""
     kv_pages: int
     """Pages of the smallest KV pool."""
     data_endpoints: tuple[str, ...]
@@ -104,7 +104,7 @@ class Tokens(SchedulerReply, frozen=True, kw_only=True):
     """One entry per token, where asked for."""
 
     draft: DraftTokens | None = None
-    """Of the first token, where asked for."""
+    """Draft tokens beside the first token, where asked for."""
 
 
 class HiddenPart(SchedulerReply, frozen=True, kw_only=True):
@@ -160,7 +160,7 @@ class RequestTraced(SchedulerReply, frozen=True, kw_only=True):
     rid: str
     traceparent: str
     spans: tuple[RequestSpan, ...]
-    """In order of their ends."""
+    """The request's spans, in order of their ends."""
 
     dropped: int = 0
     """Spans beyond the limit for one request."""

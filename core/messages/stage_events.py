@@ -37,7 +37,7 @@ class StageLoading(StageEvent, frozen=True, kw_only=True):
     epoch: int = 0
     """Counts the starts of the group of stages."""
     done_bytes: int = 0
-    """Of the weights."""
+    """Bytes of the weights that are read."""
     total_bytes: int = 0
     left_s: float | None = None
     """Until all weights are read, as it looks now; None while that is not known."""
@@ -127,7 +127,7 @@ class PlanDone(StageEvent, frozen=True, kw_only=True):
     samples: tuple[SampledToken, ...] = ()
     """One for each row that samples and is finite, in row order; from the last stage only."""
     prompt_logprobs: tuple[PromptLogprobs, ...] = ()
-    """From the last stage only."""
+    """Logprobs of prompt tokens, from the last stage only."""
     hidden: tuple[RowHidden, ...] = ()
     """One for each row that asks for them, in row order; from the last stage only."""
     nonfinite: tuple[int, ...] = ()
@@ -189,7 +189,7 @@ class KvReceived(StageEvent, frozen=True, kw_only=True):
 
 
 class ChunkReceived(StageEvent, frozen=True, kw_only=True):
-    """A chunk of a request has been written to the pool; restarts the scheduler's deadline for the prefill server."""
+    """A chunk of a request has been written to the pool. No deadline of the scheduler depends on it."""
 
     request: int
 
@@ -252,7 +252,7 @@ class PagesFound(StageEvent, frozen=True, kw_only=True):
     slots: bytes
     """Packed slots, as the StorePages that wrote the pages named them. Each slot comes once."""
     headers: tuple[PageHeader, ...]
-    """Of each slot's page, in the same order."""
+    """The header of each slot's page, in the same order."""
     last: bool = True
     """No further part follows."""
 

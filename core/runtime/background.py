@@ -17,8 +17,8 @@ STEADY_S = 60.0
 
 
 async def keep_running(what: str, work: Callable[[], Awaitable[None]], clock: Clock | None = None) -> None:
-    """Run the work until it returns, or until cancelled. Whatever else it raises is logged, and it begins again after a
-    pause that grows with each failure.
+    """Run the work until it returns, or until cancelled. Any other exception is logged, and the work begins
+    again after a pause that grows with each failure.
 
     what: the work, in the log. work: can begin again where it failed.
     """

@@ -67,7 +67,7 @@ def _below(path: PurePosixPath, mounted: PurePosixPath) -> PurePosixPath:
 
 
 def _quota(group: Path) -> float | None:
-    """Of one group, in cores."""
+    """The quota of one group, in cores."""
     given: list[str] = []
     with suppress(OSError):
         given = (group / "cpu.max").read_text().split()

@@ -2,9 +2,9 @@
 
     print(), logging, tracebacks ──► queue, bounded ──► thread ──► pipe, file, terminal
 
-A pipe that nobody reads (a stalled log driver, a pager, a terminal after Ctrl-S) takes 64 KiB and then stops whoever
-writes to it. Here lines are left out once LIMIT_BYTES wait. When there is room again a line says how many were, in
-their place. What waits at the exit of the process is written as long as somebody reads.
+A pipe that is not read (a stalled log driver, a pager, a terminal after Ctrl-S) takes 64 KiB and then stops every
+process that writes to it. Here lines are left out once LIMIT_BYTES wait. When there is room again a line says how many
+were, in their place. What waits at the exit of the process is written as long as somebody reads.
 
 Where the system allows it (Linux: pipes, terminals), the descriptors do not block either, for libraries that write to
 them by themselves; what does not fit is then lost.

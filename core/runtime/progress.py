@@ -22,7 +22,7 @@ class LoadProgress:
         self._lock = threading.Lock()
         self._weights = self._read = 0
         self.total_bytes = 0
-        """That the weights take; 0 until that is known."""
+        """Bytes that the weights take; 0 until that is known."""
         self.loaded = False
         """All weights are loaded; what follows is warming up."""
 
@@ -41,6 +41,6 @@ class LoadProgress:
 
     @property
     def done_bytes(self) -> int:
-        """Of total_bytes. A tensor of which only a part is kept counts as a whole, so this may be early at the end."""
+        """How many of total_bytes are read. A tensor of which only a part is kept counts as a whole: may be early."""
         share = min(1.0, self._read / self._weights) if self._weights else 0.0
         return round(share * self.total_bytes)

@@ -47,7 +47,7 @@ def meaningless() -> tuple[int, ...]:
 
 
 def signal_name(number: int) -> str:
-    """As people write it."""
+    """The name of a signal, as people write it."""
     try:
         return signal.Signals(number).name
     except ValueError:  # a real-time signal

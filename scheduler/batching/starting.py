@@ -162,7 +162,7 @@ class Starter:
 
     def _lease(self, request: Request, now: float) -> bool:
         """Lease pages for all that is to be computed, and a metadata row if the request's peer has reserved; False when
-        they are not to be had now. Both or none: two requests that each had one and waited for the other would block
+        they are not free now. Both or none: two requests that each had one and waited for the other would block
         each other."""
         state, replica, counters = self._state, self._replica, self._state.metrics.counters
         needs_row = _needs_row(request)

@@ -154,7 +154,7 @@ class RemoteFetch:
             self._bad_metadata(request, "the request goes on after its first token, and its KV has not come", now)
 
     def ticket_cancelled(self, event: TicketCancelled, now: float) -> None:
-        """The answer to our cancel: pages that the prefill server could write directly are freed now. Nobody has asked
+        """The answer to our cancel: pages that the prefill server could write directly are freed now. We have not asked
         to cancel a live request: its KV does not come."""
         if self._state.prefills.fetched((event.session, event.ticket, event.generation)) is None:
             return

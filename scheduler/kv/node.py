@@ -97,7 +97,7 @@ class PageLoad:
     """Pages of one path that are being filled from tiers."""
 
     nodes: list[Node]
-    """From the root outwards, each the child of the one before it."""
+    """Nodes from the root outwards, each the child of the one before it."""
 
     tiers: list[Tier]
     """Where each of them is read from."""

@@ -17,7 +17,7 @@ class EndedTicket:
     """How the last use of a ticket ended."""
 
     session: str | None
-    """Of the peer that reserved it; None while no peer has, so that one that does is told."""
+    """Session of the peer that reserved it; None while no peer has, so that one that does is told."""
 
     generation: int
     error: ErrorInfo | None

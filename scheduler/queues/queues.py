@@ -126,7 +126,7 @@ class Queues:
             self._push(request, now)
 
     def withdraw(self, request: Request) -> None:
-        """Let go of a request in no queue, which goes to another replica."""
+        """Give up a request in no queue, which goes to another replica."""
         self._count(request, -1)
         self.unplanned -= request.unplanned
         self.load = self.load.minus(request.queued.load)
@@ -134,7 +134,7 @@ class Queues:
         request.queued = QueueEntry()
 
     def take_over(self, request: Request) -> None:
-        """Count a request that another replica has let go of."""
+        """Count a request that another replica has withdrawn."""
         self._count(request, 1)
         self.unplanned += request.unplanned
         if not request.to_fetch:

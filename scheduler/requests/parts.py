@@ -67,10 +67,10 @@ class PromptResult:
     """Order number of the plan that gave the first token."""
 
     last_hidden: HiddenStates | None = None
-    """Of the last prompt token, where a client or the peer has asked for it."""
+    """Hidden states of the last prompt token, where a client or the peer has asked for it."""
 
     draft_tokens: DraftTokens | None = None
-    """Of the first generated token, likewise."""
+    """Draft tokens beside the first generated token, likewise."""
 
     def draft(self, wanted: DraftTerms) -> Draft | None:
         """What there is of the draft data that is wanted; None for nothing."""

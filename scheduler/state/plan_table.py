@@ -14,7 +14,7 @@ class PlannedRow:
 
     request: Request
     serial: int
-    """Of the request when the plan was made."""
+    """The request's serial when the plan was made."""
 
     end: int
     """Positions below this one are computed when the plan is done."""

@@ -56,7 +56,7 @@ class Replica:
         self._out = out
         self._alone = config.dp == 1
         self.ranks = layout.replica_ranks(index)
-        """Of all its stages, in ascending order."""
+        """Ranks of all its stages, in ascending order."""
 
         self.first_stage = layout.rank(0, index)
         """The rank that computes a plan first."""

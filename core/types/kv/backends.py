@@ -26,7 +26,7 @@ class Placement(msgspec.Struct, frozen=True, kw_only=True):
     """Where a component lies in the memory of a pool."""
 
     name: Word
-    """Of the component."""
+    """Name of the component."""
     offset: Size
     """Byte at which its first page begins."""
     strides: Strides
@@ -43,7 +43,7 @@ class PoolLayout(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Size of the memory."""
     pages: Size
     strides: Strides
-    """Of keys and values: bytes from one page, layer, plane (K or V), head and slot to the next."""
+    """Strides of keys and values: bytes from one page, layer, plane (K or V), head and slot to the next."""
     offset: Size = field(default_factory=int)  # a factory has msgspec write it even when it is 0
     """Byte at which the first page's keys and values begin."""
     components: Annotated[tuple[Placement, ...], Meta(max_length=MAX_COMPONENTS)] = ()
@@ -55,21 +55,21 @@ class SharedMemory(PoolLayout, frozen=True):
     host: HostToken
     """Equal for all processes that see the same /dev/shm."""
     name: FileName
-    """Of the file in /dev/shm."""
+    """Name of the file in /dev/shm."""
 
 
 class NixlMemory(PoolLayout, frozen=True):
     """A pool whose memory can be written through NIXL; NixlAccess says at which address it begins."""
 
     version: Version
-    """Of NIXL; both sides need the same."""
+    """Version of NIXL; both sides need the same."""
 
 
 class NixlAccess(msgspec.Struct, frozen=True, kw_only=True):
     """What a prefill stage needs to write into a NixlMemory during one session."""
 
     metadata: AgentMetadata
-    """Of the NIXL agent that the pool is registered with."""
+    """Metadata of the NIXL agent that the pool is registered with."""
     address: Size
     """Where the pool's memory begins."""
 

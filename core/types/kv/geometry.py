@@ -119,7 +119,7 @@ class CacheShape(msgspec.Struct, frozen=True):
 
 
 def cache_shape(ranks: Iterable[Geometry]) -> CacheShape | None:
-    """Of the ranks that hold a model; None if any holds other components than keys and values, or if there is none."""
+    """Shape of the cache of a model's ranks; None if any holds other components than K and V, or if there is none."""
     parts = [part for rank in ranks for part in rank.tensors]
     if not parts or any(part.name != KV for part in parts):
         return None

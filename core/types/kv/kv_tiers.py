@@ -16,7 +16,7 @@ class PageHeader(msgspec.Struct, frozen=True, array_like=True):
     """
 
     digest: bytes
-    """Of the page: of the parent's digest and the page's token ids."""
+    """The page's digest, from the parent's digest and the page's token ids."""
     parent: bytes
     """Digest of the page before it; the salt's digest for the first page of a prompt."""
     salt: bytes

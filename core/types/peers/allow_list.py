@@ -26,7 +26,7 @@ class AllowedPrefill(msgspec.Struct, frozen=True):
     """One rule."""
 
     host: str
-    """In canonical form; empty for a network."""
+    """The host in canonical form; empty for a network."""
     port: int = 0
     """0: any port."""
     network: IPv4Network | IPv6Network | None = None

@@ -16,11 +16,11 @@ class DecodeAddress(msgspec.Struct, frozen=True):
     """One decode engine."""
 
     url: str
-    """Of its HTTP server, without a final slash."""
+    """URL of its HTTP server, without a final slash."""
     host: str
-    """Of its side channel."""
+    """Host of its side channel."""
     port: int
-    """Of its side channel."""
+    """Port of its side channel."""
 
     @property
     def side_channel(self) -> str:

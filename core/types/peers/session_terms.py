@@ -14,7 +14,7 @@ class PeerTerms(msgspec.Struct, frozen=True, kw_only=True):
 
     session: str
     geometries: tuple[Geometry, ...]
-    """Of the pools of the peer's stages, in stage order: one or more, all of one page size."""
+    """Geometries of the pools of the peer's stages, in stage order: one or more, all of one page size."""
 
     window_bytes: int
     """Payload that may be unacknowledged on each data connection."""
@@ -36,7 +36,7 @@ class PrefillTerms(msgspec.Struct, frozen=True, kw_only=True):
     """Data endpoints of its stages, in stage order, such as tcp://10.0.0.5:7001."""
 
     geometries: tuple[Geometry, ...]
-    """Of the pools of its stages, in stage order."""
+    """Geometries of the pools of its stages, in stage order."""
 
     window_bytes: int
     """Payload that it may leave unacknowledged on each data connection."""

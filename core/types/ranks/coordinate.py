@@ -65,7 +65,7 @@ class Agreement(msgspec.Struct, frozen=True):
     """What all replicas do alike in one pass."""
 
     tokens: tuple[int, ...]
-    """Of every replica; idle ones have 0."""
+    """Tokens of every replica; idle ones have 0."""
 
     padded: int = 0
     """Tokens that the exchange pads every replica to; 0: nothing is padded."""

@@ -20,9 +20,9 @@ class ExternalMember(msgspec.Struct, frozen=True):
     size: int
     """Servers in the group."""
     host: str
-    """Of server 0, whose first rank serves the store where all meet."""
+    """Host of server 0, whose first rank serves the store where all meet."""
     port: int
-    """Of the store."""
+    """Port of the store."""
 
     @property
     def address(self) -> str:

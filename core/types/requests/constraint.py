@@ -16,7 +16,7 @@ class Constraint(msgspec.Struct, frozen=True):
     """json: a JSON schema; regex: a regular expression; choice: a JSON list of texts, one of which it is; grammar: in
     GBNF (llama.cpp's EBNF) or Lark."""
     text: str
-    """In that language."""
+    """The constraint, in that language."""
 
     @property
     def key(self) -> str:

@@ -65,6 +65,6 @@ class Draft(msgspec.Struct, frozen=True, omit_defaults=True):
     """What goes to a decode peer beside the first token."""
 
     hidden: HiddenStates | None = None
-    """Of the last prompt token."""
+    """Hidden states of the last prompt token."""
     tokens: DraftTokens | None = None
-    """Of the first generated token."""
+    """Draft tokens beside the first generated token."""

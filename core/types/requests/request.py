@@ -162,7 +162,7 @@ class FirstToken(msgspec.Struct, frozen=True):
     """Why the request ends with this token; "" if decoding goes on."""
 
     draft: Draft | None = None
-    """For a peer that has asked for it; not a part of the metadata row."""
+    """Draft data for a peer that has asked for it; not a part of the metadata row."""
 
 
 class Timing(msgspec.Struct, frozen=True):
@@ -172,13 +172,13 @@ class Timing(msgspec.Struct, frozen=True):
     """Waiting for a peer to reserve pages."""
 
     queue_s: float = 0.0
-    """In the waiting queue."""
+    """Seconds in the waiting queue."""
 
     forward_s: float = 0.0
-    """From the first plan to the first token; zero where the KV was fetched."""
+    """Seconds from the first plan to the first token; zero where the KV was fetched."""
 
     transfer_s: float = 0.0
-    """From the first token to the last acknowledgement (prefill), or from the reservation to the last byte (decode)."""
+    """Seconds from the first token to the last acknowledgement (prefill), or from reservation to last byte (decode)."""
 
     decode_s: float = 0.0
     """Generating the tokens after the first one."""
