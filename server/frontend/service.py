@@ -4,12 +4,21 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import httpx
 
 from headrace.core.config import Config, ServerConfig
 from headrace.core.messages.frontend import AnyFrontendRequest, Drain, Shutdown, StageLost
-from headrace.core.messages.replies import PrefillState, StageDown
+from headrace.core.messages.replies import (
+    EngineState,
+    PrefillState,
+    RequestTraced,
+    StageDown,
+    StageTraced,
+    StatusReply,
+    Traced,
+)
 from headrace.core.runtime.background import keep_running
 from headrace.core.runtime.clock import Clock, SystemClock
 from headrace.core.runtime.liveness import Activity
@@ -18,16 +27,15 @@ from headrace.core.types.peers.allow_list import allowed_prefills
 from headrace.server.frontend.generation.completions import Completions
 from headrace.server.frontend.generation.runner import GenerationRunner
 from headrace.server.frontend.link.control_address import ControlAddress
-from headrace.server.frontend.link.scheduler_client import SchedulerClient
+from headrace.server.frontend.link.scheduler_client import News, SchedulerClient
 from headrace.server.frontend.link.scheduler_link import SchedulerLink
 from headrace.server.frontend.request.request_context import TraceSampler
 from headrace.server.frontend.served_model import ServedModel
 from headrace.server.frontend.status.readiness import Readiness
 from headrace.server.frontend.status.recent_events import RecentEvents
-from headrace.server.frontend.status.server_status import StatusCollector
+from headrace.server.frontend.status.server_status import StatusCollector, StatusQuery
 from headrace.server.frontend.status.statistics_log import StatisticsLog
 from headrace.server.frontend.status.stats_collector import StatsCollector
-from headrace.server.frontend.status.status_query import StatusQuery
 from headrace.server.telemetry.prometheus import FrontMetrics
 from headrace.server.telemetry.span_exporter import SpanExporter, SpanSink
 from headrace.server.telemetry.spans import RecordSpan
@@ -43,13 +51,25 @@ ABORT_TIMEOUT_S = 2.0  # for requests that this server has ended to answer their
 STOPPING = ErrorInfo(code=DRAINING, message="the server is stopping", status=503, retry_after_s=1.0)
 
 
+class StageWatch(Protocol):
+    """What has to know how the group of stages fares."""
+
+    def stages_ready(self) -> None:
+        """All stages are up."""
+        ...
+
+    def stage_down(self, down: StageDown) -> None:
+        """The scheduler gives a stage up."""
+        ...
+
+
 class Service:
     """Creates the parts that routes use, starts and stops them.
 
     tokenizer: loaded from the model by start() if not given. prefill_transport: in place of the network, for tests.
     inspect_scheduler: what the scheduler's process does, if that can be known.
     memory: how the memory of each rank is divided, in words.
-    on_stages_ready, on_stage_down: called when all stages are up, and when the scheduler gives one up.
+    stage_watch: is told of the stages, besides the status.
     """
 
     def __init__(
@@ -62,8 +82,7 @@ class Service:
         prefill_transport: httpx.AsyncBaseTransport | None = None,
         inspect_scheduler: Callable[[], Activity | None] = lambda: None,
         memory: Sequence[str] = (),
-        on_stages_ready: Callable[[], None] = lambda: None,
-        on_stage_down: Callable[[StageDown], None] = lambda _down: None,
+        stage_watch: StageWatch | None = None,
     ) -> None:
         self.config = config
         self.clock = clock or SystemClock()
@@ -71,21 +90,14 @@ class Service:
         self.model = ServedModel(config, tokenizer)
         self.tracer = Tracer(link.send)
         self.prefills = _prefill_pool(config.server, link.send, prefill_transport, self.clock)
-        self._on_stages_ready = on_stages_ready
-        self._on_stage_down = on_stage_down
         self._spans = SpanExporter(self._open_spans) if config.tracing.endpoint else None
         self.sampler = TraceSampler(config.tracing.sample_ratio) if self._spans is not None else None
         self.record_span: RecordSpan = self._spans.record if self._spans is not None else lambda _span: None
-        query = StatusQuery(link.send, self.clock)
+        self._query = StatusQuery(link.send, self.clock)
         self._client = SchedulerClient(
             link,
             self.clock,
-            on_prefill=self._prefill_changed,
-            on_stages_ready=self._stages_ready,
-            on_stage_down=self._stage_down,
-            on_trace=self.tracer.take,
-            on_status=query.take,
-            on_spans=self.record_span,
+            on_news=self._take,
             inspect=inspect_scheduler,
             hang_s=config.scheduler.stage_timeout_s,
         )
@@ -96,13 +108,14 @@ class Service:
         self.status = StatusCollector(
             config,
             self.readiness,
-            query,
+            self._query,
             self.recent,
             self.prefills,
             self.clock,
             memory=memory,
             instance=lambda: self._client.server_info.instance if self._client.server_info is not None else "",
         )
+        self._stage_watches = (self.status,) if stage_watch is None else (self.status, stage_watch)
         self._statistics_log: asyncio.Task[None] | None = None
         self.control = ControlAddress(self._client, config.transfer.host)
         self.completions = self._make_completions()
@@ -193,18 +206,25 @@ class Service:
 
         return OtlpSink(self.config.tracing, self.config.server.role, headrace_version(), self.model.name)
 
-    def _prefill_changed(self, state: PrefillState) -> None:
-        if self.prefills is not None:
-            self.prefills.update(state)
-        self.status.prefill(state)
-
-    def _stages_ready(self) -> None:
-        self.status.stages_ready()
-        self._on_stages_ready()
-
-    def _stage_down(self, down: StageDown) -> None:
-        self.status.stage_down(down)
-        self._on_stage_down(down)
+    def _take(self, news: News) -> None:
+        """Tell the parts that the news of the scheduler concern."""
+        match news:
+            case EngineState():
+                for watch in self._stage_watches if news.ready else ():
+                    watch.stages_ready()
+            case StageDown():
+                for watch in self._stage_watches:
+                    watch.stage_down(news)
+            case PrefillState():
+                if self.prefills is not None:
+                    self.prefills.update(news)
+                self.status.prefill(news)
+            case Traced() | StageTraced():
+                self.tracer.take(news)
+            case RequestTraced():
+                self.record_span(news)
+            case StatusReply():
+                self._query.take(news)
 
     async def stage_lost(self, stage: int, message: str) -> None:
         """Report to the scheduler that the process of a stage has ended."""

@@ -14,8 +14,8 @@ from headrace.server.frontend.request_log import RequestLog, RequestRecord
 from headrace.server.frontend.status.recent_events import RecentEvents
 from headrace.server.http.audience import Audience, Audiences
 from headrace.server.http.error_response import error_response
+from headrace.server.telemetry.label_values import PROMPT_ROUTES, UNKNOWN_ROUTE
 from headrace.server.telemetry.prometheus import FrontMetrics
-from headrace.server.telemetry.routes import PROMPT_ROUTES, UNKNOWN_ROUTE
 from headrace.server.telemetry.spans import RecordSpan
 
 FOR_OPERATORS = "for_operators"  # 403

@@ -14,9 +14,8 @@ import httptools
 from starlette.types import ASGIApp, Scope
 
 from headrace.core.types.errors import DRAINING, ErrorInfo, HeadraceError
-from headrace.server.http.answer import closing_answer
 from headrace.server.http.connections import HttpConnections
-from headrace.server.http.exchange import Exchange
+from headrace.server.http.exchange import Exchange, closing_answer
 from headrace.server.http.head import BAD_REQUEST, Headers, read_head
 
 HEAD_BYTES = 64 << 10  # limit of a request's head; checked after each read

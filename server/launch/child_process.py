@@ -1,14 +1,18 @@
-"""A child process of the server: its start, with its configuration on standard input, and its end."""
+"""A child process of the server: its start, with its configuration on standard input, and its end. The gateway that a
+prefill server starts is one that is started again when it ends."""
 
 import asyncio
 import contextlib
 import logging
 import os
+import signal
 from collections.abc import Mapping, Sequence
 
 import msgspec
 
+from headrace.core.config import GatewayConfig
 from headrace.core.runtime.process import module_command
+from headrace.core.runtime.rate_limit import Backoff
 
 log = logging.getLogger(__name__)
 
@@ -18,6 +22,11 @@ NO_RESOURCES = (OSError, RuntimeError)  # of starting a process, and of the thre
 # Turns that an OpenMP thread waits for the others before it sleeps, some 50 to 150 µs. By default it is a hundred times
 # as many: on cores that others use, too, it keeps the thread that it waits for from running.
 SPINS = "3000"
+
+GATEWAY_MODULE = "headrace.gateway.process"
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 30.0  # before a gateway is started again
+STEADY_S = 60.0  # a gateway that has run for so long begins again after the first pause
+LAST_MOMENT_S = 2.0  # for its end after the drain
 
 
 class StartFailed(Exception):
@@ -122,3 +131,54 @@ async def all_started(children: Sequence[Child]) -> None:
     for result in results:
         if isinstance(result, BaseException):
             raise result
+
+
+class GatewayChild:
+    """Runs a gateway from start() until drain() or kill(). Its end does not end the server, whose own decode peers have
+    nothing to do with it."""
+
+    def __init__(self, config: GatewayConfig) -> None:
+        self._config = config
+        self._child: Child | None = None
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        """Start it, and again whenever it ends."""
+        self._task = asyncio.create_task(self._run())
+
+    async def drain(self) -> None:
+        """Have it refuse requests and end when the open ones have; returns when it has ended."""
+        self._stop_restarts()
+        child = self._child
+        if child is None or not child.running:
+            return
+        with contextlib.suppress(ProcessLookupError):
+            child.send_signal(signal.SIGTERM)
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(child.wait(), self._config.drain_timeout_s + LAST_MOMENT_S)
+
+    async def kill(self) -> None:
+        """End it at once."""
+        self._stop_restarts()
+        if self._child is not None:
+            await self._child.kill()
+
+    def _stop_restarts(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+
+    async def _run(self) -> None:
+        backoff, loop = Backoff(FIRST_PAUSE_S, LONGEST_PAUSE_S), asyncio.get_running_loop()
+        while True:
+            began = loop.time()
+            self._child = Child(GATEWAY_MODULE, self._config, threads=1)
+            try:
+                await self._child.start()
+                end = f"the gateway has ended with status {await self._child.wait()}"
+            except StartFailed as error:
+                end = str(error)
+            if loop.time() - began > STEADY_S:
+                backoff.reset()
+            pause_s = backoff.next_delay()
+            log.error("%s; starting it again in %g s", end, pause_s)
+            await asyncio.sleep(pause_s)

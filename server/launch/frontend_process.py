@@ -2,11 +2,10 @@
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 
 from headrace.core.config import Config
-from headrace.core.messages.replies import StageDown
 from headrace.core.runtime.frames import FrameSocket
 from headrace.core.runtime.liveness import read_activity
 from headrace.core.runtime.output import say
@@ -18,6 +17,7 @@ from headrace.server.frontend.service import Service
 from headrace.server.http.connections import HttpConnections
 from headrace.server.http.listeners import HttpListeners
 from headrace.server.http.server import HttpServer, LoopErrors
+from headrace.server.launch.supervisor import Supervisor
 from headrace.server.version import headrace_version
 
 NEWS_S = 1.0
@@ -32,20 +32,17 @@ class FrontEnd:
         config: Config,
         scheduler: FrameSocket,
         listeners: HttpListeners,
-        *,
-        scheduler_pid: int,
+        supervisor: Supervisor,
         memory: Sequence[str],
-        on_stages_ready: Callable[[], None],
-        on_stage_down: Callable[[StageDown], None],
     ) -> None:
+        """supervisor: of the started scheduler. memory: how that of each rank is divided, in words."""
         self._config = config
         self.service = Service(
             SocketLink(scheduler),
             config,
-            inspect_scheduler=partial(read_activity, scheduler_pid),
+            inspect_scheduler=partial(read_activity, supervisor.scheduler_pid),
             memory=memory,
-            on_stages_ready=on_stages_ready,
-            on_stage_down=on_stage_down,
+            stage_watch=supervisor,
         )
         self._errors = LoopErrors()
         server = config.server

@@ -46,9 +46,8 @@ from headrace.server.config.gateway import gateway_of
 from headrace.server.config.load import CPUINFO_VARIABLE
 from headrace.server.frontend import request_log
 from headrace.server.http.listeners import HttpListeners
-from headrace.server.launch.child_process import Child, StartFailed
+from headrace.server.launch.child_process import Child, GatewayChild, StartFailed
 from headrace.server.launch.free_port import free_port
-from headrace.server.launch.gateway_child import GatewayChild
 from headrace.server.launch.scheduler_process import ExternalStages, SchedulerProcessConfig
 from headrace.server.launch.stop_signals import StopSignals
 from headrace.server.launch.supervisor import Supervisor
@@ -116,15 +115,7 @@ async def _serve(config: Config, memory: Sequence[str], listeners: HttpListeners
     # Most of what this process loads, while the children load theirs:
     from headrace.server.launch.frontend_process import FrontEnd
 
-    front = FrontEnd(
-        config,
-        FrameSocket(ours),
-        listeners,
-        scheduler_pid=supervisor.scheduler_pid,
-        memory=memory,
-        on_stages_ready=supervisor.stages_ready,
-        on_stage_down=supervisor.stage_down,
-    )
+    front = FrontEnd(config, FrameSocket(ours), listeners, supervisor, memory)
     service = front.service
     supervisor.watch(service.stage_lost)
     if gateway is not None:

@@ -1,11 +1,20 @@
 """The scheduler's event source towards the stages: msgpack messages over their connections."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from headrace.core.messages.membership import JoinProgress
-from headrace.core.messages.orders import AnyOrder, BeginEpoch, ReplicaOrder, ShutdownStage, stage_identity
+from headrace.core.messages.orders import (
+    AnyOrder,
+    BeginEpoch,
+    Forward,
+    Heartbeat,
+    ReplicaOrder,
+    ShutdownStage,
+    pass_frame,
+    stage_identity,
+)
 from headrace.core.messages.replies import StageDown
 from headrace.core.messages.stage_events import (
     AnyStageEvent,
@@ -16,13 +25,12 @@ from headrace.core.messages.stage_events import (
     StageReady,
     StageSilence,
 )
-from headrace.core.runtime.codec import Codec
+from headrace.core.runtime.codec import Codec, OrderLog
 from headrace.core.runtime.frames import UNSENT_WAIT_S, ConnectionClosed
 from headrace.core.runtime.liveness import Limits
 from headrace.core.stats import Sample, Stats, join
 from headrace.core.types.ranks.expert_load import ExpertLoad
 from headrace.core.types.ranks.layout import Layout
-from headrace.server.launch.replica_streams import ReplicaStreams
 from headrace.server.launch.stage_connections import StageRouter
 from headrace.server.launch.stage_silence import FIRST_LOOK_S, NEXT_LOOK_S, Inspect, StageSilences
 from headrace.server.stage_group.join_endpoint import JoinEndpoint
@@ -252,3 +260,31 @@ class StageChannel:
         self._silences.forget(stage)
         self._ready.pop(stage, None)
         return StageFailed(stage=stage, message=message)
+
+
+class ReplicaStreams:
+    """The streams of orders to the replicas of one group, and the passes that lockstep ones have in common: count and
+    digest of each, which its ranks compare with their own."""
+
+    def __init__(self, replicas: int) -> None:
+        self.orders = 0
+        """Orders so far, each counted once."""
+
+        self._logs = [OrderLog() for _ in range(replicas)]
+        self._passes = OrderLog()
+        self._last_pass = 0  # its number: each replica gets a Forward of it
+
+    def add(self, replicas: Iterable[int], frame: bytes, order: AnyOrder) -> None:
+        """Add an order that is sent to these replicas. frame: as encoded."""
+        self.orders += 1
+        for replica in replicas:
+            self._logs[replica].add(frame)
+        if isinstance(order, Forward) and order.agreement is not None and order.seq > self._last_pass:
+            self._last_pass = order.seq
+            self._passes.add(pass_frame(order))
+
+    def heartbeat(self, replica: int) -> Heartbeat:
+        """The heartbeat to the ranks of a replica."""
+        log, passes = self._logs[replica], self._passes
+        pass_digest = passes.digest if passes.count else b""
+        return Heartbeat(seq=0, orders=log.count, digest=log.digest, passes=passes.count, pass_digest=pass_digest)

@@ -13,8 +13,8 @@ from collections.abc import Iterable, Sequence
 
 from headrace.core.messages.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KvEventMessage
 from headrace.core.types.packed import ITEM_BYTES
+from headrace.scheduler.kv.cache_events import page_digest, root_digest, short
 from headrace.server.routing.holders import SENT_S, HolderIndex
-from headrace.server.routing.prompt_pages import page_names
 from headrace.server.routing.replica_load import LoadReport, ReplicaLoad, Sent, work
 from headrace.server.routing.score import Candidate, best, shortlist
 
@@ -137,3 +137,14 @@ def _by_length(lengths: dict[int, int]) -> list[list[int]]:
     for replica, length in lengths.items():
         groups.setdefault(length, []).append(replica)
     return [groups[length] for length in sorted(groups, reverse=True)]
+
+
+def page_names(prompt: bytes, salt: str, page_size: int) -> list[int]:
+    """64-bit names of the full pages of a packed prompt, as KV events carry them: the same prefix has the same names on
+    every server. Without the page of its last token, which is always computed."""
+    size = page_size * ITEM_BYTES
+    digest, names = root_digest(salt.encode()), []
+    for end in range(size, len(prompt), size):
+        digest = page_digest(digest, prompt[end - size : end])
+        names.append(short(digest))
+    return names

@@ -7,7 +7,7 @@ from headrace.core.types.requests.outcomes import ENDS
 from headrace.scheduler.telemetry.metrics import CATALOG as SCHEDULER
 from headrace.server.routing.failover import MOVE_REASONS
 from headrace.server.telemetry import label_values
-from headrace.server.telemetry.routes import PROMPT_ROUTES, STATUSES, UNKNOWN_ROUTE
+from headrace.server.telemetry.label_values import PROMPT_ROUTES, STATUSES, UNKNOWN_ROUTE
 
 # The buckets of vLLM, with finer ones below them.
 E2E_SECONDS = (

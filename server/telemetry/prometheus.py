@@ -1,8 +1,9 @@
-"""What the front end counts and measures, for /metrics."""
+"""What the front end counts and measures, for /metrics, and the times of one request's tokens, as clients see them."""
 
 from collections.abc import Callable, Iterable
 
 from headrace.core.process_usage import process_usage
+from headrace.core.runtime.clock import Clock
 from headrace.core.stats import TOKENS, Counters, Histograms, Sample, Stats
 from headrace.core.types.requests.outcomes import End
 from headrace.core.types.requests.request import Usage
@@ -68,3 +69,35 @@ class FrontMetrics:
         included = (sample for source in self._sources for sample in source())
         own = (build, *process_usage("front_end"))
         return Stats((*self._counters.snapshot(), *own, *included), self._histograms.snapshot())
+
+
+class TokenTimes:
+    """Observes the first token of a request, the time between tokens, and its end. Made when it is admitted."""
+
+    def __init__(self, metrics: FrontMetrics, clock: Clock) -> None:
+        self._metrics = metrics
+        self._clock = clock
+        self._started = self._last = clock.now()
+        self._first_token_s: float | None = None
+
+    def came(self, tokens: int) -> float | None:
+        """New text with so many tokens has come. Returns the seconds to the first token with the first text, else
+        None."""
+        if self._first_token_s is not None and not tokens:  # the end of the text, or a part of a character
+            return None
+        now = self._clock.now()
+        since, self._last = now - self._last, now
+        if self._first_token_s is None:
+            self._first_token_s = since
+            self._metrics.observe_first_token(since)
+            return since
+        self._metrics.observe_tokens(since, tokens)
+        return None
+
+    def ended(self, usage: Usage) -> None:
+        """The request has ended well."""
+        duration_s = self._clock.now() - self._started
+        self._metrics.observe_end(duration_s, usage)
+        if self._first_token_s is not None and usage.completion_tokens > 1:
+            after_first_s = duration_s - self._first_token_s
+            self._metrics.observe_mean_token_time(after_first_s / (usage.completion_tokens - 1))

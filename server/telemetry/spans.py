@@ -1,4 +1,4 @@
-"""What the event loop hands over of a request whose spans are recorded. Built into spans by span_batch.py, elsewhere.
+"""What the event loop hands over of a request whose spans are recorded. Built into spans by otlp_sink.py.
 
 request                          ServedSpan
 ├─ bootstrap, queue, fetch …     RequestTraced of the scheduler: phases

@@ -192,8 +192,7 @@ class PrefillPool:
 
     def find(self, address: PrefillAddress) -> PrefillServer | None:
         """The server with this address, if the scheduler was told to connect to it already."""
-        known = (*self._servers.values(), *self._named.values())
-        return next((server for server in known if server.matches(address)), None)
+        return next((server for server in self.known() if server.matches(address)), None)
 
     @contextlib.asynccontextmanager
     async def connected(self, address: PrefillAddress) -> AsyncIterator[PrefillServer]:

@@ -9,7 +9,7 @@ from headrace.core.messages.orders import AnyOrder, BeginEpoch, DropPeer, Forwar
 from headrace.core.runtime.codec import Codec
 from headrace.core.types.ranks.coordinate import Agreement
 from headrace.engine.order_check import OrderCheck, OrderMismatch
-from headrace.server.launch.replica_streams import ReplicaStreams
+from headrace.server.launch.stage_channel import ReplicaStreams
 
 ORDERS: Codec[AnyOrder] = Codec(AnyOrder)
 ALL = (0, 1)

@@ -22,8 +22,7 @@ from headrace.server.frontend.request.generation_request import (
 )
 from headrace.server.frontend.request.hidden_states import HiddenLimits
 from headrace.server.frontend.status.readiness import Readiness
-from headrace.server.telemetry.prometheus import FrontMetrics
-from headrace.server.telemetry.token_times import TokenTimes
+from headrace.server.telemetry.prometheus import FrontMetrics, TokenTimes
 from headrace.server.upstream.handoff_params import KvSource
 from headrace.server.upstream.prefill_pool import PrefillPool
 

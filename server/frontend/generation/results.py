@@ -1,13 +1,15 @@
-"""What a client gets of the scheduler's events: new text, and how the request ended."""
+"""What a client gets of the scheduler's events: new text, hidden states and logprobs of the prompt, and how the request
+ended."""
 
 import msgspec
 
-from headrace.core.messages.replies import Held, RequestFinished, Tokens
+from headrace.core.messages.replies import Held, HiddenPart, LogprobPart, RequestFinished, Tokens
 from headrace.core.types.requests.draft import HiddenStates
 from headrace.core.types.requests.outcomes import HELD
 from headrace.core.types.requests.prompt_logprobs import PackedLogprobs
 from headrace.core.types.requests.request import FinishReason, SamplingParams
 from headrace.server.frontend.request.generation_request import GenerationDelta, GenerationResult
+from headrace.server.frontend.request.hidden_states import joined
 from headrace.text.detokenizer import TextStream
 
 
@@ -77,3 +79,23 @@ def held_result(event: Held, hidden: HiddenStates | None, logprobs: PackedLogpro
         hidden=hidden,
         lease_s=event.lease_s,
     )
+
+
+class PromptParts:
+    """Hidden states and prompt logprobs of one request, which the scheduler reports in parts."""
+
+    def __init__(self, prompt_tokens: int) -> None:
+        self._states: list[HiddenStates] = []
+        self.logprobs = PackedLogprobs(prompt_tokens)
+        """Empty where none were asked for."""
+
+    def add(self, part: HiddenPart | LogprobPart) -> None:
+        """Take in the next part."""
+        if isinstance(part, HiddenPart):
+            self._states.append(part.states)
+        else:
+            self.logprobs.add(part.run)
+
+    def hidden(self, end: int) -> HiddenStates | None:
+        """Hidden states of the positions before end; None for none. Raises HeadraceError (500) as joined() does."""
+        return joined(self._states, end)

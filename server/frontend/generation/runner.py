@@ -31,8 +31,14 @@ from headrace.core.types.requests.request import (
 from headrace.server.frontend.generation.call_span import CallSpan
 from headrace.server.frontend.generation.prefill_body import prefill_body, with_prefill_response
 from headrace.server.frontend.generation.prefill_failover import PrefillFailover, remaining
-from headrace.server.frontend.generation.prompt_parts import PromptParts
-from headrace.server.frontend.generation.results import delta_of, finish_reason, held_result, result_of, stop_reason
+from headrace.server.frontend.generation.results import (
+    PromptParts,
+    delta_of,
+    finish_reason,
+    held_result,
+    result_of,
+    stop_reason,
+)
 from headrace.server.frontend.link.call import Call
 from headrace.server.frontend.link.scheduler_client import SchedulerClient
 from headrace.server.frontend.request.generation_request import (

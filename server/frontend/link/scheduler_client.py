@@ -2,7 +2,7 @@
 
 call.next() ◄── queue per rid ◄─┐
 engine, server_info, stats    ◄─┼─ link ◄── scheduler
-callbacks                     ◄─┘
+on_news(News)                 ◄─┘
 post() ──────────────────────────► link ──► scheduler
 """
 
@@ -43,12 +43,13 @@ SUSPECT_S = 1.5  # without an answer to a probe, after which the scheduler's pro
 SILENT_S = 5.0  # in which the scheduler could have answered a probe, after which the server is unhealthy
 LOST_S = 20.0  # the same, after which open requests fail
 
+News = EngineState | StageDown | PrefillState | Traced | StageTraced | RequestTraced | StatusReply
+"""What the scheduler says that is about no call, and concerns other parts of the front end."""
+
 
 class SchedulerClient:
-    """Sends messages to the scheduler in order and routes its replies to calls and callbacks. Used in one event loop.
+    """Sends messages to the scheduler in order and routes its replies to calls and on_news. Used in one event loop.
 
-    on_prefill: called when a prefill server is reached or lost. on_stages_ready, on_stage_down: when all stages are up,
-    and when the scheduler gives one up. on_trace: with the parts of a trace. on_status: with answers to QueryStatus.
     inspect: what the scheduler's process does, if that can be known. hang_s: longest silence of a scheduler that is
     stopped, busy, or without a core.
     """
@@ -58,23 +59,13 @@ class SchedulerClient:
         link: SchedulerLink,
         clock: Clock,
         *,
-        on_prefill: Callable[[PrefillState], None] = lambda _state: None,
-        on_stages_ready: Callable[[], None] = lambda: None,
-        on_stage_down: Callable[[StageDown], None] = lambda _down: None,
-        on_trace: Callable[[Traced | StageTraced], None] = lambda _part: None,
-        on_status: Callable[[StatusReply], None] = lambda _reply: None,
-        on_spans: Callable[[RequestTraced], None] = lambda _spans: None,
+        on_news: Callable[[News], None] = lambda _news: None,
         inspect: Callable[[], Activity | None] = lambda: None,
         hang_s: float = LOST_S,
     ) -> None:
         self._link = link
         self._clock = clock
-        self._on_prefill = on_prefill
-        self._on_stages_ready = on_stages_ready
-        self._on_stage_down = on_stage_down
-        self._on_trace = on_trace
-        self._on_status = on_status
-        self._on_spans = on_spans
+        self._on_news = on_news
         self._calls: dict[str, Call] = {}
         self._ending: set[str] = set()  # rids of aborted requests whose end the scheduler has not reported yet
         self._held: dict[str, str] = {}  # tenants of held requests, by rid
@@ -271,24 +262,15 @@ class SchedulerClient:
                 self.experts = message.experts
                 if (answer := self._queries.pop(message.token, None)) is not None and not answer.done():
                     answer.set_result(message.stats)
-            case EngineState():
-                self.engine = message
-                if message.ready:
-                    self._on_stages_ready()
+            case EngineState() | PrefillState():
+                if isinstance(message, EngineState):
+                    self.engine = message
+                self._on_news(message)
                 self._notify()
             case ServerInfo():
                 self.server_info = message
-            case StageDown():
-                self._on_stage_down(message)
-            case Traced() | StageTraced():
-                self._on_trace(message)
-            case StatusReply():
-                self._on_status(message)
-            case RequestTraced():
-                self._on_spans(message)
-            case PrefillState():
-                self._on_prefill(message)
-                self._notify()
+            case StageDown() | Traced() | StageTraced() | RequestTraced() | StatusReply():
+                self._on_news(message)
             case Drained():
                 self._drained = True
                 self._notify()

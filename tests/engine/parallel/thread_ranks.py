@@ -52,7 +52,7 @@ from headrace.engine.parallel.pipeline import PipelineLinks
 from headrace.engine.stub.runner import StubRunner
 from headrace.engine.telemetry.meter import Meter
 from headrace.scheduler.scheduler import Effect, Scheduler
-from headrace.server.launch.replica_streams import ReplicaStreams
+from headrace.server.launch.stage_channel import ReplicaStreams
 from tests.engine.collectives.threads import Meeting, ThreadCollectives
 from tests.engine.parallel.thread_world import DEADLINE_S, World
 

@@ -11,7 +11,7 @@ from headrace.core.messages.frontend import Submit
 from headrace.core.messages.replies import Held, Tokens
 from headrace.core.types.errors import ErrorInfo
 from headrace.core.types.requests.request import Timing, Usage
-from headrace.server.telemetry.routes import PROMPT_ROUTES
+from headrace.server.telemetry.label_values import PROMPT_ROUTES
 from headrace.text.tokenizer import Tokenizer
 from tests.server.fakes import FakeLink, client, failing, finished, in_loop, listening, running, saying
 from tests.server.frontend.test_failover import Several, refusal, three

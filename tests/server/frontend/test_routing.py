@@ -15,7 +15,7 @@ from headrace.core.messages.kv_events import AllBlocksCleared, BlockStored
 from headrace.core.messages.replies import AnySchedulerReply
 from headrace.core.runtime.clock import VirtualClock
 from headrace.core.types.packed import pack
-from headrace.server.routing.prompt_pages import page_names
+from headrace.server.routing.replica_router import page_names
 from headrace.server.upstream.kv_event_follower import KvEventSource
 from headrace.text.tokenizer import Tokenizer
 from tests.server.event_server import EventServer

@@ -12,7 +12,7 @@ from headrace.core.runtime.clock import VirtualClock
 from headrace.core.status import PeerLink, PeerNote, SchedulerStatus
 from headrace.core.types.errors import ErrorInfo
 from headrace.server.frontend.status.recent_events import MAX_EVENTS, MAX_REQUESTS, RecentEvents, first_tokens
-from headrace.server.frontend.status.status_query import FRESH_S, StatusQuery
+from headrace.server.frontend.status.server_status import FRESH_S, StatusQuery
 from headrace.text.tokenizer import Tokenizer
 from tests.server.fake_prefills import ONE, decode, until_ready
 from tests.server.fakes import FakeLink, client, failing, in_loop, running, saying

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from headrace.core.config import GatewayConfig
-from headrace.server.launch import gateway_child
-from headrace.server.launch.gateway_child import GatewayChild
+from headrace.server.launch import child_process
+from headrace.server.launch.child_process import GatewayChild
 from tests.server.fakes import in_loop
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -20,8 +20,8 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A process that waits until it is told to end."""
     before = signal.signal(signal.SIGTERM, signal.SIG_DFL)  # a child inherits that it is ignored
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    monkeypatch.setattr(gateway_child, "MODULE", "tests.server.launch.child")
-    monkeypatch.setattr(gateway_child, "FIRST_PAUSE_S", 0.01)
+    monkeypatch.setattr(child_process, "GATEWAY_MODULE", "tests.server.launch.child")
+    monkeypatch.setattr(child_process, "FIRST_PAUSE_S", 0.01)
     yield
     signal.signal(signal.SIGTERM, before)
 

@@ -10,9 +10,8 @@ from hypothesis import strategies as st
 from headrace.core.messages.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, Medium
 from headrace.core.types.packed import pack
 from headrace.server.routing.holders import HolderIndex
-from headrace.server.routing.prompt_pages import page_names
 from headrace.server.routing.replica_load import REPORT_S, LoadReport, Sent
-from headrace.server.routing.replica_router import PAGE_SIZE, ReplicaRouter
+from headrace.server.routing.replica_router import PAGE_SIZE, ReplicaRouter, page_names
 from headrace.server.routing.score import HOLDERS, OTHERS, Candidate, best, score, shortlist
 
 COST = (0.0, 0.001)  # a millisecond a token
