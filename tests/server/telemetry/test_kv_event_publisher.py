@@ -13,8 +13,13 @@ from headrace.core.config import KvEventsConfig
 from headrace.core.messages.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, ReplicaKvEvent
 from headrace.core.types.errors import ConfigError
 from headrace.server.launch.free_port import free_port
-from headrace.server.telemetry.kv_event_publisher import MAX_TOPICS, KvEventPublisher, publisher_endpoint
-from headrace.server.telemetry.kv_replay import RETRY_S, SILENCE_S
+from headrace.server.telemetry.kv_event_publisher import (
+    MAX_TOPICS,
+    RETRY_S,
+    SILENCE_S,
+    KvEventPublisher,
+    publisher_endpoint,
+)
 
 Socket = zmq.Socket[bytes]
 
