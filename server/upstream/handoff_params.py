@@ -27,7 +27,7 @@ MAX_ADDRESS_CHARS = 512
 T = TypeVar("T")
 
 
-class TransferParams(msgspec.Struct, kw_only=True):
+class TransferParams(msgspec.Struct, frozen=True, kw_only=True):
     """kv_transfer_params of vLLM: the fields of its NIXL and Mooncake connectors that apply here, and our tickets."""
 
     do_remote_decode: bool | None = None
@@ -57,13 +57,24 @@ class TransferParams(msgspec.Struct, kw_only=True):
 class HandoffFields(Protocol):
     """A request body that can name a handoff."""
 
-    kv_transfer_params: TransferParams | None
-    bootstrap_host: str | list[str | None] | None
-    bootstrap_port: int | list[int | None] | None
-    bootstrap_room: int | list[int] | None
+    @property
+    def kv_transfer_params(self) -> TransferParams | None:
+        """vLLM's."""
+
+    @property
+    def bootstrap_host(self) -> str | list[str | None] | None:
+        """SGLang's; so are the next two."""
+
+    @property
+    def bootstrap_port(self) -> int | list[int | None] | None:
+        """Of the host."""
+
+    @property
+    def bootstrap_room(self) -> int | list[int] | None:
+        """The name of the handoff."""
 
 
-class HandoffParams(msgspec.Struct, kw_only=True):
+class HandoffParams(msgspec.Struct, frozen=True, kw_only=True):
     """The handoff fields alone, for bodies whose other fields cannot be decoded."""
 
     kv_transfer_params: TransferParams | None = None

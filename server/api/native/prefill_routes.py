@@ -69,13 +69,10 @@ def prefill_routes(model: ServedModel, completions: Completions, config: ServerC
         async with notify_peers_on_refusal(completions, config, raw):
             body = await decode_body(raw, PrefillBody)
             check_model(model, body.model)
-            prompt_only = body.max_tokens == 0
             request = with_client_terms(await _request(model, config, client_of(http), body), http, config)
         if not body.stream:
-            return JsonAnswer(lambda: _prefill(model, completions, request, discard_events, prompt_only=prompt_only))
-        return EventStream(
-            lambda events: _stream(model, completions, request, events, prompt_only=prompt_only), _write_error
-        )
+            return JsonAnswer(lambda: _prefill(model, completions, request, discard_events))
+        return EventStream(lambda events: _stream(model, completions, request, events), _write_error)
 
     @router.delete("/v1/prefill/{rid}", openapi_extra=_CANCEL)
     async def cancel(rid: str, http: Request) -> Response:
@@ -143,9 +140,8 @@ async def _request(model: ServedModel, config: ServerConfig, client: str, body: 
     if body.rid is not None and not _RID.fullmatch(body.rid):
         raise invalid("rid", "rid has to have 1 to 128 printable ASCII characters without spaces")
     constraint = await body_constraint(model, client, body)
-    if body.max_tokens == 0:
+    if body.prompt_only:
         constraint = None
-        _keep_open(body)
     fields = request_fields(body)
     sampling = sampling_params(body, logprobs=body.logprobs, max_tokens=16, vocab_size=model.vocab_size)
     sampling = msgspec.structs.replace(sampling, hidden_states=body.hidden_states, draft_top_k=body.draft_top_k or 0)
@@ -160,18 +156,10 @@ async def _request(model: ServedModel, config: ServerConfig, client: str, body: 
         constraint=constraint,
         ticket=ticket,
         hold=body.handoff == "hold",
+        prompt_only=body.prompt_only,
         progress=bool(body.stream),
         **fields,
     )
-
-
-def _keep_open(body: PrefillBody) -> None:
-    """For max_tokens 0: no token ends the request, so that its KV is handed over whatever follows. A token is chosen
-    with the prompt, since metadata rows have one; the peer and the client have not asked for it. Raises HeadraceError
-    (400) for min_tokens."""
-    if body.min_tokens:
-        raise invalid("min_tokens", f"min_tokens is {body.min_tokens}; it has to be 0 where max_tokens is 0")
-    body.max_tokens, body.ignore_eos, body.stop, body.stop_token_ids = 2, True, None, None
 
 
 def _ticket(config: ServerConfig, body: PrefillBody) -> str | None:
@@ -194,19 +182,19 @@ def _ticket(config: ServerConfig, body: PrefillBody) -> str | None:
 
 
 async def _prefill(
-    model: ServedModel, completions: Completions, request: GenerationRequest, emit: Emit, *, prompt_only: bool
+    model: ServedModel, completions: Completions, request: GenerationRequest, emit: Emit
 ) -> dict[str, Any]:
-    """Run the request; returns the response. prompt_only: as if no token had been chosen."""
+    """Run the request; returns the response, for a prompt alone as if no token had been chosen."""
     first, result = await completions.prefill(request, emit)
     return {
         "rid": request.rid,
         "ticket": request.ticket,
         "model": model.name,
-        "first_token": None if prompt_only else _first_token(model.tokenizer, first),
+        "first_token": None if request.prompt_only else _first_token(model.tokenizer, first),
         "finish_reason": result.finish_reason,
         "usage": {
             "prompt_tokens": result.usage.prompt_tokens,
-            "completion_tokens": 0 if prompt_only else result.usage.completion_tokens,
+            "completion_tokens": 0 if request.prompt_only else result.usage.completion_tokens,
             "cached_tokens": result.usage.cached_tokens,
         },
         "timing_ms": timing_report(result.timing, decode=False),
@@ -229,7 +217,7 @@ def _first_token(tokenizer: Tokenizer, first: Tokens) -> dict[str, Any]:
 
 
 async def _stream(
-    model: ServedModel, completions: Completions, request: GenerationRequest, events: EventWriter, *, prompt_only: bool
+    model: ServedModel, completions: Completions, request: GenerationRequest, events: EventWriter
 ) -> None:
     """Events: bootstrapped, progress {done, total}, transferring, done (the response)."""
 
@@ -238,7 +226,7 @@ async def _stream(
             name = "progress" if event.phase == "computing" else event.phase
             await events.data({"rid": request.rid, "done": event.done, "total": event.total}, name)
 
-    await events.data(await _prefill(model, completions, request, emit, prompt_only=prompt_only), "done")
+    await events.data(await _prefill(model, completions, request, emit), "done")
 
 
 async def _write_error(events: EventWriter, info: ErrorInfo) -> None:

@@ -27,7 +27,7 @@ class ChoicesFormat:
     ) -> None:
         self._choices_per_prompt = completion.choices
         self._best = completion.returned
-        self._prompt_only = completion.prompt_only
+        self._prompt_only = completion.base.prompt_only
         self._form = form
         self._include_usage = options is not None and bool(options.include_usage)
         self._head = {"id": completion.base.rid, "created": int(wall_time()), "model": model_name}

@@ -14,15 +14,13 @@ from headrace.server.frontend.request.generation_request import GenerationReques
 from headrace.text.tokenizer import Tokenizer
 
 
-def prepare_echo(body: CompletionBody) -> None:
-    """Asks for the prompt's logprobs if echo needs them, and for one token in the place of none: it is computed with
-    the prompt anyway, and is dropped. Raises HeadraceError (400) for fields that do not go together."""
-    if body.max_tokens == 0:
+def check_echo(body: CompletionBody) -> None:
+    """Raises HeadraceError (400) for fields that do not go with echo, or with what needs it."""
+    if body.prompt_only:
         if not body.echo:
             raise invalid("max_tokens", "max_tokens is 0; without echo it has to be at least 1")
         if body.stream:
             raise invalid("stream", "max_tokens 0 generates nothing to stream; leave out stream")
-        body.max_tokens = 1
     if not body.echo or body.logprobs is None:
         return
     if body.stream:
@@ -30,7 +28,6 @@ def prepare_echo(body: CompletionBody) -> None:
         raise invalid("stream", message)
     if body.prompt_logprobs is not None:
         raise invalid("prompt_logprobs", "echo with logprobs gives those of the prompt; leave out prompt_logprobs")
-    body.prompt_logprobs = body.logprobs
 
 
 class Echo:

@@ -17,7 +17,7 @@ from headrace.server.api.description import openai_replies, replies
 from headrace.server.api.description.operation import GENERATION_ERRORS, GENERATION_HEADERS, Parameter, described
 from headrace.server.api.openai.choice_forms import ChatForm, ChoiceForm, CompletionForm
 from headrace.server.api.openai.choices_format import ChoicesFormat
-from headrace.server.api.openai.echo import Echo, prepare_echo
+from headrace.server.api.openai.echo import Echo, check_echo
 from headrace.server.api.openai.responses_format import ResponsesFormat, refuse_unsupported_responses
 from headrace.server.api.openai.tool_chat_form import ToolChatForm
 from headrace.server.api.request.client_terms import client_of
@@ -48,7 +48,6 @@ from headrace.server.api.request.tools import (
     with_free_calls,
 )
 from headrace.server.api.response.completion_endpoint import CompletionEndpoint
-from headrace.server.api.response.handoff_response import lift_limits
 from headrace.server.frontend.request.generation_request import GenerationRequest
 from headrace.server.frontend.served_model import ServedModel
 from headrace.server.http.streaming import json_response
@@ -144,8 +143,7 @@ def openai_routes(model: ServedModel, endpoint: CompletionEndpoint) -> APIRouter
 async def _check_completion(model: ServedModel, client: str, body: CompletionBody) -> CompletionRequest:
     """The prompts, tokenized and checked. Raises HeadraceError (400, 404)."""
     generated, wanted = generated_choices(body), body.n or 1
-    prompt_only = body.max_tokens == 0
-    prepare_echo(body)
+    check_echo(body)
     logprobs = 0 if body.logprobs is None and generated > wanted else body.logprobs  # what they are ranked by
     constraint = await _check(model, client, body)
     prompts = completion_prompts(body.prompt, model.max_model_len)
@@ -154,13 +152,12 @@ async def _check_completion(model: ServedModel, client: str, body: CompletionBod
     tokens = await encode_all(model, given, "prompt", indexed=len(prompts) > 1)
     check_logprobs_start(sampling, tokens)
     base = _base_request("cmpl", body, sampling, constraint)
-    return CompletionRequest(base, tokens, generated, best=wanted, prompt_only=prompt_only)
+    base = msgspec.structs.replace(base, prompt_only=body.prompt_only)
+    return CompletionRequest(base, tokens, generated, best=wanted)
 
 
 async def _check_chat(model: ServedModel, client: str, body: ChatBody) -> CompletionRequest:
     """The conversation, tokenized and checked. Raises HeadraceError (400, 404)."""
-    if body.max_completion_tokens is not None:
-        body.max_tokens = body.max_completion_tokens
     tools = tool_use(model, body)
     constraint = await _check(model, client, body, tools)
     sampling = sampling_params(
@@ -183,8 +180,6 @@ async def _check_chat(model: ServedModel, client: str, body: ChatBody) -> Comple
 async def _check_response(model: ServedModel, client: str, body: ResponsesBody) -> CompletionRequest:
     """The input, tokenized and checked. Raises HeadraceError (400, 404)."""
     refuse_unsupported_responses(body)
-    if body.max_output_tokens is not None:
-        body.max_tokens = body.max_output_tokens
     tools = response_tool_use(model, body)
     constraint = await _check(model, client, body, tools)
     limit = model.max_model_len or COMPLETION_TOKENS
@@ -211,7 +206,6 @@ async def _check(model: ServedModel, client: str, body: OpenAIBody, tools: ToolU
         constraint = await with_free_calls(model, client, tools, constraint)
         if constraint is not None and body.ignore_eos:
             raise invalid("ignore_eos", "ignore_eos and strict tools contradict each other; send one of them")
-    lift_limits(body, body)
     return constraint
 
 

@@ -35,8 +35,6 @@ class CompletionRequest(msgspec.Struct, frozen=True):
     """Request id of each prompt; empty if all have that of base."""
     tools: ToolUse | None = None
     """What the texts may call."""
-    prompt_only: bool = False
-    """The prompts are to be scored: of what is generated, one token each, nothing is returned."""
     list_response: bool = False
     """The response is a JSON list, which has no place for kv_transfer_params."""
     best: int | None = None

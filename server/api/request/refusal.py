@@ -12,7 +12,6 @@ from headrace.core.config import ServerConfig
 from headrace.core.runtime.codec import NO_MESSAGE
 from headrace.core.types.errors import HeadraceError
 from headrace.server.api.request.completion_request import request_sources
-from headrace.server.api.request.parse import parse_body
 from headrace.server.frontend.generation.completions import Completions
 from headrace.server.http.body import SMALL
 from headrace.server.upstream.handoff_params import BatchShape, HandoffParams, kv_sinks
@@ -30,12 +29,14 @@ async def notify_peers_on_refusal(
     except HeadraceError as error:
         if config.role == "colocated" or not await _may_name_tickets(raw):  # decoding a large body would hold up others
             raise
-        if config.role == "prefill":
-            completions.refuse_tickets(_tickets(raw), error.info)
-        elif config.role == "decode":
-            with suppress(HeadraceError):
-                sources = request_sources(parse_body(raw, HandoffParams), _shape(raw), config)
-                completions.release_sources(sources or (), error.info.message)
+        with suppress(*NO_MESSAGE):
+            refused = msgspec.json.decode(raw, type=_Refused)
+            if config.role == "prefill":
+                completions.refuse_tickets(_tickets(refused), error.info)
+            else:
+                with suppress(HeadraceError):
+                    sources = request_sources(_handoff(refused), _shape(refused), config)
+                    completions.release_sources(sources or (), error.info.message)
         raise
 
 
@@ -52,17 +53,19 @@ def _has_names(raw: bytes | bytearray) -> bool:
     return any(raw.find(name, at, at + SMALL + len(name)) >= 0 for at in starts for name in _NAMES)
 
 
-class _Ticket(msgspec.Struct):
-    ticket: str | None = None
-
-
 NULL = msgspec.Raw(b"null")
 _PROMPTS = re.compile(rb"\s*\[\s*[^\s0-9-]")
 
 
-class _Prompts(msgspec.Struct):
-    """The fields of all routes that say how many prompts and choices there are."""
+class _Refused(msgspec.Struct):
+    """The fields of all routes that name tickets, or say how many prompts and choices there are; of any type, since it
+    may be one of them that is refused."""
 
+    ticket: Any = None
+    kv_transfer_params: Any = None
+    bootstrap_host: Any = None
+    bootstrap_port: Any = None
+    bootstrap_room: Any = None
     prompt: msgspec.Raw = NULL
     text: msgspec.Raw = NULL
     input_ids: msgspec.Raw = NULL
@@ -71,18 +74,20 @@ class _Prompts(msgspec.Struct):
     sampling_params: Any = None
 
 
-def _tickets(raw: bytes | bytearray) -> list[str]:
+def _tickets(refused: _Refused) -> list[str]:
     """Tickets that the body names, without one that this server would make up, which no peer knows."""
-    found: list[str] = []
-    with suppress(HeadraceError):
-        if (ticket := parse_body(raw, _Ticket).ticket) is not None:
-            found.append(ticket)
-    with suppress(HeadraceError):
-        body = parse_body(raw, HandoffParams)
+    found = [refused.ticket] if isinstance(refused.ticket, str) else []
+    with suppress(HeadraceError, msgspec.ValidationError):
+        body = _handoff(refused)
         made_up = body.kv_transfer_params is not None and body.kv_transfer_params.transfer_id is None
-        sinks = kv_sinks(body, _shape(raw), "")
+        sinks = kv_sinks(body, _shape(refused), "")
         found += [sink.ticket for sink in sinks or () if sink.ticket is not None and not made_up]
     return found
+
+
+def _handoff(refused: _Refused) -> HandoffParams:
+    """Raises msgspec.ValidationError for a field of a wrong type."""
+    return msgspec.convert(refused, HandoffParams, from_attributes=True)
 
 
 def _list(value: msgspec.Raw) -> list[Any]:
@@ -94,10 +99,9 @@ def _list(value: msgspec.Raw) -> list[Any]:
     return []
 
 
-def _shape(raw: bytes | bytearray) -> BatchShape:
-    """Raises HeadraceError (400) for a body that is not a JSON object."""
-    body = parse_body(raw, _Prompts)
-    items = _list(next((value for value in (body.prompt, body.text, body.input_ids) if value != NULL), NULL))
+def _shape(refused: _Refused) -> BatchShape:
+    items = _list(next((value for value in (refused.prompt, refused.text, refused.input_ids) if value != NULL), NULL))
     several = not set(map(type, items)) <= {int}
-    given = (body.sampling_params.get("n"),) if isinstance(body.sampling_params, dict) else (body.n, body.best_of)
+    sampling = refused.sampling_params
+    given = (sampling.get("n"),) if isinstance(sampling, dict) else (refused.n, refused.best_of)
     return BatchShape(len(items) if several else 1, max((n for n in given if isinstance(n, int) and n > 0), default=1))

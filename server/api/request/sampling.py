@@ -8,16 +8,58 @@ import msgspec
 
 from headrace.core.types.errors import invalid, shown
 from headrace.core.types.requests.request import SamplingParams
-from headrace.server.api.request.schema import ChatBody, CompletionBody, OpenAIBody, SamplingBody
+from headrace.server.api.request.schema import (
+    ChatBody,
+    CompletionBody,
+    OpenAIBody,
+    PrefillBody,
+    ResponsesBody,
+    SamplingBody,
+)
 from headrace.server.http.ranges import MAX_INT64
 
 MAX_ID_DIGITS = 18
 
 
+class Ending(msgspec.Struct, frozen=True):
+    """When the text of a request ends."""
+
+    max_tokens: int | None = None
+    """None for the default of the route."""
+    min_tokens: int = 0
+    stop: tuple[str, ...] = ()
+    stop_token_ids: Sequence[int] = ()
+    ignore_eos: bool = False
+
+
+def ending(body: SamplingBody) -> Ending:
+    """When the text ends, by what the body asks for and what it is needed for. Raises HeadraceError (400) for
+    min_tokens where max_tokens is 0."""
+    if isinstance(body, PrefillBody) and body.prompt_only:
+        # No token ends the request, so that its KV is handed over whatever follows. A token is chosen with the prompt,
+        # since metadata rows have one; the peer and the client have not asked for it.
+        if body.min_tokens:
+            raise invalid("min_tokens", f"min_tokens is {body.min_tokens}; it has to be 0 where max_tokens is 0")
+        return Ending(max_tokens=2, ignore_eos=True)
+    if isinstance(body, OpenAIBody) and body.kv_transfer_params and body.kv_transfer_params.do_remote_decode:
+        # Routers that ask the prefill server first replace the client's stop conditions by their own (max_tokens 1,
+        # min_tokens 1 or more). Only the decode server knows when the text ends: the first token must not end it here.
+        return Ending(ignore_eos=True)
+    return Ending(
+        max_tokens=_max_tokens(body),
+        min_tokens=body.min_tokens or 0,
+        stop=stop_strings(body),
+        stop_token_ids=body.stop_token_ids or (),
+        ignore_eos=bool(body.ignore_eos),
+    )
+
+
 def sampling_params(body: SamplingBody, *, logprobs: int | None, max_tokens: int, vocab_size: int) -> SamplingParams:
     """Sampling parameters of a body. max_tokens: if the body gives none; the length of the prompt bounds it later.
     Raises HeadraceError (400) for min_tokens above max_tokens, and for ids outside the vocabulary."""
-    limit = max_tokens if body.max_tokens is None else body.max_tokens
+    ends = ending(body)
+    limit = max_tokens if ends.max_tokens is None else ends.max_tokens
+    prompt_logprobs = _prompt_logprobs(body)
     return SamplingParams(
         temperature=_or(body.temperature, 1.0),
         top_k=1 if body.top_p == 0 else min(max(0, body.top_k or 0), vocab_size),
@@ -25,15 +67,15 @@ def sampling_params(body: SamplingBody, *, logprobs: int | None, max_tokens: int
         min_p=body.min_p or 0.0,
         seed=None if body.seed is None else body.seed & MAX_INT64,
         max_tokens=limit,
-        min_tokens=_min_tokens(body.min_tokens or 0, limit),
-        stop_token_ids=_stop_ids(body.stop_token_ids or [], vocab_size),
+        min_tokens=_min_tokens(ends.min_tokens, limit),
+        stop_token_ids=_stop_ids(ends.stop_token_ids, vocab_size),
         presence_penalty=body.presence_penalty or 0.0,
         frequency_penalty=body.frequency_penalty or 0.0,
         repetition_penalty=_or(body.repetition_penalty, 1.0),
         logit_bias=_biases(body.logit_bias or {}, vocab_size),
         logprobs=logprobs,
-        prompt_logprobs=body.prompt_logprobs,
-        prompt_logprobs_start=_logprobs_start(body),
+        prompt_logprobs=prompt_logprobs,
+        prompt_logprobs_start=_logprobs_start(body, prompt_logprobs),
     )
 
 
@@ -53,11 +95,12 @@ def stop_strings(body: SamplingBody) -> tuple[str, ...]:
 
 def request_fields(body: SamplingBody) -> dict[str, Any]:
     """Fields of a GenerationRequest beside its prompt and sampling."""
+    ends = ending(body)
     keeps = isinstance(body, OpenAIBody) and (body.include_stop_str_in_output or body.no_stop_trim)
     return {
-        "stop": stop_strings(body),
+        "stop": ends.stop,
         "keep_stop": bool(keeps),
-        "ignore_eos": bool(body.ignore_eos),
+        "ignore_eos": ends.ignore_eos,
         "priority": body.priority or 0,
         "slo_ttft_s": None if body.slo_ttft_ms is None else body.slo_ttft_ms / 1000,
         "deadline_s": body.deadline_s,
@@ -136,13 +179,30 @@ def _biases(given: Mapping[str, float], vocab_size: int) -> tuple[tuple[int, flo
     return tuple(biases.items())
 
 
-def _logprobs_start(body: SamplingBody) -> int:
-    if body.prompt_logprobs_start is not None and body.prompt_logprobs is None:
+def _max_tokens(body: SamplingBody) -> int | None:
+    """The limit by whichever of its names, and one token in the place of none that a completion asks for: it is
+    computed with the prompt anyway, and is dropped."""
+    if isinstance(body, ChatBody) and body.max_completion_tokens is not None:
+        return body.max_completion_tokens
+    if isinstance(body, ResponsesBody) and body.max_output_tokens is not None:
+        return body.max_output_tokens
+    return 1 if isinstance(body, CompletionBody) and body.prompt_only else body.max_tokens
+
+
+def _prompt_logprobs(body: SamplingBody) -> int | None:
+    """Alternatives for each prompt token: echo needs those of the prompt where it has logprobs."""
+    if isinstance(body, CompletionBody) and body.echo and body.logprobs is not None:
+        return body.logprobs
+    return body.prompt_logprobs
+
+
+def _logprobs_start(body: SamplingBody, prompt_logprobs: int | None) -> int:
+    if body.prompt_logprobs_start is not None and prompt_logprobs is None:
         raise invalid("prompt_logprobs_start", "prompt_logprobs_start needs prompt_logprobs")
     return body.prompt_logprobs_start or 0
 
 
-def _stop_ids(ids: list[int], vocab_size: int) -> tuple[int, ...]:
+def _stop_ids(ids: Sequence[int], vocab_size: int) -> tuple[int, ...]:
     for index, token in enumerate(ids):
         if not 0 <= token < vocab_size:
             message = f"stop_token_ids[{index}] is {token}, outside the vocabulary of {vocab_size}"

@@ -37,7 +37,7 @@ from headrace.server.http.ranges import (
 from headrace.server.upstream.handoff_params import HandoffParams, TokenId, TransferParams
 
 
-class Part(msgspec.Struct, forbid_unknown_fields=True):
+class Part(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One part of a message's content; only text is supported."""
 
     type: str
@@ -46,7 +46,7 @@ class Part(msgspec.Struct, forbid_unknown_fields=True):
     """The text of a part of type refusal."""
 
 
-class CalledFunction(msgspec.Struct, forbid_unknown_fields=True):
+class CalledFunction(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """function of a tool call."""
 
     name: str
@@ -54,7 +54,7 @@ class CalledFunction(msgspec.Struct, forbid_unknown_fields=True):
     """A JSON object, as text."""
 
 
-class ToolCall(msgspec.Struct, forbid_unknown_fields=True):
+class ToolCall(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A call that the assistant has made."""
 
     id: str
@@ -63,7 +63,7 @@ class ToolCall(msgspec.Struct, forbid_unknown_fields=True):
     """function."""
 
 
-class ChatMessage(msgspec.Struct, forbid_unknown_fields=True):
+class ChatMessage(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One message of a conversation."""
 
     role: str
@@ -77,7 +77,7 @@ class ChatMessage(msgspec.Struct, forbid_unknown_fields=True):
     """Of the assistant: what it has said in the place of content."""
 
 
-class Function(msgspec.Struct, forbid_unknown_fields=True):
+class Function(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """function of a tool."""
 
     name: str
@@ -88,7 +88,7 @@ class Function(msgspec.Struct, forbid_unknown_fields=True):
     """Whether calls keep to the schema with tool_choice auto; with required ones they always do."""
 
 
-class Tool(msgspec.Struct, forbid_unknown_fields=True):
+class Tool(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A function that the model may call."""
 
     function: Function
@@ -96,13 +96,13 @@ class Tool(msgspec.Struct, forbid_unknown_fields=True):
     """function."""
 
 
-class ChosenFunction(msgspec.Struct, forbid_unknown_fields=True):
+class ChosenFunction(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """function of a tool_choice."""
 
     name: str
 
 
-class ToolChoice(msgspec.Struct, forbid_unknown_fields=True):
+class ToolChoice(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A tool_choice that names a function."""
 
     function: ChosenFunction
@@ -110,7 +110,7 @@ class ToolChoice(msgspec.Struct, forbid_unknown_fields=True):
     """function."""
 
 
-class StructuredOutputs(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+class StructuredOutputs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What the generated text has to match: exactly one of these."""
 
     json: dict[str, Any] | bool | str | None = None
@@ -125,14 +125,14 @@ class StructuredOutputs(msgspec.Struct, kw_only=True, forbid_unknown_fields=True
     """Any JSON object."""
 
 
-class JsonSchemaFormat(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+class JsonSchemaFormat(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """json_schema of a response_format."""
 
     schema: dict[str, Any] | bool | str | None = None
     """A JSON schema, or its text."""
 
 
-class ResponseFormat(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+class ResponseFormat(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """OpenAI's field of structured outputs."""
 
     type: str | None = None
@@ -140,20 +140,20 @@ class ResponseFormat(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     json_schema: JsonSchemaFormat | None = None
 
 
-class TextFormat(JsonSchemaFormat, kw_only=True, forbid_unknown_fields=True):
+class TextFormat(JsonSchemaFormat, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """text.format of POST /v1/responses."""
 
     type: str | None = None
     """text, json_object or json_schema."""
 
 
-class TextOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+class TextOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """text of POST /v1/responses."""
 
     format: TextFormat | None = None
 
 
-class SamplingBody(msgspec.Struct, kw_only=True):
+class SamplingBody(msgspec.Struct, frozen=True, kw_only=True):
     """Fields of all routes but POST /generate. None means the default."""
 
     temperature: Temperature | None = None
@@ -206,7 +206,7 @@ class SamplingBody(msgspec.Struct, kw_only=True):
     stream: bool | None = None
 
 
-class PrefillBody(SamplingBody, kw_only=True, forbid_unknown_fields=True):
+class PrefillBody(SamplingBody, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Body of POST /v1/prefill. Exactly one of prompt, prompt_token_ids and messages is given."""
 
     prompt: str | list[TokenId] | None = None
@@ -228,8 +228,13 @@ class PrefillBody(SamplingBody, kw_only=True, forbid_unknown_fields=True):
     rid: str | None = None
     """Request id; made up if it is not given."""
 
+    @property
+    def prompt_only(self) -> bool:
+        """The KV of the prompt is wanted, and no first token."""
+        return self.max_tokens == 0
 
-class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
+
+class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Options of a stream."""
 
     include_usage: bool | None = None
@@ -238,7 +243,7 @@ class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
     """Add chunks without choices that say how far the prefill is. Headrace only."""
 
 
-class OpenAIBody(SamplingBody, kw_only=True):
+class OpenAIBody(SamplingBody, frozen=True, kw_only=True):
     """Fields of all OpenAI routes. The last four name a KV handoff (see HandoffFields)."""
 
     include_stop_str_in_output: bool | None = None
@@ -260,7 +265,7 @@ class OpenAIBody(SamplingBody, kw_only=True):
     bootstrap_room: int | list[int] | None = None
 
 
-class CompletionBody(OpenAIBody, kw_only=True, forbid_unknown_fields=True):
+class CompletionBody(OpenAIBody, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Body of POST /v1/completions."""
 
     prompt: str | list[str | TokenId | list[TokenId]]
@@ -272,8 +277,13 @@ class CompletionBody(OpenAIBody, kw_only=True, forbid_unknown_fields=True):
     best_of: Choices | None = None
     """Continuations of each prompt that are generated; the n with the highest mean logprob are returned."""
 
+    @property
+    def prompt_only(self) -> bool:
+        """The prompts are to be scored, and nothing is to follow them."""
+        return self.max_tokens == 0
 
-class ChatBody(OpenAIBody, kw_only=True, forbid_unknown_fields=True):
+
+class ChatBody(OpenAIBody, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Body of POST /v1/chat/completions."""
 
     messages: list[ChatMessage]
@@ -289,7 +299,7 @@ class ChatBody(OpenAIBody, kw_only=True, forbid_unknown_fields=True):
     """Whether there may be several calls in one answer."""
 
 
-class InputItem(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+class InputItem(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One item of the input of POST /v1/responses: a message, a call, the result of one, or earlier reasoning."""
 
     role: str = ""
@@ -305,7 +315,7 @@ class InputItem(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     type: str = "message"
 
 
-class ResponseTool(msgspec.Struct, forbid_unknown_fields=True):
+class ResponseTool(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A function that the model of POST /v1/responses may call. It has the fields of Function."""
 
     type: str
@@ -316,7 +326,7 @@ class ResponseTool(msgspec.Struct, forbid_unknown_fields=True):
     strict: bool | None = None
 
 
-class ResponseToolChoice(msgspec.Struct, forbid_unknown_fields=True):
+class ResponseToolChoice(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A tool_choice of POST /v1/responses that names a function."""
 
     type: str
@@ -324,7 +334,7 @@ class ResponseToolChoice(msgspec.Struct, forbid_unknown_fields=True):
     name: str | None = None
 
 
-class ResponsesBody(OpenAIBody, kw_only=True, forbid_unknown_fields=True):
+class ResponsesBody(OpenAIBody, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Body of POST /v1/responses."""
 
     input: str | list[InputItem]
@@ -340,7 +350,7 @@ class ResponsesBody(OpenAIBody, kw_only=True, forbid_unknown_fields=True):
     """Whether there may be several calls in one answer."""
 
 
-class GenerateSampling(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+class GenerateSampling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """sampling_params of POST /generate."""
 
     temperature: Temperature | None = None
@@ -366,7 +376,7 @@ class GenerateSampling(msgspec.Struct, kw_only=True, forbid_unknown_fields=True)
     ebnf: str | None = None
 
 
-class GenerateBody(HandoffParams, kw_only=True, forbid_unknown_fields=True):
+class GenerateBody(HandoffParams, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Body of POST /generate. Exactly one of text and input_ids is given."""
 
     text: str | list[str] | None = None
@@ -389,7 +399,7 @@ class GenerateBody(HandoffParams, kw_only=True, forbid_unknown_fields=True):
     stream: bool | None = None
 
 
-class TokenizeBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+class TokenizeBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Body of POST /tokenize: a text or a conversation."""
 
     prompt: str | None = None
@@ -399,7 +409,7 @@ class TokenizeBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     model: str | None = None
 
 
-class DetokenizeBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+class DetokenizeBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Body of POST /detokenize."""
 
     tokens: list[TokenId]

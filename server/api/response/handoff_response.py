@@ -8,7 +8,6 @@ import msgspec
 
 from headrace.core.messages.replies import Tokens
 from headrace.core.types.packed import pack, prompt_hash
-from headrace.server.api.request.schema import SamplingBody
 from headrace.server.api.response.choices import Choice, Output, run_all
 from headrace.server.frontend.generation.completions import Completions
 from headrace.server.frontend.link.control_address import ControlAddress
@@ -18,7 +17,6 @@ from headrace.server.frontend.request.generation_request import (
     GenerationResult,
     discard_events,
 )
-from headrace.server.upstream.handoff_params import HandoffFields
 from headrace.text.tokenizer import Tokenizer
 
 
@@ -41,15 +39,6 @@ def _output(tokenizer: Tokenizer, first: Tokens, result: GenerationResult) -> Ou
     text = tokenizer.decode(first.tokens[:1])
     choice.add(GenerationDelta(text, first.tokens[:1], first.logprobs[:1], offsets=(0,)))
     return choice, msgspec.structs.replace(result, finish_reason=result.finish_reason or "length")
-
-
-def lift_limits(limits: SamplingBody, body: HandoffFields) -> None:
-    """Drop the stop conditions of a request with do_remote_decode. Routers that ask the prefill server first replace
-    the client's by their own (max_tokens 1, min_tokens 1 or more). Only the decode server knows when the text ends, so
-    the first token must not end it here."""
-    if body.kv_transfer_params is not None and body.kv_transfer_params.do_remote_decode:
-        limits.max_tokens = limits.min_tokens = limits.stop = limits.stop_token_ids = None
-        limits.ignore_eos = True
 
 
 def transfer_params(

@@ -20,7 +20,6 @@ from headrace.server.api.request.prompts import MAX_PROMPTS, Prompt, check_model
 from headrace.server.api.request.sampling import prefix_salt, request_fields, sampling_params
 from headrace.server.api.request.schema import GenerateBody, GenerateSampling, OpenAIBody
 from headrace.server.api.response.completion_endpoint import CompletionEndpoint
-from headrace.server.api.response.handoff_response import lift_limits
 from headrace.server.api.sglang.generate_format import GenerateFormat
 from headrace.server.frontend.request.generation_request import GenerationRequest
 from headrace.server.frontend.served_model import ServedModel
@@ -65,7 +64,6 @@ async def _check_generate(model: ServedModel, client: str, body: GenerateBody) -
         check_model(model, body.model)
         fields = _openai_fields(body)
         constraint = await generate_constraint(model, client, body.sampling_params or GenerateSampling())
-        lift_limits(fields, body)
         prompts, is_batch = _prompts(body)
         sampling = sampling_params(
             fields,
@@ -179,6 +177,7 @@ def _openai_fields(body: GenerateBody) -> OpenAIBody:
         priority=body.priority,
         slo_ttft_ms=body.slo_ttft_ms,
         data_parallel_rank=body.data_parallel_rank,
+        kv_transfer_params=body.kv_transfer_params,
     )
 
 

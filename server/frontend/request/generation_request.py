@@ -70,6 +70,8 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds after which the request fails, None for no limit of its own."""
     cache_salt: str = ""
     """Requests share cached prefixes only with requests of the same salt."""
+    prompt_only: bool = False
+    """The prompt's KV or scores alone are wanted: of what is generated, one token, nothing is returned."""
     progress: bool = False
     """Report how far the prefill is."""
     ticket: str | None = None
