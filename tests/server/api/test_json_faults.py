@@ -3,7 +3,9 @@
 import asyncio
 import json
 import time
+import tracemalloc
 from typing import Any
+from unittest.mock import patch
 
 import msgspec
 import pytest
@@ -129,9 +131,10 @@ def written(value: Any, data: st.DataObject) -> str:
     return f"{{{','.join(fields)}}}"
 
 
-@given(VALUES, st.data())
-@example('{"a":1,"a":2}', st.data())
-def test_keys_are_found_to_repeat_where_they_do(value: Any, data: st.DataObject) -> None:
+@given(VALUES, st.data(), st.integers(1, 8) | st.just(explain.WINDOW))
+@example('{"a":1,"a":2}', st.data(), 1)
+def test_keys_are_found_to_repeat_where_they_do(value: Any, data: st.DataObject, window: int) -> None:
+    """Wherever the windows that the body is looked at in end."""
     text = json.dumps(value) if isinstance(value, str) else written(value, data)
     body = text.encode(errors="surrogatepass")
     try:
@@ -140,7 +143,8 @@ def test_keys_are_found_to_repeat_where_they_do(value: Any, data: st.DataObject)
         return
     found = ""
     try:
-        refuse_repeated_keys(body)
+        with patch.object(explain, "WINDOW", window):
+            refuse_repeated_keys(body)
     except HeadraceError as error:
         found = error.info.code
     assert found == ("repeated_field" if repeats(json.loads(text, object_pairs_hook=Pairs)) else "")
@@ -182,6 +186,27 @@ def test_looking_for_keys_takes_little_beside_decoding() -> None:
 
     decoding = least(lambda: msgspec.json.decode(body, type=CompletionBody))
     assert least(lambda: refuse_repeated_keys(body)) < decoding / 3
+
+
+LARGE = {
+    "token ids": b'{"prompt":[' + b",".join([b"12345"] * 300_000) + b"]}",
+    "a text": b'{"prompt":"' + b'a \\"word\\" ' * 150_000 + b'"}',
+    "texts": b'{"prompt":[' + b",".join([b'"ab"'] * 200_000) + b"]}",
+    "objects": b'{"metadata":[' + b",".join([b'{"a":1}'] * 20_000) + b"]}",
+    "empty objects": b'{"metadata":[' + b",".join([b"{}"] * 300_000) + b"]}",
+}
+
+
+@pytest.mark.parametrize("shape", LARGE)
+def test_looking_for_keys_takes_no_second_copy_of_a_large_body(shape: str) -> None:
+    body = bytearray(LARGE[shape])
+    tracemalloc.start()
+    try:
+        refuse_repeated_keys(body)
+        _, most = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert most < 25 * explain.WINDOW
 
 
 @in_loop
