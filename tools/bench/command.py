@@ -74,7 +74,7 @@ async def _measure(
         model=target.model,
         path=target.path,
         seed=chosen.seed,
-        timeout_s=chosen.timeout_s,
+        timeout_s=chosen.timeout,
         temperature=chosen.temperature,
         ignore_eos=not chosen.stop_at_eos,
         open_loop=chosen.open_loop,

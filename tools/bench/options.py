@@ -6,8 +6,9 @@ import math
 import random
 import secrets
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 
@@ -19,7 +20,6 @@ from headrace.tools.bench.workload import Lengths, PlannedRequest, cut, from_tex
 from headrace.tools.output import check_output
 from headrace.tools.simulate.trace_file import read_trace
 
-T = TypeVar("T")
 DESCRIPTION = "send load to a running server and measure what its clients see"
 USAGE = "headrace bench serve URL [flags]"
 NUM_PROMPTS = 100
@@ -30,76 +30,89 @@ MOST_TOKENS = 16_000_000
 
 
 class Options(msgspec.Struct, frozen=True, kw_only=True):
-    """Flags, checked."""
+    """Flags, checked; the fields are named as they are."""
 
     url: str
-    model: str | None
-    endpoint: str | None
-    rate: float | None
+    model: str | None = None
+    endpoint: str | None = None
+    request_rate: float | None = None
     """Requests a second, BURST for all at once; None: as the trace, or max_concurrency."""
-    burstiness: float
-    max_concurrency: int
+    burstiness: float = 1.0
+    max_concurrency: int = 0
     """0: any number."""
-    trace: Path | None
-    speedup: float
-    prompts: Path | None
-    num_prompts: int | None
-    input_len: Lengths
-    output_len: Lengths | None
+    trace: Path | None = None
+    speedup: float = 1.0
+    prompts: Path | None = None
+    num_prompts: int | None = None
+    input_len: Lengths = INPUT_LEN
+    output_len: Lengths | None = None
     """None: as the trace, or OUTPUT_LEN."""
-    max_input_len: int | None
-    prefix_len: int
-    num_prefixes: int
-    num_warmups: int
-    seed: int
-    temperature: float
-    stop_at_eos: bool
-    timeout_s: float
-    limits: LatencyLimits
-    percentiles: tuple[float, ...]
-    json: Path | None
-    plot: Path | None
+    max_input_len: int | None = None
+    prefix_len: int = 0
+    num_prefixes: int = 1
+    num_warmups: int = 2
+    seed: int = msgspec.field(default_factory=lambda: secrets.randbelow(1 << 31))
+    temperature: float = 0.0
+    stop_at_eos: bool = False
+    timeout: float = 600.0
+    """Seconds."""
+    ttft_slo: float | None = None
+    """Seconds, as the next one."""
+    tpot_slo: float | None = None
+    percentiles: tuple[float, ...] = PERCENTILES
+    json: Path | None = None
+    plot: Path | None = None
+
+    @property
+    def limits(self) -> LatencyLimits:
+        """Of a good request."""
+        return LatencyLimits(self.ttft_slo, self.tpot_slo)
 
     @property
     def open_loop(self) -> bool:
         """Whether requests have times, instead of following each other."""
-        return self.rate is not None or self.trace is not None or not self.max_concurrency
+        return self.request_rate is not None or self.trace is not None or not self.max_concurrency
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """Add the positional URL and all flags."""
     parser.add_argument("url", metavar="URL", help="of the server, such as http://127.0.0.1:8001")
     parser.add_argument("--model", metavar="NAME", help="as the server names it (default: its only one)")
-    parser.add_argument("--endpoint", metavar="PATH", help=_ENDPOINT_HELP)
+    _flag(parser, "--endpoint", "PATH", _endpoint, _ENDPOINT_HELP)
     when = parser.add_argument_group("arrivals")
-    when.add_argument("--request-rate", metavar="R", help="requests a second; inf: all at once (default: inf)")
-    when.add_argument("--burstiness", metavar="X", help=_BURSTINESS_HELP)
-    when.add_argument("--max-concurrency", metavar="N", help=_CONCURRENCY_HELP)
-    when.add_argument("--trace", metavar="FILE", help=_TRACE_HELP)
-    when.add_argument("--speedup", metavar="X", help="replay the trace so many times as fast (default: 1)")
+    _flag(when, "--request-rate", "R", _rate, "requests a second; inf: all at once (default: inf)")
+    _flag(when, "--burstiness", "X", _above_zero, _BURSTINESS_HELP)
+    _flag(when, "--max-concurrency", "N", _whole, _CONCURRENCY_HELP)
+    _flag(when, "--trace", "FILE", _path, _TRACE_HELP)
+    _flag(when, "--speedup", "X", _above_zero, "replay the trace so many times as fast (default: 1)")
     what = parser.add_argument_group("requests")
-    what.add_argument("--num-prompts", metavar="N", help=f"requests (default: {NUM_PROMPTS}, or all of the trace)")
-    what.add_argument("--input-len", metavar="N|A-B", help=f"prompt tokens, uniform from A to B (default: {INPUT_LEN})")
-    what.add_argument(
-        "--output-len", metavar="N|A-B", help=f"tokens to generate (default: {OUTPUT_LEN}, or as the trace)"
-    )
-    what.add_argument("--prompts", metavar="FILE", help="texts, one a line, in place of random token ids")
-    what.add_argument("--max-input-len", metavar="N", help="cut longer prompts of a trace to so many tokens")
-    what.add_argument("--prefix-len", metavar="N", help="first tokens that prompts share (default: 0)")
-    what.add_argument("--num-prefixes", metavar="N", help="different shared prefixes (default: 1)")
-    what.add_argument("--temperature", metavar="X", help="of sampling (default: 0)")
+    _flag(what, "--num-prompts", "N", _whole, f"requests (default: {NUM_PROMPTS}, or all of the trace)")
+    _flag(what, "--input-len", "N|A-B", _lengths, f"prompt tokens, uniform from A to B (default: {INPUT_LEN})")
+    _flag(what, "--output-len", "N|A-B", _lengths, f"tokens to generate (default: {OUTPUT_LEN}, or as the trace)")
+    _flag(what, "--prompts", "FILE", _path, "texts, one a line, in place of random token ids")
+    _flag(what, "--max-input-len", "N", _whole, "cut longer prompts of a trace to so many tokens")
+    _flag(what, "--prefix-len", "N", _whole_or_zero, "first tokens that prompts share (default: 0)")
+    _flag(what, "--num-prefixes", "N", _whole, "different shared prefixes (default: 1)")
+    _flag(what, "--temperature", "X", _number, "of sampling (default: 0)")
     what.add_argument(
         "--stop-at-eos", action="store_true", help="let the model end its text; without, lengths are as asked"
     )
     how = parser.add_argument_group("measurement")
-    how.add_argument("--num-warmups", metavar="N", help="requests before the start that do not count (default: 2)")
-    how.add_argument("--seed", metavar="N", help=_SEED_HELP)
-    how.add_argument("--timeout", metavar="SECONDS", help="of one request (default: 600)")
-    how.add_argument("--ttft-slo", metavar="MS", help="time to first token of a good request, for the goodput")
-    how.add_argument("--tpot-slo", metavar="MS", help="time per output token after the first of a good request")
-    how.add_argument("--percentiles", metavar="P,P,...", help="of the latencies (default: 50,90,95,99)")
-    how.add_argument("--json", metavar="FILE", help="also write all figures, and every request, to this file")
-    how.add_argument("--plot", metavar="FILE.png", help="also draw them; needs pip install 'headrace[plot]'")
+    _flag(how, "--num-warmups", "N", _whole_or_zero, "requests before the start that do not count (default: 2)")
+    _flag(how, "--seed", "N", _whole_or_zero, _SEED_HELP)
+    _flag(how, "--timeout", "SECONDS", _above_zero, "of one request (default: 600)")
+    _flag(how, "--ttft-slo", "MS", _milliseconds, "time to first token of a good request, for the goodput")
+    _flag(how, "--tpot-slo", "MS", _milliseconds, "time per output token after the first of a good request")
+    _flag(how, "--percentiles", "P,P,...", _percentiles, "of the latencies (default: 50,90,95,99)")
+    _flag(how, "--json", "FILE", check_output, "also write all figures, and every request, to this file")
+    _flag(how, "--plot", "FILE.png", _picture, "also draw them; needs pip install 'headrace[plot]'")
+
+
+def _flag(
+    group: "argparse._ActionsContainer", option: str, metavar: str, read: Callable[[str, str], object], help: str
+) -> None:
+    """read: gets option and text, and raises ConfigError naming the option."""
+    group.add_argument(option, metavar=metavar, type=partial(read, option), help=help)
 
 
 _ENDPOINT_HELP = (
@@ -122,38 +135,10 @@ _SEED_HELP = (
 
 
 def parse(given: Mapping[str, Any], url: str) -> Options:
-    """Check all flags. url: as checked. Raises ConfigError naming the flag."""
-
-    def flag(name: str, read: Callable[[str, str], T], default: T) -> T:
-        text = given[name.replace("-", "_")]
-        return default if text is None else read(f"--{name}", text)
-
-    options = Options(
-        url=url,
-        model=given["model"],
-        endpoint=flag("endpoint", _endpoint, None),
-        rate=flag("request-rate", _rate, None),
-        burstiness=flag("burstiness", _above_zero, 1.0),
-        max_concurrency=flag("max-concurrency", _whole, 0),
-        trace=flag("trace", _path, None),
-        speedup=flag("speedup", _above_zero, 1.0),
-        prompts=flag("prompts", _path, None),
-        num_prompts=flag("num-prompts", _whole, None),
-        input_len=flag("input-len", _lengths, INPUT_LEN),
-        output_len=flag("output-len", _lengths, None),
-        max_input_len=flag("max-input-len", _whole, None),
-        prefix_len=flag("prefix-len", _whole_or_zero, 0),
-        num_prefixes=flag("num-prefixes", _whole, 1),
-        num_warmups=flag("num-warmups", _whole_or_zero, 2),
-        seed=flag("seed", _whole_or_zero, secrets.randbelow(1 << 31)),
-        temperature=flag("temperature", _number, 0.0),
-        stop_at_eos=given["stop_at_eos"],
-        timeout_s=flag("timeout", _above_zero, 600.0),
-        limits=LatencyLimits(flag("ttft-slo", _milliseconds, None), flag("tpot-slo", _milliseconds, None)),
-        percentiles=flag("percentiles", _percentiles, PERCENTILES),
-        json=check_output("--json", given["json"]),
-        plot=check_output("--plot", given["plot"], ".png"),
-    )
+    """Flags as they were read, None for those that were not given. url: as checked. Raises ConfigError for flags that
+    exclude or need each other."""
+    read = {name: value for name in Options.__struct_fields__ if (value := given[name]) is not None}
+    options = Options(**{**read, "url": url})
     _check_together(given, options)
     return options
 
@@ -166,11 +151,11 @@ def _check_together(given: Mapping[str, Any], options: Options) -> None:
     for name in ("input_len", "prefix_len", "num_prefixes"):
         if source and given[name] is not None:
             raise ConfigError(f"--{name.replace('_', '-')} has no meaning beside {source}, which has the prompts")
-    if given["speedup"] is not None and (options.trace is None or options.rate is not None):
+    if given["speedup"] is not None and (options.trace is None or options.request_rate is not None):
         raise ConfigError("--speedup needs the timestamps of a --trace, without --request-rate")
     if given["max_input_len"] is not None and options.trace is None:
         raise ConfigError("--max-input-len cuts prompts of a --trace; write --input-len")
-    if given["burstiness"] is not None and options.rate in (None, BURST):
+    if given["burstiness"] is not None and options.request_rate in (None, BURST):
         raise ConfigError("--burstiness needs --request-rate, whose gaps it shapes")
     if options.prefix_len > options.input_len.low:
         raise ConfigError(f"--prefix-len {options.prefix_len} is longer than the shortest prompt of --input-len")
@@ -188,15 +173,15 @@ def planned(options: Options) -> list[PlannedRequest]:
     else:
         lengths, prefixes = options.input_len, options.num_prefixes
         requests = synthetic(count, lengths, output, options.prefix_len, prefixes, draw)
-    if options.rate is None and (options.trace is not None or options.max_concurrency):
+    if options.request_rate is None and (options.trace is not None or options.max_concurrency):
         return requests  # as the trace, or one after the other
-    times = arrival_times(len(requests), options.rate or BURST, options.burstiness, draw)
+    times = arrival_times(len(requests), options.request_rate or BURST, options.burstiness, draw)
     return [msgspec.structs.replace(request, due_s=at) for request, at in zip(requests, times, strict=True)]
 
 
 def _from_trace(options: Options, path: Path, draw: random.Random) -> list[PlannedRequest]:
     trace = read_trace(path, options.num_prompts)
-    timed = options.rate is None
+    timed = options.request_rate is None
     requests = []
     for each in trace:
         at = each.arrival_s / options.speedup if timed else 0.0
@@ -220,11 +205,11 @@ def _read_texts(path: Path) -> list[str]:
 def arrivals_in_words(options: Options) -> str:
     """How requests arrive."""
     most = f", at most {options.max_concurrency} open" if options.max_concurrency else ""
-    if options.rate == BURST:
+    if options.request_rate == BURST:
         return f"all at once{most}"
-    if options.rate is not None:
+    if options.request_rate is not None:
         shape = "Poisson" if options.burstiness == 1 else f"gamma (burstiness {options.burstiness:g})"
-        return f"{shape} arrivals at {options.rate:g} requests/s{most}"
+        return f"{shape} arrivals at {options.request_rate:g} requests/s{most}"
     if options.trace is not None:
         speed = f" × {options.speedup:g}" if options.speedup != 1 else ""
         return f"arrivals of {options.trace.name}{speed}{most}"
@@ -256,14 +241,18 @@ def check_lengths(requests: Sequence[PlannedRequest], max_model_len: int, *, gen
         )
 
 
-def _endpoint(option: str, text: str) -> str | None:
+def _endpoint(option: str, text: str) -> str:
     if text not in (COMPLETIONS, PREFILL):
         raise ConfigError(f"{option}: expected {COMPLETIONS} or {PREFILL}, got {text!r}")
     return text
 
 
-def _path(_option: str, text: str) -> Path | None:
+def _path(_option: str, text: str) -> Path:
     return Path(text)
+
+
+def _picture(option: str, text: str) -> Path | None:
+    return check_output(option, text, ".png")
 
 
 def _whole(option: str, text: str) -> int:
@@ -297,11 +286,11 @@ def _above_zero(option: str, text: str) -> float:
     return value
 
 
-def _rate(option: str, text: str) -> float | None:
+def _rate(option: str, text: str) -> float:
     return BURST if text == "inf" else _above_zero(option, text)
 
 
-def _milliseconds(option: str, text: str) -> float | None:
+def _milliseconds(option: str, text: str) -> float:
     return _above_zero(option, text) / 1000
 
 
