@@ -7,7 +7,7 @@ import signal
 import sys
 from collections.abc import Sequence
 from importlib.util import find_spec
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from headrace.core.config import Config, EngineConfig
 from headrace.core.runtime.output import complain, prepare_output
@@ -18,7 +18,7 @@ from headrace.server.config import curve_keys
 from headrace.server.config.flags import add_flags
 from headrace.server.config.gateway import gateway_of, load_gateway
 from headrace.server.config.load import CPUINFO_VARIABLE, load
-from headrace.server.config.settings import GATEWAY_SETTINGS, SETTINGS
+from headrace.server.config.settings import GATEWAY_SETTINGS
 from headrace.server.config.toml_file import to_toml
 from headrace.server.config.values import nearest
 from headrace.server.stage_group import rank_info
@@ -48,6 +48,15 @@ class _Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(f"{message} (see {self.prog} --help)")
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Raises ConfigError for the first argument that this parser does not know, with the nearest of its flags."""
+        given, extra = super().parse_known_args(args, namespace)
+        if extra:
+            name = extra[0].partition("=")[0]
+            known = [option[2:] for option in self._option_string_actions if option.startswith("--")]
+            self.error(f"unknown argument {name}{nearest(name.lstrip('-'), known, '--')}")
+        return given, extra
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -108,22 +117,9 @@ def _run(given: argparse.Namespace) -> int:
 
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
-    parser = build_parser()
-    given, extra = parser.parse_known_args(arguments)
+    given: argparse.Namespace = build_parser().parse_args(arguments)
     if given.command == "bench" and given.benchmark == "serve":
         return _parse_bench_serve(given.arguments)
-    if extra:
-        settings = [*(setting.key for setting in SETTINGS), "config"]
-        known = {
-            "serve": settings,
-            "check": settings,
-            "up": settings,
-            "gateway": [*(setting.key for setting in GATEWAY_SETTINGS), "config"],
-            "stage": list(rank_info.FLAGS),
-            "keys": ["name", "force"],
-            "simulate": [*(setting.key for setting in simulate_options.REPLAYED), *simulate_options.OPTIONS],
-        }
-        raise _unknown_argument(extra[0], known.get(given.command, ["model", "dtype"]), given.command)
     return given
 
 
@@ -133,18 +129,9 @@ def _parse_bench_serve(arguments: Sequence[str]) -> argparse.Namespace:
     about = bench_options.DESCRIPTION
     parser = _Parser(prog="headrace bench serve", description=about, usage=bench_options.USAGE, allow_abbrev=False)
     bench_options.add_flags(parser)
-    given, extra = parser.parse_known_args(arguments)
-    if extra:
-        raise _unknown_argument(extra[0], [name.replace("_", "-") for name in vars(given)], "bench serve")
+    given: argparse.Namespace = parser.parse_args(arguments)
     given.command = "bench serve"
     return given
-
-
-def _unknown_argument(given: str, known: Sequence[str], command: str) -> ConfigError:
-    name = given.partition("=")[0]
-    return ConfigError(
-        f"unknown argument {name}{nearest(name.lstrip('-'), known, '--')} (see headrace {command} --help)"
-    )
 
 
 def build_parser() -> argparse.ArgumentParser:

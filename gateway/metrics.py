@@ -6,6 +6,7 @@ from typing import Literal, get_args
 
 from headrace.core.stats import Counters, Histograms, MetricSpec, Sample, Stats
 from headrace.gateway.sglang_nixl.rooms import OUTCOMES as ROOM_OUTCOMES
+from headrace.gateway.vllm_nixl.leases import ENDS, NOTICES
 from headrace.server.telemetry import catalog
 
 RecomputeReason = Literal[
@@ -26,9 +27,6 @@ RecomputeReason = Literal[
 RECOMPUTE_REASONS: tuple[RecomputeReason, ...] = get_args(RecomputeReason)
 PREFIX = "gateway_"
 PHASES = ("tokenize", "prefill", "send")
-LEASE_ENDS = ("read", "expired", "engine_gone", "withdrawn")
-NOTICES = ("done", "heartbeat", "late", "unknown")
-SOURCES = ("local_compute", "local_cache_hit", "external_kv_transfer")
 HANDOFFS: tuple[MetricSpec, ...] = (
     MetricSpec(
         "gateway_handoffs_total",
@@ -80,7 +78,7 @@ _EXPORTER: tuple[MetricSpec, ...] = (
         "counter",
         "Offers that have ended, by end.",
         ("end",),
-        tuple((end,) for end in LEASE_ENDS),
+        tuple((end,) for end in ENDS),
     ),
     MetricSpec(
         "notices_total",

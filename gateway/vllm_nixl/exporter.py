@@ -12,12 +12,14 @@ import logging
 import queue
 import secrets
 import threading
-from collections.abc import Callable, Collection
+import time
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import msgspec
 import zmq
 
+from headrace.core.config import TransferConfig
 from headrace.core.runtime.clock import Clock, LoopClock, SystemClock
 from headrace.core.runtime.event_loop import Poll, Wakeup
 from headrace.core.runtime.rate_limit import Backoff
@@ -27,8 +29,8 @@ from headrace.gateway.vllm_nixl.agent_generation import AgentGeneration
 from headrace.gateway.vllm_nixl.engine_probe import DecodeEngine
 from headrace.gateway.vllm_nixl.kv_pool import VllmPool
 from headrace.gateway.vllm_nixl.leases import LeaseTable
-from headrace.gateway.vllm_nixl.side_channel import SideChannel
-from headrace.gateway.vllm_nixl.wire import handoff_params, parse_notice
+from headrace.gateway.vllm_nixl.wire import QUERY_BYTES, handoff_params, is_query, parse_notice
+from headrace.transfer.sockets.listener import Listener
 
 log = logging.getLogger(__name__)
 
@@ -41,6 +43,7 @@ GENERATION_S = 2.0
 # A decode engine that has just got an agent's metadata connects to it with its first read: for this long the agent is
 # kept, so that the engine is not cut off in the middle of that.
 CONNECT_S = 2.0
+QUEUED_REPLIES = 64  # per connection
 
 
 class ExporterOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -56,6 +59,51 @@ class ExporterOptions(msgspec.Struct, frozen=True, kw_only=True):
     """A lease ends after so long in any case."""
     devices: str = ""
     """Network device of NIXL; "": all."""
+
+
+class SideChannel:
+    """Side channel of NixlConnector's prefill side, where decode engines ask for the metadata of its NIXL agent: a
+    bound ROUTER that answers every query with the same payload.
+
+    Attributes:
+        port: TCP port that it is bound to.
+        handshakes: queries answered.
+    """
+
+    def __init__(self, context: Any, host: str, port: int) -> None:
+        """port: 0 takes a free one. Raises ConfigError when it cannot be bound."""
+        self._listener = Listener(
+            TransferConfig(host=host),
+            context,
+            "side_channel",
+            port=port,
+            max_frame=QUERY_BYTES,
+            queue=QUEUED_REPLIES,
+            unread=QUEUED_REPLIES,
+        )
+        self.port = self._listener.port
+        self.handshakes = 0
+
+    def sockets(self) -> Sequence[Any]:
+        """Sockets to poll for reading."""
+        return self._listener.sockets()
+
+    def answer(self, payload: bytes, now: float) -> int:
+        """Answer what has come; returns the number of handshakes. payload: see wire.encode_payload()."""
+        before = self.handshakes
+        for arrival in self._listener.receive(now):
+            delimiter, query = arrival.body if len(arrival.body) == 2 else (b"", b"")
+            if not delimiter and is_query(query):
+                clock = msgspec.msgpack.encode(time.perf_counter())
+                self._listener.put_tracked((arrival.route, b"", payload, clock), ())
+                self.handshakes += 1
+            else:
+                self._listener.refuse(arrival, b"", now)
+        return self.handshakes - before
+
+    def close(self) -> None:
+        """Close all sockets."""
+        self._listener.close()
 
 
 LeaseCommand = Callable[[LeaseTable, float], None]  # the float: seconds, now

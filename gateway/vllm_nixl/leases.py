@@ -20,6 +20,9 @@ from headrace.gateway.vllm_nixl.wire import Heartbeat, ReadDone
 KEPT_SHARE = 2 / 3  # of the lease, which a heartbeat extends it to, as in vLLM
 ENDED_KEPT = 4096  # names of ended leases that are remembered, to tell late notices from foreign ones
 
+ENDS = ("read", "expired", "engine_gone", "withdrawn")
+NOTICES = ("done", "heartbeat", "late", "unknown")
+
 
 @dataclass(slots=True)
 class KvLease:
@@ -55,9 +58,9 @@ class LeaseTable:
         self._quarantined: dict[str, KvLease] = {}
         self._ended: dict[str, None] = {}  # the oldest first
         self._counters = Counters()
-        for end in ("read", "expired", "engine_gone", "withdrawn"):
+        for end in ENDS:
             self._counters.add("leases_ended_total", 0, (end,))
-        for kind in ("done", "heartbeat", "late", "unknown"):
+        for kind in NOTICES:
             self._counters.add("notices_total", 0, (kind,))
         for name in ("tokens_offered_total", "tokens_unread_total"):
             self._counters.add(name, 0)

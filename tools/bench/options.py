@@ -13,10 +13,9 @@ from typing import Any
 import msgspec
 
 from headrace.core.types.errors import ConfigError
-from headrace.tools.bench.arrivals import BURST, arrival_times
 from headrace.tools.bench.runner import COMPLETIONS, PREFILL
 from headrace.tools.bench.summary import LatencyLimits
-from headrace.tools.bench.workload import Lengths, PlannedRequest, cut, from_texts, synthetic
+from headrace.tools.bench.workload import BURST, Lengths, PlannedRequest, arrival_times, cut, from_texts, synthetic
 from headrace.tools.output import check_output
 from headrace.tools.simulate.trace_file import read_trace
 

@@ -1,4 +1,4 @@
-"""What requests ask for: lengths, and token ids by the texts that prompts share.
+"""When requests are sent, and what they ask for: lengths, and token ids by the texts that prompts share.
 
 Prompts are lists of segments, each the beginning of a numbered text, as in traces: equal texts are equal tokens, so
 shared prefixes are shared in the server's prefix cache too. Token ids are drawn from the seed and the number of the
@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 import msgspec
 import numpy as np
 
+BURST = float("inf")
 FIRST_ID, LAST_ID = 32, 199  # of prompts; every vocabulary has them, and special tokens are rarely among them
 PREFIX_TEXTS = 1 << 40  # numbers from here on are shared prefixes
 WARMUP_TEXTS = 1 << 41  # and from here on the prompts of warm-up
@@ -79,6 +80,21 @@ def warmup(requests: Sequence[PlannedRequest], count: int) -> list[PlannedReques
         segments = ((WARMUP_TEXTS + number, like.input_tokens),) if like.segments else ()
         found.append(msgspec.structs.replace(like, due_s=0.0, segments=segments))
     return found
+
+
+def arrival_times(count: int, rate: float, burstiness: float, draw: random.Random) -> list[float]:
+    """Seconds since the start of the measurement at which so many requests are sent, the first at 0.
+
+    rate: requests a second; BURST for all at once. burstiness: shape of the gamma distribution of the gaps, whose mean
+    is 1 / rate: 1 is a Poisson process, less is burstier, more is steadier.
+    """
+    if rate == BURST:
+        return [0.0] * count
+    times, at = [], 0.0
+    for _ in range(count):
+        times.append(at)
+        at += draw.gammavariate(burstiness, 1 / (rate * burstiness))
+    return times
 
 
 def token_ids(request: PlannedRequest, seed: int) -> list[int]:

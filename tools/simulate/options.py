@@ -146,24 +146,6 @@ _COST_HELP = (
     "seconds of a forward pass: A per squared token, B per token, C besides; of all pipeline stages together, which "
     "take equal shares"
 )
-OPTIONS = (
-    "limit",
-    "load",
-    "replicas",
-    "router",
-    "fetch-rate",
-    "host-rate",
-    "objective",
-    "send-objective",
-    "retries",
-    "json",
-    "plot",
-    "preset",
-    "cost",
-    "calibrate",
-    "config",
-)
-"""Names of the flags that only this command has, and of --config."""
 
 
 def points(given: Mapping[str, Any], environ: Mapping[str, str], longest_prompt: int) -> list[Point]:

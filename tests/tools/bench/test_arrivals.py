@@ -6,8 +6,7 @@ from itertools import pairwise
 
 import pytest
 
-from headrace.tools.bench.arrivals import BURST, arrival_times
-from headrace.tools.bench.workload import Lengths, cut, synthetic, token_ids, warmup
+from headrace.tools.bench.workload import BURST, Lengths, arrival_times, cut, synthetic, token_ids, warmup
 
 
 def gaps(rate: float, burstiness: float) -> list[float]:

@@ -7,8 +7,7 @@ from contextlib import asynccontextmanager
 import httpx
 import pytest
 
-from headrace.integrations.cancelled_requests import HEAD
-from headrace.integrations.http_client import direct_async_client
+from headrace.integrations.http_client import HEAD, direct_async_client
 
 MOMENTS = 60  # turns of the event loop: more than a request takes
 PAUSE_S = 0.002  # of the server before it answers
