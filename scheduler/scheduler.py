@@ -96,8 +96,7 @@ from headrace.scheduler.queues.deadlines import (
     Timer,
     TransferTimer,
 )
-from headrace.scheduler.reporting.statistics import snapshot
-from headrace.scheduler.reporting.status import status
+from headrace.scheduler.reporting.status import snapshot, status
 from headrace.scheduler.reporting.tracing import Tracing
 from headrace.scheduler.requests.record import Request
 from headrace.scheduler.state.events import Effect, Event

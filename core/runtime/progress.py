@@ -41,6 +41,6 @@ class LoadProgress:
 
     @property
     def done_bytes(self) -> int:
-        """How many of total_bytes are read. A tensor of which only a part is kept counts as a whole: may be early."""
+        """How many of total_bytes are read. A tensor kept in part counts as whole, so this may be early at the end."""
         share = min(1.0, self._read / self._weights) if self._weights else 0.0
         return round(share * self.total_bytes)

@@ -26,9 +26,8 @@ from headrace.core.stats import TOKENS
 from headrace.core.types.kv.geometry import ceil_div
 from headrace.core.types.packed import pack
 from headrace.core.types.ranks.coordinate import Agreement, coordinate, cut_result, vote
-from headrace.scheduler.batching.prefill_shares import PrefillShares
+from headrace.scheduler.batching.prefill_shares import PrefillShares, next_chunk
 from headrace.scheduler.batching.starting import Starter
-from headrace.scheduler.costs.chunking import chunk_length
 from headrace.scheduler.costs.cost_model import CostModel
 from headrace.scheduler.decode.fetch import RemoteFetch
 from headrace.scheduler.decode.generation import TokenGeneration
@@ -176,14 +175,9 @@ class Planner:
                 queues.stop_decoding(request)
 
     def _chunk(self, batch: BatchBuilder, request: Request) -> None:
-        """Add the next chunk of a prefill, as large as the budget allows. A chunk that is shorter because it follows a
-        long prefix, and takes as long as a full one, uses up as much of the budget."""
-        state, config = self._state, self._state.config
-        start = request.planned
-        length = chunk_length(state.engine.costs, start, config.chunk_tokens, config.page_size)
-        full = max(1, batch.budget * length // config.chunk_tokens)
-        count = min(full, request.target - start)
-        batch.budget -= batch.budget * count // full - count
+        """Add the next chunk of a prefill, as large as the budget allows."""
+        count, used = next_chunk(self._state, request, batch.budget)
+        batch.budget -= used - count
         self._prefill(batch, request, count)
 
     def _prefill(self, batch: BatchBuilder, request: Request, count: int) -> None:

@@ -102,21 +102,15 @@ class PrefillShares:
         return False
 
     def _give(self, request: Request, budget: int) -> int:
-        """Give a request what it can use of this budget, beside what it has; returns what that takes of it. A chunk
-        that is shorter because it follows a long prefix, and takes as long as a full one, uses up as much of it."""
+        """Give a request what it can use of this budget, beside what it has; returns what that takes of it."""
         if not request.has_kv:
             return 0  # its cached pages are being loaded
-        state, config = self._state, self._state.config
-        start, had = request.planned, self._used.get(request, 0)
-        left = request.target - start
+        left, had = request.target - request.planned, self._used.get(request, 0)
         if self._counts.get(request) == left or (request not in self._counts and len(self._counts) >= self._slots):
             return 0
-        budget = min(budget, self._budget) + had
-        length = chunk_length(state.engine.costs, start, config.chunk_tokens, config.page_size)
-        full = max(1, budget * length // config.chunk_tokens)
-        self._counts[request] = count = min(full, left)
+        count, used = next_chunk(self._state, request, min(budget, self._budget) + had)
+        self._counts[request], self._used[request] = count, used
         self._ends += count == left
-        self._used[request] = used = budget * count // full
         self._budget -= used - had
         return used - had
 
@@ -129,3 +123,13 @@ class PrefillShares:
         part = Load.between(start, start + self._budget)
         others = len(self._replica.queues.policy) - self._ends
         return not self._replica.costs.worth_filling(self._ends, others, part)
+
+
+def next_chunk(state: State, request: Request, budget: int) -> tuple[int, int]:
+    """Tokens of a request's next chunk, as many as the budget allows, and what they take of the budget. A chunk that is
+    shorter because it follows a long prefix, and takes as long as a full one, uses up as much of it."""
+    config = state.config
+    length = chunk_length(state.engine.costs, request.planned, config.chunk_tokens, config.page_size)
+    full = max(1, budget * length // config.chunk_tokens)
+    count = min(full, request.target - request.planned)
+    return count, budget * count // full
