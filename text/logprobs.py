@@ -1,7 +1,6 @@
 """Log probabilities in responses: the native API, and OpenAI's completions and chat completions."""
 
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import msgspec
 
@@ -32,6 +31,36 @@ class LogprobEntry(msgspec.Struct, frozen=True, gc=False):
         return TokenLogprob(self.id, self.logprob, tuple(t.id for t in tops), tuple(t.logprob for t in tops))
 
 
+class ChatToken(msgspec.Struct):
+    """A token and its logprob."""
+
+    token: str
+    logprob: float
+    bytes: tuple[int, ...]
+
+
+class ChatTokenLogprob(ChatToken):
+    """A token of a message."""
+
+    top_logprobs: list[ChatToken]
+
+
+class ChatLogprobs(msgspec.Struct):
+    """Of the tokens of a message."""
+
+    content: list[ChatTokenLogprob]
+    refusal: None = None
+
+
+class CompletionLogprobs(msgspec.Struct):
+    """Of the tokens of a choice, one entry each."""
+
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
+    text_offset: list[int]
+
+
 def top_logprobs(value: TokenLogprob) -> Iterator[tuple[int, float]]:
     """Token ids and logprobs of the most likely tokens."""
     return zip(value.top_ids, value.top_logprobs, strict=True)
@@ -48,35 +77,31 @@ def native_entries(tokenizer: Tokenizer, values: Sequence[TokenLogprob | None]) 
     return [None if value is None else native_entry(tokenizer, value) for value in values] or None
 
 
-def chat_logprobs(tokenizer: Tokenizer, values: Sequence[TokenLogprob]) -> dict[str, Any]:
+def chat_logprobs(tokenizer: Tokenizer, values: Sequence[TokenLogprob]) -> ChatLogprobs:
     """The "logprobs" object of a chat choice."""
-    return {
-        "content": [
-            {
-                **_chat_token(tokenizer, value.token, value.logprob),
-                "top_logprobs": [_chat_token(tokenizer, token, logprob) for token, logprob in top_logprobs(value)],
-            }
-            for value in values
-        ],
-        "refusal": None,
-    }
+    return ChatLogprobs([_chat_token_logprob(tokenizer, value) for value in values])
 
 
-def _chat_token(tokenizer: Tokenizer, token: int, logprob: float) -> dict[str, Any]:
-    return {"token": tokenizer.piece(token), "logprob": logprob, "bytes": list(tokenizer.piece_bytes(token))}
+def _chat_token_logprob(tokenizer: Tokenizer, value: TokenLogprob) -> ChatTokenLogprob:
+    piece, raw = tokenizer.piece(value.token), tuple(tokenizer.piece_bytes(value.token))
+    tops = [
+        ChatToken(tokenizer.piece(token), logprob, tuple(tokenizer.piece_bytes(token)))
+        for token, logprob in top_logprobs(value)
+    ]
+    return ChatTokenLogprob(piece, value.logprob, raw, tops)
 
 
 def completion_logprobs(
     tokenizer: Tokenizer, tokens: Sequence[tuple[int, TokenLogprob | None]], offsets: Sequence[int]
-) -> dict[str, Any]:
+) -> CompletionLogprobs:
     """The "logprobs" object of a completion choice, of tokens and their logprobs. offsets: characters before each.
     The alternatives include the token itself, as OpenAI's do: one more where it is none of them."""
-    return {
-        "tokens": [token_name(tokenizer, token) for token, _ in tokens],
-        "token_logprobs": [None if value is None else value.logprob for _, value in tokens],
-        "top_logprobs": [None if value is None else _alternatives(tokenizer, value) for _, value in tokens],
-        "text_offset": list(offsets),
-    }
+    return CompletionLogprobs(
+        tokens=[token_name(tokenizer, token) for token, _ in tokens],
+        token_logprobs=[None if value is None else value.logprob for _, value in tokens],
+        top_logprobs=[None if value is None else _alternatives(tokenizer, value) for _, value in tokens],
+        text_offset=list(offsets),
+    )
 
 
 def text_offsets(tokenizer: Tokenizer, tokens: Sequence[int]) -> list[int]:

@@ -2,7 +2,9 @@
 
 import math
 from collections.abc import Callable
+from typing import Any
 
+import msgspec
 from fastapi import FastAPI, Request
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
@@ -20,16 +22,37 @@ _TYPES = {
     429: "rate_limit_error",
     499: "cancelled_error",
 }
+_MORE: Any = msgspec.UNSET  # default of a field that is there only if it applies
 _CODES = {404: "not_found", 405: "method_not_allowed"}
 
 
-def error_body(info: ErrorInfo) -> dict[str, object]:
+class Error(msgspec.Struct):
+    """An error in OpenAI's form."""
+
+    message: str
+    """One sentence for people."""
+    type: str
+    param: str | None
+    """The field at fault."""
+    code: str
+    """Stable; programs may match on it."""
+    stage: int = _MORE
+    """The pipeline stage that failed."""
+    status: int = _MORE
+    """In events, since the head of their response was sent before."""
+
+
+class ErrorReply(msgspec.Struct):
+    """Body of every response that is no success."""
+
+    error: Error
+
+
+def error_body(info: ErrorInfo) -> ErrorReply:
     """The JSON object of an error."""
     kind = _TYPES.get(info.status, "server_error" if info.status >= 500 else "invalid_request_error")
-    body: dict[str, object] = {"message": info.message, "type": kind, "param": info.field, "code": info.code}
-    if info.stage is not None:
-        body["stage"] = info.stage
-    return {"error": body}
+    stage = _MORE if info.stage is None else info.stage
+    return ErrorReply(Error(info.message, kind, info.field, info.code, stage))
 
 
 def error_response(info: ErrorInfo) -> Response:

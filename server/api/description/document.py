@@ -9,9 +9,9 @@ from fastapi import APIRouter
 from fastapi.routing import APIRoute
 
 from headrace.server.api.description.operation import EVENTS, JSON, Operation, reason
-from headrace.server.api.description.replies import ErrorReply
 from headrace.server.api.description.struct_schema import Schema, components
 from headrace.server.http.audience import Audience
+from headrace.server.http.error_response import ErrorReply
 
 OPENAPI = "3.1.0"
 KEY = "key"

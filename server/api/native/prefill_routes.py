@@ -2,7 +2,7 @@
 
 import re
 import secrets
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 from fastapi import APIRouter, Request
@@ -12,7 +12,8 @@ from headrace.core.config import Config, KvEventsConfig, ServerConfig
 from headrace.core.messages.replies import Progress, Tokens
 from headrace.core.stats import Stats, join
 from headrace.core.types.errors import UNKNOWN_RID, ErrorInfo, invalid, shown
-from headrace.server.api.description import replies
+from headrace.core.types.kv.geometry import CacheShape
+from headrace.core.types.requests.request import FinishReason
 from headrace.server.api.description.operation import GENERATION_ERRORS, GENERATION_HEADERS, Parameter, described
 from headrace.server.api.request.client_terms import client_of, tenant_of, with_client_terms
 from headrace.server.api.request.constraint import body_constraint
@@ -21,8 +22,8 @@ from headrace.server.api.request.prompts import check_model, encode_any
 from headrace.server.api.request.refusal import notify_peers_on_refusal
 from headrace.server.api.request.sampling import check_logprobs_start, request_fields, sampling_params
 from headrace.server.api.request.schema import PrefillBody
-from headrace.server.api.response.hidden_format import base64_object, draft_object
-from headrace.server.api.response.usage import handoff_report, timing_report
+from headrace.server.api.response.hidden_format import DraftReply, HiddenStatesReply, base64_object, draft_object
+from headrace.server.api.response.usage import Count, Handoff, TimingMs, handoff_report, timing_report
 from headrace.server.frontend.generation.completions import Completions
 from headrace.server.frontend.link.control_address import ControlAddress, wrong_role
 from headrace.server.frontend.request.generation_request import Emit, GenerationDelta, GenerationRequest, discard_events
@@ -33,28 +34,97 @@ from headrace.server.http.error_response import error_body
 from headrace.server.http.large_json import made_aside
 from headrace.server.http.streaming import EventStream, EventWriter, JsonAnswer, json_response
 from headrace.server.upstream.handoff_params import MAX_TICKET_CHARS
-from headrace.text.logprobs import native_entries, native_entry
+from headrace.text.logprobs import LogprobEntry, TopLogprob, native_entries, native_entry
 from headrace.text.tokenizer import Tokenizer
 
 PROTOCOL_VERSIONS = (1,)
 _RID = re.compile(r"[\x21-\x7e]{1,128}")
+
+
+class FirstToken(msgspec.Struct):
+    """The token that follows the prompt."""
+
+    id: int
+    text: str
+    logprob: float | None
+    top_logprobs: list[TopLogprob] | None
+
+
+class PrefillUsage(msgspec.Struct):
+    """Tokens of the prompt."""
+
+    prompt_tokens: Count
+    completion_tokens: Count
+    cached_tokens: Count
+
+
+class PrefillReply(msgspec.Struct):
+    """Of POST /v1/prefill, and the data of the event "done" of its stream."""
+
+    rid: str
+    ticket: str | None
+    model: str
+    first_token: FirstToken | None
+    finish_reason: FinishReason | None
+    usage: PrefillUsage
+    timing_ms: TimingMs
+    handoff: Handoff
+    lease_s: float | None
+    hidden_states: HiddenStatesReply | None
+    draft: DraftReply | None
+    prompt_logprobs: list[LogprobEntry | None] | None
+
+
+class PrefillProgress(msgspec.Struct):
+    """An event of POST /v1/prefill before "done": bootstrapped, progress or transferring."""
+
+    rid: str
+    done: Count
+    total: Count
+
+
+class Cancelled(msgspec.Struct):
+    """Of DELETE /v1/prefill/{rid}."""
+
+    cancelled: Literal[True]
+
+
+class HandoffReply(msgspec.Struct):
+    """Of GET /v1/handoff: where decode servers find this prefill server."""
+
+    protocol: tuple[int, ...]
+    instance: str
+    control_port: int
+    bootstrap_port: int
+    model: str
+    fingerprint: str | None
+    page_size: int
+    kv_cache: CacheShape | None
+    structured_outputs: bool
+    penalties: bool
+    hidden_states: bool
+    prompt_logprobs_start: bool
+    kv_events: dict[str, Any] | None
+    load: dict[str, float] | None
+
+
 _PREFILL = described(
     "Compute a prompt, and send or hold its KV",
     body=PrefillBody,
-    reply=replies.PrefillReply,
-    events=(replies.PrefillProgress, replies.PrefillReply),
+    reply=PrefillReply,
+    events=(PrefillProgress, PrefillReply),
     errors=GENERATION_ERRORS,
     parameters=GENERATION_HEADERS,
 )
 _CANCEL = described(
     "End a prefill",
-    reply=replies.Cancelled,
+    reply=Cancelled,
     errors=(404,),
     parameters=(Parameter("rid", "path", str, "The id that the request has or was given."),),
 )
 _HANDOFF = described(
     "Where decode servers find the control endpoint, and what they choose a server by",
-    reply=replies.HandoffReply,
+    reply=HandoffReply,
     errors=(404, 503),
 )
 
@@ -78,7 +148,7 @@ def prefill_routes(model: ServedModel, completions: Completions, config: ServerC
     async def cancel(rid: str, http: Request) -> Response:
         if not completions.cancel(rid, tenant_of(http)):
             raise invalid("rid", f"no request {shown(rid)!r} is open", code=UNKNOWN_RID, status=404)
-        return json_response({"cancelled": True})
+        return json_response(Cancelled(cancelled=True))
 
     return router
 
@@ -94,22 +164,22 @@ def handoff_routes(model: ServedModel, control: ControlAddress, stats: StatsColl
             raise wrong_role(server.role)
         info = control.require()
         return json_response(
-            {
-                "protocol": PROTOCOL_VERSIONS,
-                "instance": info.instance,
-                "control_port": info.control_port,
-                "bootstrap_port": server.bootstrap_port,
-                "model": model.name,
-                "fingerprint": info.stages.fingerprint if info.stages is not None else None,
-                "page_size": config.engine.page_size,
-                "kv_cache": info.stages.cache if info.stages is not None else None,
-                "structured_outputs": True,
-                "penalties": True,
-                "hidden_states": True,
-                "prompt_logprobs_start": True,
-                "kv_events": _kv_events(config.kv_events),
-                "load": _load(join(await stats.snapshot())),
-            }
+            HandoffReply(
+                protocol=PROTOCOL_VERSIONS,
+                instance=info.instance,
+                control_port=info.control_port,
+                bootstrap_port=server.bootstrap_port,
+                model=model.name,
+                fingerprint=info.stages.fingerprint if info.stages is not None else None,
+                page_size=config.engine.page_size,
+                kv_cache=info.stages.cache if info.stages is not None else None,
+                structured_outputs=True,
+                penalties=True,
+                hidden_states=True,
+                prompt_logprobs_start=True,
+                kv_events=_kv_events(config.kv_events),
+                load=_load(join(await stats.snapshot())),
+            )
         )
 
     return router
@@ -183,37 +253,34 @@ def _ticket(config: ServerConfig, body: PrefillBody) -> str | None:
 
 async def _prefill(
     model: ServedModel, completions: Completions, request: GenerationRequest, emit: Emit
-) -> dict[str, Any]:
+) -> PrefillReply:
     """Run the request; returns the response, for a prompt alone as if no token had been chosen."""
     first, result = await completions.prefill(request, emit)
-    return {
-        "rid": request.rid,
-        "ticket": request.ticket,
-        "model": model.name,
-        "first_token": None if request.prompt_only else _first_token(model.tokenizer, first),
-        "finish_reason": result.finish_reason,
-        "usage": {
-            "prompt_tokens": result.usage.prompt_tokens,
-            "completion_tokens": 0 if request.prompt_only else result.usage.completion_tokens,
-            "cached_tokens": result.usage.cached_tokens,
-        },
-        "timing_ms": timing_report(result.timing, decode=False),
-        "handoff": handoff_report(result),
-        "lease_s": result.lease_s,
-        **await made_aside(
-            lambda: {"prompt_logprobs": native_entries(model.tokenizer, result.prompt_logprobs)},
-            len(result.prompt_logprobs),
+    usage = result.usage
+    completed = 0 if request.prompt_only else usage.completion_tokens
+    return PrefillReply(
+        rid=request.rid,
+        ticket=request.ticket,
+        model=model.name,
+        first_token=None if request.prompt_only else _first_token(model.tokenizer, first),
+        finish_reason=result.finish_reason,
+        usage=PrefillUsage(usage.prompt_tokens, completed, usage.cached_tokens),
+        timing_ms=timing_report(result.timing, decode=False),
+        handoff=handoff_report(result),
+        lease_s=result.lease_s,
+        prompt_logprobs=await made_aside(
+            lambda: native_entries(model.tokenizer, result.prompt_logprobs), len(result.prompt_logprobs)
         ),
-        "hidden_states": await base64_object(result.hidden),
-        "draft": draft_object(first.draft),
-    }
+        hidden_states=await base64_object(result.hidden),
+        draft=draft_object(first.draft),
+    )
 
 
-def _first_token(tokenizer: Tokenizer, first: Tokens) -> dict[str, Any]:
+def _first_token(tokenizer: Tokenizer, first: Tokens) -> FirstToken:
     if first.logprobs:
-        return msgspec.structs.asdict(native_entry(tokenizer, first.logprobs[0]))
+        return FirstToken(**msgspec.structs.asdict(native_entry(tokenizer, first.logprobs[0])))
     token = first.tokens[0]
-    return {"id": token, "text": tokenizer.piece(token), "logprob": None, "top_logprobs": None}
+    return FirstToken(token, tokenizer.piece(token), None, None)
 
 
 async def _stream(
@@ -224,7 +291,7 @@ async def _stream(
     async def emit(event: Progress | GenerationDelta) -> None:
         if isinstance(event, Progress):
             name = "progress" if event.phase == "computing" else event.phase
-            await events.data({"rid": request.rid, "done": event.done, "total": event.total}, name)
+            await events.data(PrefillProgress(request.rid, event.done, event.total), name)
 
     await events.data(await _prefill(model, completions, request, emit), "done")
 
@@ -232,6 +299,5 @@ async def _stream(
 async def _write_error(events: EventWriter, info: ErrorInfo) -> None:
     """The error event has the status, since the head of the response was sent before."""
     body = error_body(info)
-    error = body["error"]
-    assert isinstance(error, dict)
-    await events.data({"error": {**error, "status": info.status}}, "error")
+    body.error.status = info.status
+    await events.data(body, "error")

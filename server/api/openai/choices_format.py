@@ -4,11 +4,14 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
+import msgspec
+
 from headrace.core.messages.replies import Progress
 from headrace.core.runtime.clock import wall_time
 from headrace.core.types.errors import ErrorInfo
 from headrace.server.api.openai.choice_forms import ChoiceForm
 from headrace.server.api.openai.echo import without_completion
+from headrace.server.api.openai.replies import ChoicesReply
 from headrace.server.api.request.completion_request import CompletionRequest
 from headrace.server.api.request.schema import StreamOptions
 from headrace.server.api.response.choices import Choice, Output, best_outputs, positions
@@ -30,27 +33,25 @@ class ChoicesFormat:
         self._prompt_only = completion.base.prompt_only
         self._form = form
         self._include_usage = options is not None and bool(options.include_usage)
-        self._head = {"id": completion.base.rid, "created": int(wall_time()), "model": model_name}
+        self._head: dict[str, Any] = {"id": completion.base.rid, "created": int(wall_time()), "model": model_name}
+        self._chunk = form.chunk(**self._head, object=form.chunk_name, choices=[])
         self._opened: set[int] = set()
 
-    async def body(self, outputs: Sequence[Output]) -> dict[str, Any]:
+    async def body(self, outputs: Sequence[Output]) -> ChoicesReply:
         """All choices, or the best of each prompt, with usage and the "headrace" report of all."""
         if self._prompt_only:
             outputs = [without_completion(output) for output in outputs]
-        return {
-            **self._head,
-            "object": self._form.name,
-            "choices": [
-                await made_aside(partial(self._whole, index, *output), positions(*output))
-                for index, output in enumerate(best_outputs(outputs, self._choices_per_prompt, self._best))
-            ],
-            **self._totals([result for _, result in outputs]),
-        }
+        choices = [
+            await made_aside(partial(self._form.whole, index, *output), positions(*output))
+            for index, output in enumerate(best_outputs(outputs, self._choices_per_prompt, self._best))
+        ]
+        totals = self._totals([result for _, result in outputs])
+        return self._form.reply(**self._head, object=self._form.name, choices=choices, **totals)
 
     async def write_progress(self, events: EventWriter, index: int, progress: Progress) -> None:
         """A chunk without choices and with the progress under "headrace"."""
         report = {"choice": index, "phase": progress.phase, "done": progress.done, "total": progress.total}
-        await self._write_chunk(events, [], {"headrace": report})
+        await self._write_chunk(events, [], headrace=report)
 
     async def write_delta(self, events: EventWriter, index: int, choice: Choice, delta: GenerationDelta) -> None:
         """A chunk of one choice."""
@@ -61,24 +62,18 @@ class ChoicesFormat:
     async def write_finished(self, events: EventWriter, index: int, choice: Choice, result: GenerationResult) -> None:
         """A chunk with the finish reason."""
         await self._open(events, index)
-        last = await made_aside(partial(self._last, index, choice, result), positions(choice, result))
+        last = await made_aside(partial(self._form.last, index, choice, result), positions(choice, result))
         await self._write_chunk(events, [last])
 
     async def write_end(self, events: EventWriter, results: Sequence[GenerationResult]) -> None:
         """A chunk of usage if requested, and [DONE]."""
         if self._include_usage:
-            await self._write_chunk(events, [], self._totals(results))
+            await self._write_chunk(events, [], **self._totals(results))
         await events.done()
 
     async def write_error(self, events: EventWriter, info: ErrorInfo) -> None:
         """The error, and [DONE]."""
         await write_error_event(events, info)
-
-    def _whole(self, index: int, choice: Choice, result: GenerationResult) -> dict[str, Any]:
-        return {**self._form.whole(index, choice, result), "stop_reason": result.stop_reason}
-
-    def _last(self, index: int, choice: Choice, result: GenerationResult) -> dict[str, Any]:
-        return {**self._form.last(index, choice, result), "stop_reason": result.stop_reason}
 
     async def _open(self, events: EventWriter, index: int) -> None:
         if index in self._opened:
@@ -87,10 +82,8 @@ class ChoicesFormat:
         if (opening := self._form.opening(index)) is not None:
             await self._write_chunk(events, [opening])
 
-    async def _write_chunk(
-        self, events: EventWriter, choices: list[dict[str, Any]], more: dict[str, Any] | None = None
-    ) -> None:
-        await events.data({**self._head, "object": self._form.chunk_name, "choices": choices, **(more or {})})
+    async def _write_chunk(self, events: EventWriter, choices: list[Any], **more: Any) -> None:
+        await events.data(msgspec.structs.replace(self._chunk, choices=choices, **more))
 
     def _totals(self, results: Sequence[GenerationResult]) -> dict[str, Any]:
         """Usage of all choices; times and handoff of the first."""

@@ -3,7 +3,6 @@
 import secrets
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
 
 import msgspec
 from fastapi import APIRouter, Request
@@ -13,8 +12,8 @@ from headrace.core.runtime.clock import wall_time
 from headrace.core.types.errors import invalid
 from headrace.core.types.requests.constraint import Constraint
 from headrace.core.types.requests.request import SamplingParams
-from headrace.server.api.description import openai_replies, replies
 from headrace.server.api.description.operation import GENERATION_ERRORS, GENERATION_HEADERS, Parameter, described
+from headrace.server.api.openai import replies
 from headrace.server.api.openai.choice_forms import ChatForm, ChoiceForm, CompletionForm
 from headrace.server.api.openai.choices_format import ChoicesFormat
 from headrace.server.api.openai.echo import Echo, check_echo
@@ -57,24 +56,24 @@ COMPLETION_TOKENS = 16  # OpenAI's default of max_tokens; for chat it is the res
 _COMPLETIONS = described(
     "Continue texts",
     body=CompletionBody,
-    reply=openai_replies.CompletionReply,
-    events=(openai_replies.CompletionReply,),
+    reply=replies.CompletionReply,
+    events=(replies.CompletionReply,),
     errors=GENERATION_ERRORS,
     parameters=GENERATION_HEADERS,
 )
 _CHAT = described(
     "Continue a conversation",
     body=ChatBody,
-    reply=openai_replies.ChatReply,
-    events=(openai_replies.ChatChunk,),
+    reply=replies.ChatReply,
+    events=(replies.ChatChunk,),
     errors=GENERATION_ERRORS,
     parameters=GENERATION_HEADERS,
 )
 _RESPONSES = described(
     "Continue a conversation, in OpenAI's newer API; nothing is stored",
     body=ResponsesBody,
-    reply=openai_replies.ResponsesReply,
-    events=(openai_replies.ResponsesEvent,),
+    reply=replies.ResponsesReply,
+    events=(replies.ResponsesEvent,),
     errors=GENERATION_ERRORS,
     parameters=GENERATION_HEADERS,
 )
@@ -110,13 +109,12 @@ def openai_routes(model: ServedModel, endpoint: CompletionEndpoint) -> APIRouter
     ) -> ResponsesFormat:
         return ResponsesFormat(body, completion, model)
 
-    def entry(name: str) -> dict[str, Any]:
-        about = {"object": "model", "created": started, "owned_by": "headrace", "max_model_len": model.max_model_len}
-        return {"id": name, **about}
+    def entry(name: str) -> replies.ServedModelEntry:
+        return replies.ServedModelEntry(name, "model", started, "headrace", model.max_model_len)
 
     @router.get("/v1/models", openapi_extra=described("The model that is served", reply=replies.ModelsReply))
     async def models() -> Response:
-        return json_response({"object": "list", "data": [entry(model.name)]})
+        return json_response(replies.ModelsReply("list", [entry(model.name)]))
 
     @router.get("/v1/models/{name:path}", openapi_extra=_MODEL)  # names of a hub have slashes
     async def one_model(name: str) -> Response:

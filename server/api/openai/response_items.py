@@ -4,6 +4,9 @@ import secrets
 from collections.abc import Iterator
 from typing import Any
 
+import msgspec
+
+from headrace.server.api.openai.replies import ResponseItem, ResponseText
 from headrace.server.api.request.tools import ToolUse
 from headrace.text.tool_calls.call_form import new_call_id
 from headrace.text.tool_calls.call_parser import ToolCallParser
@@ -35,7 +38,7 @@ class OutputItems:
         for item in self._items:
             yield from item.close(status)
 
-    def output(self, status: str) -> list[dict[str, Any]]:
+    def output(self, status: str) -> list[ResponseItem]:
         """The items of the finished response."""
         return [item.item(status) for item in self._items]
 
@@ -76,7 +79,7 @@ class _Message:
         self._pieces: list[str] = []
 
     def open(self) -> Iterator[Event]:
-        item = {**self.item("in_progress"), "content": []}
+        item = msgspec.structs.replace(self.item("in_progress"), content=[])
         yield "response.output_item.added", {"output_index": self._index, "item": item}
         yield "response.content_part.added", {**self._place, "part": _part("")}
 
@@ -90,18 +93,18 @@ class _Message:
         yield "response.content_part.done", {**self._place, "part": _part(text)}
         yield "response.output_item.done", {"output_index": self._index, "item": self.item(status)}
 
-    def item(self, status: str) -> dict[str, Any]:
+    def item(self, status: str) -> ResponseItem:
         content = [_part("".join(self._pieces))]
-        return {"id": self._id, "type": "message", "role": "assistant", "status": status, "content": content}
+        return ResponseItem(self._id, "message", status, role="assistant", content=content)
 
 
 class _Call:
     """One call."""
 
     def __init__(self, index: int, call_id: str, name: str) -> None:
-        self._head = {"id": f"fc_{secrets.token_hex(16)}", "type": "function_call", "call_id": call_id, "name": name}
+        self._id, self._call_id, self._name = f"fc_{secrets.token_hex(16)}", call_id, name
         self._index = index
-        self._place = {"item_id": self._head["id"], "output_index": index}
+        self._place = {"item_id": self._id, "output_index": index}
         self._pieces: list[str] = []
         self._status = "in_progress"
 
@@ -117,14 +120,17 @@ class _Call:
             return
         self._status = status
         item = self.item(status)
-        done = {**self._place, "name": item["name"], "arguments": item["arguments"]}
+        done = {**self._place, "name": item.name, "arguments": item.arguments}
         yield "response.function_call_arguments.done", done
         yield "response.output_item.done", {"output_index": self._index, "item": item}
 
-    def item(self, _status: str) -> dict[str, Any]:
+    def item(self, _status: str) -> ResponseItem:
         """Its status is its own: calls end before the text does."""
-        return {**self._head, "arguments": "".join(self._pieces), "status": self._status}
+        arguments = "".join(self._pieces)
+        return ResponseItem(
+            self._id, "function_call", self._status, call_id=self._call_id, name=self._name, arguments=arguments
+        )
 
 
-def _part(text: str) -> dict[str, Any]:
-    return {"type": "output_text", "text": text, "annotations": []}
+def _part(text: str) -> ResponseText:
+    return ResponseText(type="output_text", text=text, annotations=[])

@@ -12,6 +12,7 @@ from headrace.core.messages.replies import Progress
 from headrace.core.runtime.clock import wall_time
 from headrace.core.types.errors import ErrorInfo
 from headrace.server.api.openai.choice_forms import prompt_logprobs
+from headrace.server.api.openai.replies import ResponseItem, ResponsesEvent, ResponsesReply, ResponseStatus
 from headrace.server.api.openai.response_items import Event, OutputItems
 from headrace.server.api.request.completion_request import CompletionRequest
 from headrace.server.api.request.sampling import refuse_fields
@@ -40,9 +41,9 @@ class ResponsesFormat:
         self._tokenizer = model.tokenizer
         self._sequence_numbers = itertools.count()
         self._items = OutputItems(completion.tools)
-        self._head = {"id": completion.base.rid, "object": "response", "created_at": int(wall_time())}
+        self._id, self._created = completion.base.rid, int(wall_time())
 
-    async def body(self, outputs: Sequence[Output]) -> dict[str, Any]:
+    async def body(self, outputs: Sequence[Output]) -> ResponsesReply:
         """The finished response."""
         ((choice, result),) = outputs
         return await made_aside(partial(self._whole, choice, result), positions(choice, result))
@@ -58,7 +59,7 @@ class ResponsesFormat:
         """The events that close the items and the response."""
         await self._write_items(events, self._items.finish(_status(result)))
         response = await made_aside(partial(self._finished, result), positions(choice, result))
-        await self._write(events, f"response.{response['status']}", response=response)
+        await self._write(events, f"response.{response.status}", response=response)
 
     async def write_end(self, events: EventWriter, results: Sequence[GenerationResult]) -> None:
         """The last event of a choice ends the stream."""
@@ -77,36 +78,45 @@ class ResponsesFormat:
             await self._write(events, kind, **fields)
 
     async def _write(self, events: EventWriter, kind: str, **fields: Any) -> None:
-        await events.data({"type": kind, "sequence_number": next(self._sequence_numbers), **fields}, kind)
+        await events.data(ResponsesEvent(type=kind, sequence_number=next(self._sequence_numbers), **fields), kind)
 
-    def _whole(self, choice: Choice, result: GenerationResult) -> dict[str, Any]:
+    def _whole(self, choice: Choice, result: GenerationResult) -> ResponsesReply:
         for piece in choice.text if self._body.tools else (choice.text,):  # calls as in a stream: items in that order
             list(self._items.push(piece))
         list(self._items.finish(_status(result)))
         return self._finished(result)
 
-    def _finished(self, result: GenerationResult) -> dict[str, Any]:
+    def _finished(self, result: GenerationResult) -> ResponsesReply:
         status = _status(result)
-        why = {"reason": "max_output_tokens"} if status == "incomplete" else None
         usage = result.usage
-        return self._response(status, self._items.output(status)) | {
-            "incomplete_details": why,
-            "usage": {
+        return msgspec.structs.replace(
+            self._response(status, self._items.output(status)),
+            incomplete_details={"reason": "max_output_tokens"} if status == "incomplete" else None,
+            usage={
                 "input_tokens": usage.prompt_tokens,
                 "input_tokens_details": {"cached_tokens": usage.cached_tokens},
                 "output_tokens": usage.completion_tokens,
                 "output_tokens_details": {"reasoning_tokens": 0},
                 "total_tokens": usage.prompt_tokens + usage.completion_tokens,
             },
-            "headrace": headrace_report(result),
-            **prompt_logprobs(self._tokenizer, result),
-        }
+            headrace=headrace_report(result),
+            prompt_logprobs=prompt_logprobs(self._tokenizer, result),
+        )
 
-    def _response(self, status: str, output: list[dict[str, Any]]) -> dict[str, Any]:
+    def _response(self, status: ResponseStatus, output: list[ResponseItem]) -> ResponsesReply:
         """With the fields that clients of this API always expect."""
-        nothing: dict[str, Any] = {"error": None, "incomplete_details": None, "metadata": {}}
-        about = {"model": self._model_name, "status": status, "output": output}
-        return {**self._head, **about, **nothing, **self._tool_settings()}
+        return ResponsesReply(
+            id=self._id,
+            object="response",
+            created_at=self._created,
+            model=self._model_name,
+            status=status,
+            output=output,
+            error=None,
+            incomplete_details=None,
+            metadata={},
+            **self._tool_settings(),
+        )
 
     def _tool_settings(self) -> dict[str, Any]:
         body = self._body
@@ -120,5 +130,5 @@ class ResponsesFormat:
         }
 
 
-def _status(result: GenerationResult) -> str:
+def _status(result: GenerationResult) -> ResponseStatus:
     return "incomplete" if result.finish_reason == "length" else "completed"

@@ -1,8 +1,9 @@
 """Routes by which routers learn about a server: identity, control endpoint, computing health, load."""
 
 import secrets
-from typing import Any
+from typing import Any, Literal
 
+import msgspec
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
@@ -11,8 +12,9 @@ from headrace.core.config.server import Role
 from headrace.core.stats import Stats, join
 from headrace.core.types.peers.addresses import url
 from headrace.core.types.requests.request import SamplingParams
-from headrace.server.api.description import replies
 from headrace.server.api.description.operation import WORK_ERRORS, described
+from headrace.server.api.operations.health import StatusReply
+from headrace.server.api.response.usage import Count
 from headrace.server.frontend.generation.completions import Completions
 from headrace.server.frontend.link.control_address import ControlAddress, wrong_role
 from headrace.server.frontend.request.generation_request import GenerationRequest, discard_events
@@ -24,7 +26,53 @@ from headrace.server.http.streaming import JsonAnswer, json_response
 from headrace.server.version import headrace_version
 
 PROBE_TIMEOUT_S = 20.0
-_HEALTH_GENERATE = described("Whether a token can be computed", reply=replies.StatusReply, errors=WORK_ERRORS)
+
+
+class VersionReply(msgspec.Struct):
+    """Of GET /version."""
+
+    version: str
+
+
+class LoadReply(msgspec.Struct):
+    """Of a data-parallel rank, as SGLang's GET /get_load has it."""
+
+    dp_rank: int
+    num_reqs: Count
+    num_waiting_reqs: Count
+    num_tokens: Count
+
+
+class ServerInfoReply(msgspec.Struct):
+    """Of GET /server_info."""
+
+    model_path: str
+    model_id: str
+    served_model_name: str
+    version: str
+    instance_id: str
+    disaggregation_mode: Literal["null", "prefill", "decode"]
+    disaggregation_bootstrap_port: int | None
+    tp_size: int
+    dp_size: int
+    pp_size: int
+    kv_block_size: int
+    page_size: int
+    max_model_len: int
+    max_total_num_tokens: int
+
+
+class ModelInfoReply(msgspec.Struct):
+    """Of GET /model_info."""
+
+    model_path: str
+    tokenizer_path: str
+    served_model_name: str
+    is_generation: bool
+    max_model_len: int
+
+
+_HEALTH_GENERATE = described("Whether a token can be computed", reply=StatusReply, errors=WORK_ERRORS)
 _QUERY = described(
     "Where the control endpoint is, for Mooncake's peers", reply=dict[str, Any], errors=(404, 503), audience="everyone"
 )
@@ -34,27 +82,27 @@ def discovery_routes(model: ServedModel, control: ControlAddress, config: Config
     """What this server is, under the names that SGLang, vLLM and Dynamo give these routes."""
     router = APIRouter()
 
-    @router.get("/server_info", openapi_extra=described("What this server is", reply=replies.ServerInfoReply))
-    @router.get("/get_server_info", openapi_extra=described("The same", reply=replies.ServerInfoReply))
+    @router.get("/server_info", openapi_extra=described("What this server is", reply=ServerInfoReply))
+    @router.get("/get_server_info", openapi_extra=described("The same", reply=ServerInfoReply))
     async def server_info() -> Response:
         return json_response(_server_info(model, control, config))
 
-    @router.get("/model_info", openapi_extra=described("The model that is served", reply=replies.ModelInfoReply))
-    @router.get("/get_model_info", openapi_extra=described("The same", reply=replies.ModelInfoReply))
+    @router.get("/model_info", openapi_extra=described("The model that is served", reply=ModelInfoReply))
+    @router.get("/get_model_info", openapi_extra=described("The same", reply=ModelInfoReply))
     async def model_info() -> Response:
         return json_response(
-            {
-                "model_path": model.path,
-                "tokenizer_path": model.path,
-                "served_model_name": model.name,
-                "is_generation": True,
-                "max_model_len": model.max_model_len,
-            }
+            ModelInfoReply(
+                model_path=model.path,
+                tokenizer_path=model.path,
+                served_model_name=model.name,
+                is_generation=True,
+                max_model_len=model.max_model_len,
+            )
         )
 
-    @router.get("/version", openapi_extra=described("The release", reply=replies.VersionReply))
+    @router.get("/version", openapi_extra=described("The release", reply=VersionReply))
     async def version() -> Response:
-        return json_response({"version": headrace_version()})
+        return json_response(VersionReply(headrace_version()))
 
     return router
 
@@ -76,13 +124,13 @@ def load_routes(readiness: Readiness, completions: Completions, stats: StatsColl
         rid = f"health-{secrets.token_hex(16)}"
         probe = GenerationRequest(rid=rid, prompt=(0,), sampling=sampling, deadline_s=deadline_s)
 
-        async def work() -> dict[str, str]:
+        async def work() -> StatusReply:
             await completions.prefill(probe, discard_events)
-            return {"status": "ok"}
+            return StatusReply("ok")
 
         return JsonAnswer(work)
 
-    @router.get("/get_load", openapi_extra=described("How loaded this server is", reply=list[replies.LoadReply]))
+    @router.get("/get_load", openapi_extra=described("How loaded this server is", reply=list[LoadReply]))
     async def get_load() -> Response:
         """A list with one entry for each data-parallel rank, of which there is one, as in SGLang."""
         return json_response([_load(completions.open_requests, join(await stats.snapshot()))])
@@ -106,34 +154,34 @@ def bootstrap_routes(control: ControlAddress, role: Role) -> APIRouter:
     return router
 
 
-def _load(open_requests: int, stats: Stats) -> dict[str, int]:
+def _load(open_requests: int, stats: Stats) -> LoadReply:
     values = {(sample.name, *sample.labels): int(sample.value) for sample in stats.samples}
-    return {
-        "dp_rank": 0,
-        "num_reqs": open_requests,
-        "num_waiting_reqs": values.get(("queue_requests", "waiting"), 0),
-        "num_tokens": sum(value for (name, *_), value in values.items() if name == "queue_tokens"),
-    }
+    return LoadReply(
+        dp_rank=0,
+        num_reqs=open_requests,
+        num_waiting_reqs=values.get(("queue_requests", "waiting"), 0),
+        num_tokens=sum(value for (name, *_), value in values.items() if name == "queue_tokens"),
+    )
 
 
-def _server_info(model: ServedModel, control: ControlAddress, config: Config) -> dict[str, Any]:
+def _server_info(model: ServedModel, control: ControlAddress, config: Config) -> ServerInfoReply:
     """Fields that routers look for; a block of the prefix cache is a page."""
     info, server = control.server_info, config.server
     page_size = config.engine.page_size
     kv_pages = info.stages.kv_pages if info is not None and info.stages is not None else 0
-    return {
-        "model_path": model.path,
-        "model_id": model.name,
-        "served_model_name": model.name,
-        "version": headrace_version(),
-        "instance_id": info.instance if info is not None else "",
-        "disaggregation_mode": "null" if server.role == "colocated" else server.role,
-        "disaggregation_bootstrap_port": server.bootstrap_port or None,
-        "tp_size": config.scheduler.tp,
-        "dp_size": 1,
-        "pp_size": config.scheduler.stages,
-        "kv_block_size": page_size,
-        "page_size": page_size,
-        "max_model_len": model.max_model_len,
-        "max_total_num_tokens": kv_pages * page_size,
-    }
+    return ServerInfoReply(
+        model_path=model.path,
+        model_id=model.name,
+        served_model_name=model.name,
+        version=headrace_version(),
+        instance_id=info.instance if info is not None else "",
+        disaggregation_mode="null" if server.role == "colocated" else server.role,
+        disaggregation_bootstrap_port=server.bootstrap_port or None,
+        tp_size=config.scheduler.tp,
+        dp_size=1,
+        pp_size=config.scheduler.stages,
+        kv_block_size=page_size,
+        page_size=page_size,
+        max_model_len=model.max_model_len,
+        max_total_num_tokens=kv_pages * page_size,
+    )

@@ -1,13 +1,13 @@
 """GET /health, /ready and /metrics, which need no key, and GET /kv_event_sources, which does."""
 
-from typing import Any
+from typing import Any, Literal
 
+import msgspec
 from fastapi import APIRouter
 from starlette.responses import Response
 
 from headrace.core.config import KvEventsConfig
 from headrace.core.types.errors import ErrorInfo
-from headrace.server.api.description import replies
 from headrace.server.api.description.operation import described
 from headrace.server.frontend.status.readiness import Readiness
 from headrace.server.frontend.status.stats_collector import StatsCollector
@@ -16,10 +16,15 @@ from headrace.server.http.streaming import json_response
 from headrace.server.telemetry.exposition import CONTENT_TYPE, render
 from headrace.server.telemetry.kv_event_publisher import publisher_endpoint
 
-_HEALTH = described("Whether this process works", reply=replies.StatusReply, errors=(503,), audience="everyone")
-_READY = described(
-    "Whether a request would be served now", reply=replies.StatusReply, errors=(503,), audience="everyone"
-)
+
+class StatusReply(msgspec.Struct):
+    """Of probes."""
+
+    status: Literal["ok", "ready"]
+
+
+_HEALTH = described("Whether this process works", reply=StatusReply, errors=(503,), audience="everyone")
+_READY = described("Whether a request would be served now", reply=StatusReply, errors=(503,), audience="everyone")
 _METRICS = described("Metrics for Prometheus", media_type=CONTENT_TYPE, audience="everyone")
 _KV_EVENTS = described(
     "Where events of the prefix cache are published, by rank", reply=dict[str, Any], audience="operators"
@@ -37,14 +42,14 @@ def operation_routes(
         """200 while this process and the scheduler respond."""
         if problem := readiness.unhealthy():
             return error_response(ErrorInfo(code="unhealthy", message=problem, status=503, retry_after_s=1.0))
-        return json_response({"status": "ok"})
+        return json_response(StatusReply("ok"))
 
     @router.get("/ready", openapi_extra=_READY)
     async def ready() -> Response:
         """200 if a request sent now would be served."""
         if (problem := readiness.not_ready()) is not None:
             return error_response(problem)
-        return json_response({"status": "ready"})
+        return json_response(StatusReply("ready"))
 
     @router.get("/metrics", openapi_extra=_METRICS)
     async def metrics() -> Response:

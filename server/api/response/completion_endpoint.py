@@ -32,7 +32,7 @@ from headrace.server.http.streaming import EventStream, EventWriter, JsonAnswer
 class AnswerFormat(Protocol):
     """The JSON of one API. An instance serves one response. index: position of a choice in the response."""
 
-    async def body(self, outputs: Sequence[Output]) -> dict[str, Any] | list[dict[str, Any]]:
+    async def body(self, outputs: Sequence[Output]) -> Any:
         """The whole response."""
         ...
 
@@ -109,10 +109,9 @@ class CompletionEndpoint:
     ) -> object:
         outputs = await prefill_choices(self._completions, self._model.tokenizer, requests)
         body = await form.body(outputs)
-        if requests[0].hold and isinstance(body, dict):
+        if requests[0].hold and not completion.list_response:
             results = [result for _, result in outputs]
-            params = transfer_params(self._control, host, completion.prompts, requests, results)
-            return {**body, "kv_transfer_params": params}
+            body.kv_transfer_params = transfer_params(self._control, host, completion.prompts, requests, results)
         return body
 
     async def _stream(self, requests: Sequence[GenerationRequest], form: AnswerFormat, events: EventWriter) -> None:

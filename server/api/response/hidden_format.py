@@ -10,8 +10,25 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headrace.core.types.requests.draft import DraftTokens, HiddenStates
+from headrace.server.api.response.usage import Count
 
 INLINE_BYTES = 1 << 14  # of states that are encoded on the event loop; more take a thread
+
+
+class HiddenStatesReply(msgspec.Struct):
+    """Of the prompt, from a position on: elements as computed, C-contiguous and little-endian in base64."""
+
+    start: Count
+    shape: list[int]
+    dtype: str
+    data: Any
+
+
+class DraftReply(msgspec.Struct):
+    """The most likely first tokens."""
+
+    top_ids: tuple[int, ...]
+    top_probs: tuple[float, ...]
 
 
 async def nested_lists(states: HiddenStates, prompt_tokens: int) -> msgspec.Raw:
@@ -20,17 +37,17 @@ async def nested_lists(states: HiddenStates, prompt_tokens: int) -> msgspec.Raw:
     return await _encoded(_nested, states, prompt_tokens)
 
 
-async def base64_object(states: HiddenStates | None) -> dict[str, Any] | None:
+async def base64_object(states: HiddenStates | None) -> HiddenStatesReply | None:
     """Dtype, shape and elements, C-contiguous and little-endian in base64; None for none."""
     if states is None:
         return None
     data = await _encoded(_base64, states, states.count)
-    return {"start": states.start, "shape": [states.count, states.size], "dtype": states.dtype, "data": data}
+    return HiddenStatesReply(states.start, [states.count, states.size], states.dtype, data)
 
 
-def draft_object(draft: DraftTokens | None) -> dict[str, Any] | None:
+def draft_object(draft: DraftTokens | None) -> DraftReply | None:
     """The most likely first tokens; None for none."""
-    return None if draft is None else {"top_ids": draft.ids, "top_probs": draft.probs}
+    return None if draft is None else DraftReply(draft.ids, draft.probs)
 
 
 async def _encoded(

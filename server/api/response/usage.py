@@ -1,23 +1,65 @@
-"""Usage, times and handoff statistics in responses."""
+"""Usage, times and handoff statistics in responses. Fields may be added in later releases; clients allow others."""
 
-from typing import Any
+from typing import Annotated, Any
+
+import msgspec
 
 from headrace.core.types.requests.request import Timing, Usage
 from headrace.server.frontend.request.generation_request import GenerationResult
 
+MORE: Any = msgspec.UNSET  # default of a field that is there only if it was asked for, or applies
+Count = Annotated[int, msgspec.Meta(ge=0)]
 
-def usage_report(usages: list[Usage], completion_tokens: int) -> dict[str, Any]:
+
+class CachedTokens(msgspec.Struct):
+    """Of a prompt."""
+
+    cached_tokens: Count
+
+
+class UsageReply(msgspec.Struct):
+    """Tokens of all prompts and choices."""
+
+    prompt_tokens: Count
+    completion_tokens: Count
+    total_tokens: Count
+    prompt_tokens_details: CachedTokens
+
+
+class Handoff(msgspec.Struct):
+    """What was transferred."""
+
+    pages: Count
+    bytes: Count
+    chunks: Count
+
+
+class TimingMs(msgspec.Struct, kw_only=True):
+    """Milliseconds by phase."""
+
+    queue: float
+    bootstrap: float
+    forward: float
+    transfer: float
+    decode: float = MORE
+    total: float
+
+
+class Report(msgspec.Struct):
+    """Of the first choice."""
+
+    timing_ms: TimingMs
+    handoff: Handoff
+
+
+def usage_report(usages: list[Usage], completion_tokens: int) -> UsageReply:
     """OpenAI's "usage" object. usages: one for each prompt."""
     prompt_tokens = sum(usage.prompt_tokens for usage in usages)
-    return {
-        "prompt_tokens": prompt_tokens,
-        "completion_tokens": completion_tokens,
-        "total_tokens": prompt_tokens + completion_tokens,
-        "prompt_tokens_details": {"cached_tokens": sum(usage.cached_tokens for usage in usages)},
-    }
+    cached = CachedTokens(sum(usage.cached_tokens for usage in usages))
+    return UsageReply(prompt_tokens, completion_tokens, prompt_tokens + completion_tokens, cached)
 
 
-def timing_report(timing: Timing, *, decode: bool) -> dict[str, float]:
+def timing_report(timing: Timing, *, decode: bool) -> TimingMs:
     """Milliseconds by phase; total is the sum of the rounded values. decode: include the time after the first token."""
     phases = {
         "queue": timing.queue_s,
@@ -28,14 +70,14 @@ def timing_report(timing: Timing, *, decode: bool) -> dict[str, float]:
     if decode:
         phases["decode"] = timing.decode_s
     report = {name: round(1000 * seconds, 3) for name, seconds in phases.items()}
-    return {**report, "total": round(sum(report.values()), 3)}
+    return TimingMs(**report, total=round(sum(report.values()), 3))
 
 
-def handoff_report(result: GenerationResult) -> dict[str, int]:
+def handoff_report(result: GenerationResult) -> Handoff:
     """Pages, bytes and chunks that were transferred."""
-    return {"pages": result.handoff.pages, "bytes": result.handoff.bytes, "chunks": result.handoff.chunks}
+    return Handoff(result.handoff.pages, result.handoff.bytes, result.handoff.chunks)
 
 
-def headrace_report(result: GenerationResult) -> dict[str, Any]:
+def headrace_report(result: GenerationResult) -> Report:
     """The "headrace" object of OpenAI responses: times and handoff of the first choice."""
-    return {"timing_ms": timing_report(result.timing, decode=True), "handoff": handoff_report(result)}
+    return Report(timing_report(result.timing, decode=True), handoff_report(result))

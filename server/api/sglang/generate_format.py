@@ -5,16 +5,48 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
+import msgspec
+
 from headrace.core.messages.replies import Progress
 from headrace.core.types.errors import ErrorInfo
 from headrace.core.types.requests.request import TokenLogprob
 from headrace.server.api.response.choices import Choice, Output, positions
 from headrace.server.api.response.hidden_format import nested_lists
+from headrace.server.api.response.usage import MORE, Count
 from headrace.server.frontend.request.generation_request import GenerationDelta, GenerationRequest, GenerationResult
 from headrace.server.http.error_response import write_error_event
 from headrace.server.http.large_json import made_aside
 from headrace.server.http.streaming import EventWriter
 from headrace.text.logprobs import top_logprobs
+
+
+class GenerateMeta(msgspec.Struct):
+    """meta_info, as in SGLang."""
+
+    id: str
+    finish_reason: dict[str, Any] | None
+    prompt_tokens: Count
+    completion_tokens: Count
+    cached_tokens: Count
+    input_token_logprobs: list[list[Any]] = MORE
+    output_token_logprobs: list[list[Any]] = MORE
+    input_top_logprobs: list[Any] = MORE
+    output_top_logprobs: list[Any] = MORE
+    e2e_latency: float = MORE
+    hidden_states: Any = MORE
+    """Of the prompt, followed by that of each generated token whose state was computed."""
+
+
+class GenerateReply(msgspec.Struct):
+    """One text of POST /generate. In a stream each event has all of the text so far."""
+
+    text: str
+    output_ids: list[int]
+    meta_info: GenerateMeta
+    index: int = MORE
+    """Position of the text where a stream has several."""
+    kv_transfer_params: dict[str, Any] = MORE
+    """From a prefill server that holds the KV: what the decode server needs to fetch it."""
 
 
 class GenerateFormat:
@@ -25,7 +57,7 @@ class GenerateFormat:
         self._as_list = as_list
         self._started = time.monotonic()
 
-    async def body(self, outputs: Sequence[Output]) -> dict[str, Any] | list[dict[str, Any]]:
+    async def body(self, outputs: Sequence[Output]) -> GenerateReply | list[GenerateReply]:
         """One object, or a list of them."""
         objects = [await self._ended(each, *output) for each, output in zip(self._requests, outputs, strict=True)]
         return objects if self._as_list else objects[0]
@@ -51,41 +83,37 @@ class GenerateFormat:
         """The error, and [DONE]."""
         await write_error_event(events, info)
 
-    async def _write(self, events: EventWriter, index: int, event: dict[str, Any]) -> None:
-        await events.data({**event, "index": index} if self._as_list else event)
+    async def _write(self, events: EventWriter, index: int, event: GenerateReply) -> None:
+        await events.data(msgspec.structs.replace(event, index=index) if self._as_list else event)
 
-    async def _ended(self, request: GenerationRequest, choice: Choice, result: GenerationResult) -> dict[str, Any]:
+    async def _ended(self, request: GenerationRequest, choice: Choice, result: GenerationResult) -> GenerateReply:
         """JSON of one choice that has ended."""
         make = partial(self._object, request, choice, result)
         ended = await made_aside(make, positions(choice, result))
         if result.hidden is not None:
-            ended["meta_info"]["hidden_states"] = await nested_lists(result.hidden, len(request.prompt))
+            ended.meta_info.hidden_states = await nested_lists(result.hidden, len(request.prompt))
         return ended
 
-    def _object(self, request: GenerationRequest, choice: Choice, result: GenerationResult | None) -> dict[str, Any]:
+    def _object(self, request: GenerationRequest, choice: Choice, result: GenerationResult | None) -> GenerateReply:
         """JSON of one choice. result: None while it is being generated."""
         completion = len(choice.tokens) if result is None else result.usage.completion_tokens
-        meta: dict[str, Any] = {
-            "id": request.rid,
-            "finish_reason": None if result is None else _finish_reason(result, completion),
-            "prompt_tokens": len(request.prompt),
-            "completion_tokens": completion,
-            "cached_tokens": 0 if result is None else result.usage.cached_tokens,
-        }
+        meta = GenerateMeta(
+            id=request.rid,
+            finish_reason=None if result is None else _finish_reason(result, completion),
+            prompt_tokens=len(request.prompt),
+            completion_tokens=completion,
+            cached_tokens=0 if result is None else result.usage.cached_tokens,
+        )
         if request.sampling.logprobs is not None:
             prompt = _prompt_logprobs(request, result)
-            meta |= {
-                "input_token_logprobs": [_pair(token, value) for token, value in prompt],
-                "output_token_logprobs": [_pair(value.token, value) for value in choice.logprobs],
-            }
+            meta.input_token_logprobs = [_pair(token, value) for token, value in prompt]
+            meta.output_token_logprobs = [_pair(value.token, value) for value in choice.logprobs]
             if request.sampling.logprobs:
-                meta |= {
-                    "input_top_logprobs": [_tops(value) for _, value in prompt],
-                    "output_top_logprobs": [_tops(value) for value in choice.logprobs],
-                }
+                meta.input_top_logprobs = [_tops(value) for _, value in prompt]
+                meta.output_top_logprobs = [_tops(value) for value in choice.logprobs]
         if result is not None:
-            meta["e2e_latency"] = round(time.monotonic() - self._started, 6)
-        return {"text": choice.text, "output_ids": choice.tokens, "meta_info": meta}
+            meta.e2e_latency = round(time.monotonic() - self._started, 6)
+        return GenerateReply(choice.text, choice.tokens, meta)
 
 
 def _finish_reason(result: GenerationResult, completion: int) -> dict[str, Any]:

@@ -11,7 +11,6 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from headrace.core.types.errors import HeadraceError, invalid
-from headrace.server.api.description import replies
 from headrace.server.api.description.operation import GENERATION_ERRORS, GENERATION_HEADERS, described
 from headrace.server.api.request.client_terms import client_of
 from headrace.server.api.request.completion_request import CompletionRequest
@@ -20,7 +19,7 @@ from headrace.server.api.request.prompts import MAX_PROMPTS, Prompt, check_model
 from headrace.server.api.request.sampling import prefix_salt, request_fields, sampling_params
 from headrace.server.api.request.schema import GenerateBody, GenerateSampling, OpenAIBody
 from headrace.server.api.response.completion_endpoint import CompletionEndpoint
-from headrace.server.api.sglang.generate_format import GenerateFormat
+from headrace.server.api.sglang.generate_format import GenerateFormat, GenerateReply
 from headrace.server.frontend.request.generation_request import GenerationRequest
 from headrace.server.frontend.served_model import ServedModel
 from headrace.server.upstream.handoff_params import prompt_ids
@@ -35,8 +34,8 @@ _SAMPLING_NAMES = {
 _GENERATE = described(
     "Continue texts, in SGLang's API",
     body=GenerateBody,
-    reply=replies.GenerateReply | list[replies.GenerateReply],
-    events=(replies.GenerateReply,),
+    reply=GenerateReply | list[GenerateReply],
+    events=(GenerateReply,),
     errors=GENERATION_ERRORS,
     parameters=GENERATION_HEADERS,
 )
