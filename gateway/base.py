@@ -9,7 +9,8 @@ from collections.abc import Iterator
 from headrace.core.config import GatewayConfig
 from headrace.core.runtime.clock import Clock, SystemClock
 from headrace.core.stats import Stats
-from headrace.core.types.errors import DRAINING, ErrorInfo, unavailable
+from headrace.core.types import refusals
+from headrace.core.types.errors import ErrorInfo
 from headrace.server.frontend.status.recent_events import RecentEvents
 from headrace.server.telemetry.prometheus import FrontMetrics
 
@@ -46,7 +47,7 @@ class BaseGateway(ABC):
 
     def unhealthy(self) -> ErrorInfo | None:
         """Why this process counts as dead (503), or None."""
-        return unavailable(self.failed.result(), code="unhealthy").info if self.failed.done() else None
+        return refusals.UNHEALTHY.error(problem=self.failed.result()) if self.failed.done() else None
 
     @contextlib.contextmanager
     def counted(self) -> Iterator[None]:
@@ -77,7 +78,7 @@ class BaseGateway(ABC):
         """Why nothing is served any more (503), or None."""
         if (problem := self.unhealthy()) is not None:
             return problem
-        return unavailable("the gateway is draining", code=DRAINING).info if self._draining else None
+        return refusals.GATEWAY_DRAINING.error() if self._draining else None
 
     def _fail(self, message: str) -> None:
         if not self.failed.done():

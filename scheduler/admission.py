@@ -3,7 +3,8 @@
 from headrace.core.messages.frontend import Submit
 from headrace.core.messages.peers import AskRenew
 from headrace.core.messages.replies import RequestFailed
-from headrace.core.types.errors import CANCELLED, DRAINING, NOT_READY, QUEUE_FULL, TICKET_IN_USE, TOO_LONG, ErrorInfo
+from headrace.core.types import refusals
+from headrace.core.types.errors import CANCELLED, TICKET_IN_USE, TOO_LONG, ErrorInfo
 from headrace.core.types.packed import ITEM_BYTES, packed_length, unpack
 from headrace.core.types.requests.request import FetchFrom, SendTo
 from headrace.scheduler.costs.cost_model import Load
@@ -17,8 +18,6 @@ from headrace.scheduler.requests.record import Request
 from headrace.scheduler.state.replica import Binding, Replica, bind
 from headrace.scheduler.state.state import State
 from headrace.scheduler.telemetry.metrics import ADMISSION
-
-HOLD_RETRY_S = 1.0  # as a rule, peers come within a moment
 
 
 class Admission:
@@ -135,9 +134,9 @@ class Admission:
 
     def _unavailable(self, submit: Submit) -> ErrorInfo | None:
         if self._state.draining and not submit.moved:
-            return ErrorInfo(code=DRAINING, message="the server is draining", status=503, retry_after_s=1.0)
+            return refusals.DRAINING.error()
         if not self._state.engine.ready:
-            return ErrorInfo(code=NOT_READY, message="the server is not ready", status=503, retry_after_s=1.0)
+            return refusals.NOT_READY.error()
         return None
 
     def _no_replica(self, submit: Submit) -> ErrorInfo | None:
@@ -176,8 +175,7 @@ class Admission:
         if not self._held_for_later(submit) or held.fits(length, submit.tenant):
             return None
         pages = replica.cache.pages_for(length)
-        text = f"{held.pages} KV pages are held for peers that have not come; {pages} more exceed {held.limit}"
-        return ErrorInfo(code=QUEUE_FULL, message=text, status=429, retry_after_s=HOLD_RETRY_S)
+        return refusals.HELD_PAGES.error(held=held.pages, pages=pages, limit=held.limit)
 
     def _abandoned(self, submit: Submit, now: float) -> ErrorInfo | None:
         """A peer has said that no peer will reserve the ticket."""
@@ -196,8 +194,7 @@ class Admission:
 
 def no_prefill(name: str, why: str) -> ErrorInfo:
     """The error of a request whose prefill server is unknown or down."""
-    text = f"prefill server {name} is {why}"
-    return ErrorInfo(code="no_prefill", message=text, status=503, retry_after_s=1.0, at_prefill=True)
+    return refusals.SESSION_DOWN.error(at_prefill=True, name=name, why=why)
 
 
 def no_replica(replica: int, dp: int) -> ErrorInfo:

@@ -2,7 +2,7 @@
 
 from headrace.core.messages.orders import ShutdownStage
 from headrace.core.messages.replies import Drained
-from headrace.core.types.errors import DRAINING, ErrorInfo
+from headrace.core.types import refusals
 from headrace.scheduler.batching.stages import StageGroup
 from headrace.scheduler.prefill.rendezvous import Rendezvous
 from headrace.scheduler.queues.deadlines import DrainTimer
@@ -21,10 +21,9 @@ class Draining:
     def begin(self) -> None:
         """Refuse new requests, and prompts for which peers have reserved pages. A held request is waited for as long as
         its lease lasts: its client was answered, and sends a peer for it."""
-        error = ErrorInfo(code=DRAINING, message="the server is draining", status=503, retry_after_s=1.0)
         self._state.draining = True
         self._stages.announce("draining")
-        self._rendezvous.drop_reservations(error)
+        self._rendezvous.drop_reservations(refusals.DRAINING.error())
 
     def check(self, now: float) -> None:
         """The drain is over when no request is left, and no peer comes for a first token any more, either."""
@@ -41,7 +40,7 @@ class Draining:
     def shut_down(self, now: float) -> None:
         """End every request, and the stages."""
         state = self._state
-        error = ErrorInfo(code="shutdown", message="the server is shutting down", status=503)
+        error = refusals.SHUTDOWN.error()
         state.draining = True
         self._rendezvous.drop_reservations(error)
         self._stages.stop(error, now)

@@ -8,7 +8,8 @@ Seconds refuse nothing while the cost model is stale, or has seen no plan: the b
 """
 
 from headrace.core.messages.frontend import Submit
-from headrace.core.types.errors import QUEUE_FULL, SLO_UNREACHABLE, ErrorInfo
+from headrace.core.types import refusals
+from headrace.core.types.errors import ErrorInfo
 from headrace.core.types.packed import packed_length
 from headrace.scheduler.requests.phase import Phase
 from headrace.scheduler.state.replica import Replica
@@ -31,10 +32,10 @@ class Overload:
         length, limit, unplanned = packed_length(submit.prompt), state.config.max_queued_tokens, state.unplanned
         queued, most = phases[Phase.BOOTSTRAP] + phases[Phase.WAITING], state.config.max_queued_requests
         if unplanned and unplanned + length > limit:
-            reason, text = "tokens", f"{unplanned} prompt tokens are queued; {length} more exceed the limit of {limit}"
+            reason, kind, counted = "tokens", refusals.QUEUED_TOKENS, unplanned
             share = by_tenant.tokens.within_equal_share(submit.tenant, length, limit)
         elif queued >= most:
-            reason, text = "requests", f"{queued} requests are queued, which is the limit"
+            reason, kind, counted = "requests", refusals.QUEUED_REQUESTS, queued
             share = by_tenant.requests.within_equal_share(submit.tenant, 1, most)
         else:
             return None
@@ -42,7 +43,8 @@ class Overload:
             return None
         excess = max(1, min(unplanned, unplanned + length - limit))
         self._count(reason)
-        return _error(QUEUE_FULL, text, state.metrics.rate.seconds_for(excess) / state.config.dp)
+        retry_s = _retry(state.metrics.rate.seconds_for(excess) / state.config.dp)
+        return kind.error(predicted_s=retry_s, queued=counted, own=length, limit=limit)
 
     def too_late(self, submit: Submit, replica: Replica, prediction: Prediction) -> ErrorInfo | None:
         """Bounds in seconds, for the replica that would compute the request. Those of the server let a prompt in when
@@ -60,33 +62,31 @@ class Overload:
         if tokens.within_equal_share(submit.tenant, length, tokens.total + length):
             return None
         self._count("seconds")
-        text = f"{queued:.3f} s of work are queued; {own:.3f} s more exceed the limit of {limit:g} s"
-        return _error(QUEUE_FULL, text, prediction.retry_after_s(min(queued, queued + own - limit)))
+        retry_s = _retry(prediction.retry_after_s(min(queued, queued + own - limit)))
+        return refusals.QUEUED_SECONDS.error(predicted_s=retry_s, queued=queued, own=own, limit=limit)
 
     def _server(self, prediction: Prediction) -> ErrorInfo | None:
         limit, predicted = self._state.config.max_predicted_ttft_s, prediction.ttft_s
         if not limit or not prediction.queued_s or predicted <= limit:
             return None
         self._count("predicted_ttft")
-        text = f"the first token is predicted in {predicted:.3f} s; this server promises {limit:g} s"
         excess = predicted - max(limit, prediction.alone_s)
-        return _error(SLO_UNREACHABLE, text, prediction.retry_after_s(max(0.0, excess)))
+        retry_s = _retry(prediction.retry_after_s(max(0.0, excess)))
+        return refusals.LATE_FOR_SERVER.error(predicted_s=retry_s, predicted=predicted, limit=limit)
 
     def _objective(self, submit: Submit, prediction: Prediction) -> ErrorInfo | None:
         wanted, predicted, alone = submit.slo_ttft_s, prediction.ttft_s, prediction.alone_s
         if wanted is None or not self._state.config.refuse_unreachable or predicted <= wanted:
             return None
         self._count("objective")
-        text = f"the first token is predicted in {predicted:.3f} s; slo_ttft_ms wants it in {wanted:.3f} s"
         if alone > wanted:
-            text = f"{text}, and the prompt takes {alone:.3f} s alone"
-            return _error(SLO_UNREACHABLE, text, None)
-        return _error(SLO_UNREACHABLE, text, prediction.retry_after_s(predicted - wanted))
+            return refusals.LATE_ALONE.error(predicted=predicted, wanted=wanted, alone=alone)
+        retry_s = _retry(prediction.retry_after_s(predicted - wanted))
+        return refusals.LATE_FOR_REQUEST.error(predicted_s=retry_s, predicted=predicted, wanted=wanted)
 
     def _count(self, reason: str) -> None:
         self._state.metrics.counters.add("overload_refusals_total", labels=(reason,))
 
 
-def _error(code: str, text: str, retry_s: float | None) -> ErrorInfo:
-    retry = None if retry_s is None else max(MIN_RETRY_S, round(retry_s, 3))
-    return ErrorInfo(code=code, message=text, status=429, retry_after_s=retry)
+def _retry(seconds: float) -> float:
+    return max(MIN_RETRY_S, round(seconds, 3))

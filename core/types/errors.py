@@ -44,12 +44,7 @@ def shown(text: str, chars: int = 100) -> str:
     return text if len(text) <= chars else f"{text[:chars]}... ({len(text)} characters)"
 
 
-def unavailable(message: str, *, code: str = "unavailable", retry_after_s: float = 1.0) -> HeadraceError:
-    """Makes a 503: the server is alive and cannot serve this now."""
-    return HeadraceError(ErrorInfo(code=code, message=message, status=503, retry_after_s=retry_after_s))
-
-
-# Codes that more than one package uses.
+# Codes that more than one package uses. What is refused with 429 or 503: core/types/refusals.py
 CANCELLED = "cancelled"  # 499: by the client or the peer
 PEER_GONE = "peer_gone"  # 502: the session has ended; 504: no message within the peer timeout
 NO_PEER = "no_peer"  # 504: no peer reserved pages in time
@@ -60,6 +55,7 @@ TOO_LONG = "prompt_too_long"  # 400
 DRAINING = "draining"  # 503
 NOT_READY = "not_ready"  # 503
 STAGE_FAILED = "stage_failed"  # 503
+TOO_MANY_TICKETS = "too_many_tickets"  # 429: of one session
 CHECKSUM = "checksum_mismatch"  # 502
 LEASE_EXPIRED = "lease_expired"  # 504: no peer fetched a held ticket in time
 UNKNOWN_RID = "unknown_rid"  # 404

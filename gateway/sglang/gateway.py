@@ -22,13 +22,12 @@ from headrace.core.messages.frontend import AddPrefill, RemovePrefill
 from headrace.core.messages.replies import PrefillState
 from headrace.core.runtime.clock import Clock
 from headrace.core.stats import Sample, Stats
+from headrace.core.types import refusals
 from headrace.core.types.errors import (
     CANCELLED,
-    NOT_READY,
     ConfigError,
     ErrorInfo,
     HeadraceError,
-    unavailable,
 )
 from headrace.core.types.kv.geometry import Geometry
 from headrace.core.types.peers.addresses import host_port, usable_host
@@ -46,7 +45,7 @@ from headrace.integrations.http_client import bearer, direct_async_client
 from headrace.peer.records import PeerLimits
 from headrace.server.config.gateway import decode_urls
 from headrace.server.upstream.discovery_client import DiscoveryClient
-from headrace.server.upstream.prefill_pool import CONNECT_TIMEOUT_S, NO_PREFILL_SERVER, PrefillPool
+from headrace.server.upstream.prefill_pool import CONNECT_TIMEOUT_S, PrefillPool
 from headrace.server.version import headrace_version
 from headrace.transfer.sockets.curve_keys import known_servers
 
@@ -142,8 +141,8 @@ class SglangGateway(BaseGateway):
             return problem
         text = self._prefills.problem()
         if self._watch is None:
-            return unavailable(f"the gateway is starting{f': {text}' if text else ''}", code=NOT_READY).info
-        return unavailable(text, code=NO_PREFILL_SERVER).info if text else None
+            return refusals.GATEWAY_STARTING.error(waiting=f": {text}" if text else "")
+        return refusals.NO_PREFILL_SERVER.error(problem=text) if text else None
 
     def statistics(self) -> list[Stats]:
         """What /metrics shows."""

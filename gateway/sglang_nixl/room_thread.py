@@ -20,6 +20,7 @@ from headrace.core.runtime.clock import Clock, LoopClock, SystemClock
 from headrace.core.runtime.event_loop import Wakeup
 from headrace.core.runtime.rate_limit import LogThrottle, printable
 from headrace.core.stats import Sample, Stats
+from headrace.core.types import refusals
 from headrace.core.types.errors import ConfigError, ErrorInfo
 from headrace.core.types.kv.geometry import Geometry
 from headrace.core.types.peers.addresses import bracketed, host_port, url
@@ -151,7 +152,7 @@ class RoomThread(threading.Thread):
         finally:
             self._writes.close()
             for request in self._rooms.requests():
-                self._ended(request, ErrorInfo(code="unavailable", message="the gateway has stopped", status=503))
+                self._ended(request, refusals.GATEWAY_STOPPED.error())
             for push in self._pushes.values():
                 push.close()
             self._connections.close()

@@ -14,7 +14,8 @@ import math
 from collections import Counter, deque
 
 from headrace.core.stats import Counters, Sample, Stats
-from headrace.core.types.errors import CANCELLED, NO_PEER, PEER_GONE, QUEUE_FULL, ErrorInfo
+from headrace.core.types import refusals
+from headrace.core.types.errors import CANCELLED, NO_PEER, PEER_GONE, ErrorInfo
 from headrace.core.types.kv.geometry import Geometry
 from headrace.gateway.sglang_nixl.decode_rank import DecodeRank, RankWrite, fit, why_unfit
 from headrace.gateway.sglang_nixl.records import (
@@ -113,8 +114,7 @@ class RoomTable:
         """A request with this room has come. Answered once by RoomEnded, when the room has ended."""
         room = self._room(number, now)
         if room is None:
-            error = ErrorInfo(code=QUEUE_FULL, message=f"{self._limits.rooms} rooms are open", status=429)
-            self.effects.append(RoomEnded(request, error))
+            self.effects.append(RoomEnded(request, refusals.ROOMS_OPEN.error(most=self._limits.rooms)))
         elif room.request:
             message = f"bootstrap_room {number} is in use by another request"
             self.effects.append(RoomEnded(request, ErrorInfo(code="room_in_use", message=message, status=409)))
@@ -250,8 +250,7 @@ class RoomTable:
                 return None
             most = max(self._early, key=lambda one: len(self._early[one]) + (one == host))
             oldest = next(iter(self._early[most].values()))
-            message = f"{self._limits.rooms} rooms are open, and this one has had no request for the longest time"
-            self._end(oldest, ErrorInfo(code=QUEUE_FULL, message=message, status=429), now)
+            self._end(oldest, refusals.ROOM_GAVE_WAY.error(most=self._limits.rooms), now)
         room = RoomRecord(number, self._load_id(number), now + self._limits.bootstrap_s, host=host)
         self._rooms[number] = self._by_load[room.load] = room
         if host:

@@ -13,7 +13,8 @@ from collections.abc import Callable, Iterable
 
 import httpx
 
-from headrace.core.types.errors import ConfigError, unavailable
+from headrace.core.types import refusals
+from headrace.core.types.errors import ConfigError
 from headrace.core.types.peers.decode_address import DecodeAddress
 from headrace.gateway.vllm.engine_client import EngineClient
 from headrace.gateway.vllm_nixl.engine_probe import DecodeEngine, EngineGone, EngineUnreachable
@@ -25,7 +26,6 @@ PROBE_S = 1.0  # between two probes of an engine, or handshakes with it
 NEWS_S = 10.0  # between two lines about an engine that is waited for
 PROBES_MISSED = 3  # after which an engine that does not answer counts as down; a busy one may be slow
 
-NO_DECODE_ENGINE = "no_decode_engine"
 
 Probe = Callable[[DecodeAddress], DecodeEngine]
 """Blocking. Raises EngineUnreachable, EngineGone, ConfigError."""
@@ -100,7 +100,7 @@ class DecodeEngines:
         for engine in self.all:
             if engine.up:
                 return engine.client
-        raise unavailable(self.problem(), code=NO_DECODE_ENGINE)
+        raise refusals.NO_DECODE_ENGINE.raised(problem=self.problem())
 
     async def has_adapter(self, name: str) -> bool:
         """Whether an engine has a LoRA adapter of this name. Adapters come and go while an engine runs."""

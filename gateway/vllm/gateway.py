@@ -10,19 +10,19 @@ from headrace.core.config import GatewayConfig
 from headrace.core.runtime.background import keep_running
 from headrace.core.runtime.clock import Clock
 from headrace.core.stats import Sample, Stats
-from headrace.core.types.errors import NOT_READY, ErrorInfo, HeadraceError, unavailable
+from headrace.core.types import refusals
+from headrace.core.types.errors import ErrorInfo, HeadraceError
 from headrace.core.types.peers.decode_address import DecodeAddress, parse_decodes
 from headrace.gateway.base import BaseGateway
 from headrace.gateway.metrics import GatewayMetrics, in_catalog, with_prefix
 from headrace.gateway.prefill_servers import find_served, wait_connected
 from headrace.gateway.vllm.assembly import Parts, assemble
-from headrace.gateway.vllm.engines import NO_DECODE_ENGINE, DecodeEngines
+from headrace.gateway.vllm.engines import DecodeEngines
 from headrace.gateway.vllm.front import Front
 from headrace.gateway.vllm.model_check import check_models
 from headrace.gateway.vllm_nixl.engine_probe import DecodeEngine, ask_side_channel, probe
 from headrace.gateway.vllm_nixl.wire import HandshakePayload
 from headrace.integrations.http_client import bearer, direct_async_client
-from headrace.server.upstream.prefill_pool import NO_PREFILL_SERVER
 from headrace.server.version import headrace_version
 
 SCRAPE_S = 5.0  # between two looks at the metrics of the decode engines
@@ -82,7 +82,7 @@ class VllmGateway(BaseGateway):
         if (problem := self._refusal()) is not None:
             return problem
         if self._parts is not None and (text := self._parts.prefills.problem()):
-            return unavailable(text, code=NO_PREFILL_SERVER).info
+            return refusals.NO_PREFILL_SERVER.error(problem=text)
         return None
 
     def models(self) -> list[dict[str, Any]]:
@@ -146,12 +146,12 @@ class VllmGateway(BaseGateway):
             return problem
         if self._front is not None:  # an engine with other values must not be offered KV, and the router chooses
             unfit = self._engines.problem()
-            return unavailable(unfit, code=NO_DECODE_ENGINE).info if unfit else None
+            return refusals.NO_DECODE_ENGINE.error(problem=unfit) if unfit else None
         waiting = [f"decode engine {one.url}: {one.reason}" for one in self._engines.all if one.found is None]
         if self._parts is not None and (text := self._parts.prefills.problem()):
             waiting.append(text)
         text = "; ".join(waiting) or "prefill servers have not answered yet, or models are being compared"
-        return unavailable(f"the gateway is starting: {text}", code=NOT_READY).info
+        return refusals.GATEWAY_STARTING.error(waiting=f": {text}")
 
     def _engine_gone(self, engine: DecodeEngine) -> None:
         """The process of a decode engine has ended: it reads nothing any more."""

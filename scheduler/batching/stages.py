@@ -5,7 +5,8 @@ from headrace.core.messages.orders import BeginEpoch
 from headrace.core.messages.peers import EndPeer
 from headrace.core.messages.replies import EngineState, StageDown
 from headrace.core.messages.stage_events import PeerLost, PlanDone, StageLoading, StageReady, StageSilence
-from headrace.core.types.errors import STAGE_FAILED, ErrorInfo
+from headrace.core.types import refusals
+from headrace.core.types.errors import ErrorInfo
 from headrace.core.types.kv.backends import writes_directly
 from headrace.scheduler.decode.generation import TokenGeneration
 from headrace.scheduler.lifecycle.completion import Completion
@@ -169,7 +170,7 @@ class StageGroup:
         """Fail every request and start over with an empty pool. The front end is told first, so that it does not answer
         a request with this error while it still says that it would serve. elsewhere: see StageFailed."""
         name = self._state.config.layout.name(stage)
-        error = ErrorInfo(code=STAGE_FAILED, message=f"{name} failed: {message}", status=503, stage=stage)
+        error = refusals.STAGE_FAILED.error(stage=stage, name=name, message=message)
         self._state.engine.ready = False
         self._failure = error.message
         self.announce(error.message)

@@ -2,7 +2,8 @@
 
 from headrace.core.messages.replies import HiddenPart, LogprobPart, Progress, Tokens
 from headrace.core.messages.stage_events import PlanDone, PromptLogprobs, RowHidden, SampledToken
-from headrace.core.types.errors import GRAMMAR_REJECTED, NONFINITE, STAGE_FAILED, ErrorInfo
+from headrace.core.types import refusals
+from headrace.core.types.errors import GRAMMAR_REJECTED, NONFINITE, ErrorInfo
 from headrace.core.types.requests.outcomes import DISCARDED
 from headrace.core.types.requests.request import FetchFrom, SendTo
 from headrace.scheduler.lifecycle.completion import Completion
@@ -102,10 +103,10 @@ class TokenGeneration:
         if request.generated and not foreign:
             self._completion.complete(request, "length", now)
             return
-        status, retry_s = (502, None) if foreign else (503, 1.0)
-        error = ErrorInfo(
-            code=GRAMMAR_REJECTED, message=message, status=status, retry_after_s=retry_s, at_prefill=foreign
-        )
+        if foreign:
+            error = ErrorInfo(code=GRAMMAR_REJECTED, message=message, status=502, at_prefill=True)
+        else:
+            error = refusals.STEP_TOO_COSTLY.error(problem=message)
         self._completion.fail(request, error, now)
 
     def _row_done(self, plan: Plan, row: PlannedRow, sampled: SampledToken | None, now: float) -> None:
@@ -116,8 +117,7 @@ class TokenGeneration:
         request.computed = row.end
         assert request.lease is not None, "a request in a plan has pages"
         if row.sampled and sampled is None:
-            error = ErrorInfo(code=STAGE_FAILED, message="the last stage reported no token", status=503)
-            self._completion.fail(request, error, now)
+            self._completion.fail(request, refusals.NO_TOKEN.error(), now)
             return
         state.of(request).cache.publish(request.lease, request.tokens, row.end)
         if request.phase is Phase.RUNNING:

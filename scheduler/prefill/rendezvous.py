@@ -12,13 +12,11 @@ from headrace.core.messages.peers import (
     TellFinished,
 )
 from headrace.core.messages.replies import Progress
+from headrace.core.types import refusals
 from headrace.core.types.errors import (
-    DRAINING,
     LEASE_EXPIRED,
     NO_PEER,
-    NOT_READY,
     PEER_GONE,
-    QUEUE_FULL,
     TICKET_IN_USE,
     ErrorInfo,
 )
@@ -124,12 +122,12 @@ class Rendezvous:
         elif (ended := tickets.unreported_end(ticket)) is not None:
             self._report_end(event, ended, now)
         elif state.draining or not state.engine.ready:
-            code = DRAINING if state.draining else NOT_READY
-            self._tell_failed(event, code, f"the server is {code.replace('_', ' ')}", 503)
+            kind = refusals.DRAINING_FOR_PEER if state.draining else refusals.NOT_READY_FOR_PEER
+            self._tell(event, kind.error())
         elif not event.reservation.wait:
             self._tell_failed(event, "unknown_ticket", f"no prompt with ticket {ticket} is here", 404)
         elif tickets.full(owner := self._state.peers[event.session].owner):
-            self._tell_failed(event, QUEUE_FULL, "too many reservations wait for their prompts", 429)
+            self._tell(event, refusals.RESERVATIONS_WAIT.error())
         else:
             tickets.reserve_early(event, owner)
             state.deadlines.set(ReservationTimer(ticket), now + state.config.bootstrap_timeout_s)
@@ -249,8 +247,10 @@ class Rendezvous:
         self._state.deadlines.clear(ReservationTimer(ticket))
 
     def _tell_failed(self, event: PeerReserved, code: str, message: str, status: int) -> None:
+        self._tell(event, ErrorInfo(code=code, message=message, status=status))
+
+    def _tell(self, event: PeerReserved, error: ErrorInfo) -> None:
         session, ticket, generation = event.key
-        error = ErrorInfo(code=code, message=message, status=status)
         self._state.out.add(TellFailed(session=session, ticket=ticket, generation=generation, error=error))
 
 

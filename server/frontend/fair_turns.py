@@ -6,9 +6,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from headrace.core.shares import Shares
-from headrace.core.types.errors import QUEUE_FULL, ErrorInfo, HeadraceError
-
-RETRY_S = 2.0
+from headrace.core.types import refusals
 
 
 class FairTurns:
@@ -29,8 +27,7 @@ class FairTurns:
         """Wait for a turn, and have it. Raises HeadraceError (429) if too many wait."""
         waiting = self._waiting
         if waiting.total >= self._most_waiting and not waiting.within_equal_share(client, 1, self._most_waiting):
-            message = f"{waiting.used(client)} {self._what} of this client wait, of {waiting.total} in all; retry"
-            raise HeadraceError(ErrorInfo(code=QUEUE_FULL, message=message, status=429, retry_after_s=RETRY_S))
+            raise refusals.CLIENT_WAITS.raised(own=waiting.used(client), what=self._what, total=waiting.total)
         begun = asyncio.get_running_loop().create_future()
         self._queues.setdefault(client, deque()).append(begun)
         waiting.add(client, 1)

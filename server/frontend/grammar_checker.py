@@ -13,7 +13,7 @@ from contextlib import suppress
 import msgspec
 
 from headrace.core.runtime.process import module_command
-from headrace.core.types.errors import unavailable
+from headrace.core.types import refusals
 from headrace.core.types.requests.constraint import Constraint
 from headrace.engine.grammar.checker import CheckerConfig, CheckReply, CheckRequest
 from headrace.server.frontend.fair_turns import FairTurns
@@ -101,10 +101,10 @@ class _Child:
                 return str(await reply)
         except TimeoutError as error:
             await self._end(process)
-            raise unavailable("the constraint could not be checked in time; retry") from error
+            raise refusals.CHECK_LATE.raised() from error
         except ConnectionError as error:
             await self._end(process)
-            raise unavailable("the process that checks constraints has ended; retry") from error
+            raise refusals.CHECKER_ENDED.raised() from error
         finally:
             self._replies.pop(number, None)
 
@@ -147,10 +147,10 @@ class _Child:
             if not ready:  # also if the caller is gone
                 await self.close()
         if not ready:
-            raise unavailable("the process that checks constraints does not start")
+            raise refusals.NO_CHECKER.raised()
         if why := msgspec.json.decode(ready, type=CheckReply).error:
             await self.close()
-            raise unavailable(f"this server cannot check constraints: {why}")
+            raise refusals.CANNOT_CHECK.raised(why=why)
         self._reading = asyncio.create_task(self._read(process.stdout))  # which ends with the process
         return process
 

@@ -7,7 +7,7 @@ from functools import cached_property
 from jinja2 import TemplateError
 
 from headrace.core.config import Config
-from headrace.core.types.errors import NOT_READY, unavailable
+from headrace.core.types import refusals
 from headrace.engine.grammar.checker import CheckerConfig
 from headrace.server.frontend.grammar_checker import GrammarChecker
 from headrace.server.frontend.request.hidden_states import HiddenLimits
@@ -67,7 +67,7 @@ class ServedModel:
     def tokens(self) -> AsyncTokenizer:
         """The tokenizer's slow calls. Raises HeadraceError (503) while it is being loaded."""
         if self._async_tokenizer is None:
-            raise unavailable("the server is loading", code=NOT_READY)
+            raise refusals.LOADING.raised()
         return self._async_tokenizer
 
     @property
@@ -79,7 +79,7 @@ class ServedModel:
     def grammars(self) -> GrammarChecker:
         """Checks constraints. Raises HeadraceError (503) while the tokenizer is being loaded."""
         if self._grammars is None:
-            raise unavailable("the server is loading", code=NOT_READY)
+            raise refusals.LOADING.raised()
         return self._grammars
 
     @property

@@ -22,7 +22,7 @@ from headrace.core.messages.replies import (
 from headrace.core.runtime.background import keep_running
 from headrace.core.runtime.clock import Clock, SystemClock
 from headrace.core.runtime.liveness import Activity
-from headrace.core.types.errors import DRAINING, ErrorInfo
+from headrace.core.types import refusals
 from headrace.core.types.peers.allow_list import allowed_prefills
 from headrace.server.frontend.generation.completions import Completions
 from headrace.server.frontend.generation.runner import GenerationRunner
@@ -48,7 +48,6 @@ from headrace.transfer.sockets.curve_keys import ServerKeys
 log = logging.getLogger(__name__)
 
 ABORT_TIMEOUT_S = 2.0  # for requests that this server has ended to answer their clients
-STOPPING = ErrorInfo(code=DRAINING, message="the server is stopping", status=503, retry_after_s=1.0)
 
 
 class StageWatch(Protocol):
@@ -170,7 +169,7 @@ class Service:
         """Fail all requests that are open, and those that come, with 503; wait until the clients were answered. Peers
         are told."""
         self.readiness.start_draining()
-        self._client.end_all(STOPPING)
+        self._client.end_all(refusals.STOPPING.error())
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._client.wait_idle(), ABORT_TIMEOUT_S)
 

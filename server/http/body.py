@@ -14,7 +14,8 @@ from starlette.requests import ClientDisconnect, Request
 
 from headrace.core.shares import Shares
 from headrace.core.stats import Counters, Sample
-from headrace.core.types.errors import ErrorInfo, HeadraceError, invalid, unavailable
+from headrace.core.types import refusals
+from headrace.core.types.errors import ErrorInfo, HeadraceError, invalid
 from headrace.server.http.structure import MAX_DEPTH, excess, limits, nests_deeper
 
 SILENCE_S = 30.0  # of a client in the middle of its body
@@ -85,11 +86,7 @@ class BodyBudget:
         used = self._shares.total
         if used + size > self._limit and not self._shares.within_equal_share(tenant, size, self._limit):
             self._counters.add("http_bodies_refused_total")
-            message = (
-                f"bodies that are being received take {used} bytes, and the limit for all of them is "
-                f"{self._limit}; retry, or send less in one request"
-            )
-            raise unavailable(message, code="too_many_bodies")
+            raise refusals.BODIES.raised(used=used, limit=self._limit)
 
     def take(self, size: int, tenant: str = "") -> None:
         """Count bytes that have come. Raises HeadraceError (503) if they do not fit."""

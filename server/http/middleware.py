@@ -8,7 +8,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from headrace.core.runtime.clock import Clock
 from headrace.core.shares import Shares
-from headrace.core.types.errors import QUEUE_FULL, ErrorInfo
+from headrace.core.types import refusals
+from headrace.core.types.errors import ErrorInfo
 from headrace.server.frontend.request.request_context import REQUEST_ID_HEADER, TraceSampler, read_context
 from headrace.server.frontend.request_log import RequestLog, RequestRecord
 from headrace.server.frontend.status.recent_events import RecentEvents
@@ -63,10 +64,7 @@ class ApiKeys:
             if self._open.total < self._max_open or self._open.within_equal_share(tenant, 1, self._max_open):
                 await self._counted(tenant, scope, receive, send)
                 return
-            message = (
-                f"{self._open.used(tenant)} requests of this API key are open, of {self._open.total} in all; retry"
-            )
-            error = ErrorInfo(code=QUEUE_FULL, message=message, status=429, retry_after_s=1.0)
+            error = refusals.OPEN_BY_KEY.error(own=self._open.used(tenant), total=self._open.total)
         else:
             message = "a valid API key is required: send the header 'Authorization: Bearer KEY'"
             error = ErrorInfo(code="invalid_api_key", message=message, status=401)

@@ -13,7 +13,8 @@ from typing import Any
 import httptools
 from starlette.types import ASGIApp, Scope
 
-from headrace.core.types.errors import DRAINING, ErrorInfo, HeadraceError
+from headrace.core.types import refusals
+from headrace.core.types.errors import ErrorInfo, HeadraceError
 from headrace.server.http.connections import HttpConnections
 from headrace.server.http.exchange import Exchange, closing_answer
 from headrace.server.http.head import BAD_REQUEST, Headers, read_head
@@ -26,13 +27,6 @@ CHUNKING = 8  # bytes of chunk framing allowed per byte of a body
 LINGER_S = 30.0  # for what a client still sends of a request that is answered
 LINGER_BYTES = 1 << 20  # of it, on a connection that is to be closed
 TLS = b"\x16\x03"  # how a TLS handshake begins
-TOO_MANY = ErrorInfo(
-    code="too_many_connections",
-    message="too many connections are open, each with a request; retry",
-    status=503,
-    retry_after_s=1.0,
-)
-STOPPED = ErrorInfo(code=DRAINING, message="the server is stopping", status=503, retry_after_s=1.0)
 _SAID = {  # what llhttp says, where another status than 400 is right
     "Invalid HTTP version": (505, "http_version_not_supported", "this HTTP version is not spoken here: send HTTP/1.1"),
     "Pause on PRI/Upgrade": (505, "http_version_not_supported", "HTTP/2 is not spoken here: send HTTP/1.1"),
@@ -268,7 +262,7 @@ class HttpProtocol(asyncio.Protocol):
 
     def refuse(self) -> None:
         """Close a new connection, saying why."""
-        self.write(closing_answer(TOO_MANY))
+        self.write(closing_answer(refusals.CONNECTIONS.error()))
         self.transport.close()
 
     def close_when_answered(self) -> None:
@@ -283,7 +277,7 @@ class HttpProtocol(asyncio.Protocol):
             self.transport.abort()
         else:
             self._answering.disconnect()
-            self.write(closing_answer(STOPPED))
+            self.write(closing_answer(refusals.STOPPING.error()))
             self.transport.close()
 
     def _answer(self, exchange: Exchange) -> None:

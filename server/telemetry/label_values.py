@@ -4,7 +4,7 @@ Prometheus' rate() and increase() do not see the first event of a series that ap
 """
 
 from headrace.core.messages.membership import UNREACHABLE_HOST, WRONG_KEY, WRONG_RANK, WRONG_VERSION, WRONG_WORLD_SIZE
-from headrace.core.types.errors import CHECKSUM, NOT_READY, TICKET_IN_USE
+from headrace.core.types.errors import CHECKSUM, NOT_READY, TICKET_IN_USE, TOO_MANY_TICKETS
 from headrace.core.types.kv.backends import FAKE, NIXL, SHM, ZMQ
 from headrace.transfer.protocol.messages import (
     BAD_CHUNK,
@@ -13,7 +13,6 @@ from headrace.transfer.protocol.messages import (
     BAD_RESERVATION,
     NO_SESSION,
     TOO_MANY_PEERS,
-    TOO_MANY_TICKETS,
     UNKNOWN_TICKET,
     WRONG_STAGE,
 )

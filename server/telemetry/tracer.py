@@ -9,7 +9,8 @@ import msgspec
 from headrace.core.messages.frontend import AnyFrontendRequest, EndTrace, StartTrace
 from headrace.core.messages.replies import StageTraced, Traced
 from headrace.core.trace import SchedulerTrace
-from headrace.core.types.errors import ErrorInfo, HeadraceError, unavailable
+from headrace.core.types import refusals
+from headrace.core.types.errors import ErrorInfo, HeadraceError
 
 TRACE_RUNNING = "trace_running"  # 409
 PARTS_TIMEOUT_S = 5.0  # for the scheduler and the stages to send their parts
@@ -73,7 +74,7 @@ class Tracer:
         finally:
             self._collected = None
         if collected.scheduler is None:
-            raise unavailable(f"the scheduler did not answer within {self._timeout_s:g} s", code="scheduler_silent")
+            raise refusals.NO_TRACE.raised(seconds=self._timeout_s)
         return Recording(collected.scheduler, collected.stages, collected.paused_s)
 
     def take(self, part: Traced | StageTraced) -> None:

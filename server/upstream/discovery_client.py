@@ -8,7 +8,8 @@ import httpx
 import msgspec
 
 from headrace.core.runtime.codec import NO_MESSAGE
-from headrace.core.types.errors import shown, unavailable
+from headrace.core.types import refusals
+from headrace.core.types.errors import shown
 from headrace.core.types.peers.discovery import parse_query
 
 TIMEOUT_S = 5.0  # for a whole response
@@ -75,7 +76,7 @@ class DiscoveryClient:
                 return Discovery((), found.instance, found.port)
             return msgspec.json.decode(_required(path, status, content), type=Discovery)
         except (*NO_MESSAGE, ValueError) as error:
-            raise unavailable(f"GET {path} sent an unexpected response: {error}") from error
+            raise refusals.DISCOVERY_UNREADABLE.raised(path=path, error=error) from error
 
     async def get(self, url: str, path: str, *, key: bool) -> bytes:
         """The response to another question about the server, of MAX_BYTES at most. Raises HeadraceError (503)."""
@@ -94,14 +95,16 @@ class DiscoveryClient:
                     if len(content) > MAX_BYTES:
                         raise ValueError(f"more than {MAX_BYTES} bytes")
         except Exception as error:  # not only httpx's: if its task ended, the server would never be found again
-            raise unavailable(f"GET {path} failed: {type(error).__name__} {error}".rstrip()) from error
+            raise refusals.DISCOVERY_FAILED.raised(
+                path=path, error=f"{type(error).__name__} {error}".rstrip()
+            ) from error
         return response.status_code, bytes(content)
 
 
 def _required(path: str, status: int, content: bytes) -> bytes:
     """Raises HeadraceError (503) for another status than 200."""
     if status != 200:
-        raise unavailable(f"GET {path} answered {status}{_words(content)}")
+        raise refusals.DISCOVERY_REFUSED.raised(path=path, answer=f"{status}{_words(content)}")
     return content
 
 

@@ -24,7 +24,8 @@ from headrace.core.messages.replies import PrefillState
 from headrace.core.runtime.background import keep_running
 from headrace.core.runtime.clock import Clock, SystemClock
 from headrace.core.runtime.rate_limit import Backoff
-from headrace.core.types.errors import ErrorInfo, HeadraceError, unavailable
+from headrace.core.types import refusals
+from headrace.core.types.errors import ErrorInfo, HeadraceError
 from headrace.core.types.packed import pack
 from headrace.core.types.peers.addresses import url
 from headrace.core.types.peers.allow_list import Rules, canonical, is_named, require_allowed
@@ -47,11 +48,10 @@ LONGEST_PAUSE_S = 5.0
 CONNECT_TIMEOUT_S = 5.0
 MAX_NAMED = 64  # servers that requests have named and that are not configured
 AVOID_S = 1.0  # at most, for which a server that has failed a prompt gets none that another one could compute
-NO_PREFILL_SERVER = "no_prefill_server"
-MISSING: dict[Feature, tuple[str, str]] = {  # code and name of what no prefill server knows
-    "structured_outputs": ("no_structured_output", "structured output"),
-    "penalties": ("no_penalties", "penalties and logit_bias"),
-    "hidden_states": ("no_hidden_states", "hidden states"),
+MISSING: dict[Feature, tuple[refusals.Refusal, str]] = {  # refusal and name of what no prefill server knows
+    "structured_outputs": (refusals.NO_STRUCTURED_OUTPUT, "structured output"),
+    "penalties": (refusals.NO_PENALTIES, "penalties and logit_bias"),
+    "hidden_states": (refusals.NO_HIDDEN_STATES, "hidden states"),
 }
 
 
@@ -157,7 +157,7 @@ class PrefillPool:
         servers = list(self._servers.values())
         up = [number for number, server in enumerate(servers) if server.up and server.url not in tried]
         if not up:
-            raise unavailable(self.problem() or "", code=NO_PREFILL_SERVER)
+            raise refusals.NO_PREFILL_SERVER.raised(problem=self.problem() or "")
         for feature in needs:
             up = self._knowing(up, feature)
         if self._by_score:
@@ -174,10 +174,9 @@ class PrefillPool:
         servers = list(self._servers.values())
         found = [number for number in up if servers[number].knows((feature,))]
         if not found:
-            code, what = MISSING[feature]
+            kind, what = MISSING[feature]
             names = ", ".join(servers[number].url for number in up)
-            text = f"the prefill server {names} is of a version without {what}; upgrade it, or start this "
-            raise unavailable(text + "server with --fallback local", code=code)
+            raise kind.raised(names=names, what=what)
         return found
 
     def has_other(self, tried: Container[str], needs: Collection[Feature] = ()) -> bool:
@@ -206,7 +205,7 @@ class PrefillPool:
         server.users += 1
         try:
             if not server.up and not await server.found(CONNECT_TIMEOUT_S):
-                raise unavailable(f"prefill server {server.url}: {server.reason}", code=NO_PREFILL_SERVER)
+                raise refusals.PREFILL_DOWN.raised(url=server.url, reason=server.reason)
             yield server
         finally:
             server.users -= 1
@@ -222,7 +221,7 @@ class PrefillPool:
                 return server
         for server in down:
             if not server.up:
-                raise unavailable(f"prefill server {server.url}: {server.reason}", code=NO_PREFILL_SERVER)
+                raise refusals.PREFILL_DOWN.raised(url=server.url, reason=server.reason)
         return None
 
     def _connect_named(self, address: PrefillAddress) -> PrefillServer:
@@ -232,8 +231,7 @@ class PrefillPool:
         if len(self._named) >= MAX_NAMED:
             idle = next((server for server in self._named.values() if not server.users), None)
             if idle is None:
-                message = f"{MAX_NAMED} prefill servers that requests have named are in use"
-                raise unavailable(message, code=NO_PREFILL_SERVER)
+                raise refusals.PREFILLS_NAMED.raised(most=MAX_NAMED)
             self._forget(idle)
         scheme = "tcp" if address.kind == "control" else "http"
         server = PrefillServer(url(scheme, host, address.port))

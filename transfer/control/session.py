@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from headrace.core.messages.peers import TellCancelled, TellFailed, TellFinished
 from headrace.core.runtime.rate_limit import TokenBucket
+from headrace.core.types import refusals
 from headrace.core.types.errors import TICKET_IN_USE, ErrorInfo
 from headrace.core.types.packed import packed_length, unpack
 from headrace.transfer.control.quotas import page_limit
@@ -101,11 +102,9 @@ def reservation_refusal(peer: PeerSession, reserve: Reserve, limit: int) -> Erro
         text = f"generation {current.generation} of this ticket has not ended; {reserve.generation} came"
         return ErrorInfo(code=TICKET_IN_USE, message=text, status=409)
     if len(peer.tickets) >= limit:
-        text = f"{len(peer.tickets)} tickets of this peer are open, and {limit} is the limit"
-        return ErrorInfo(code=messages.TOO_MANY_TICKETS, message=text, status=429, retry_after_s=1.0)
+        return refusals.TICKETS_OPEN.error(open=len(peer.tickets), limit=limit)
     if peer.pages + packed_length(reserve.pages) > page_limit(peer.hello):
-        text = f"open tickets of this peer have {peer.pages} pages, and {page_limit(peer.hello)} are the limit"
-        return ErrorInfo(code=messages.TOO_MANY_TICKETS, message=text, status=429, retry_after_s=1.0)
+        return refusals.TICKET_PAGES.error(pages=peer.pages, limit=page_limit(peer.hello))
     text = _reservation_error(peer.hello, peer.welcome.max_model_len, reserve)
     return ErrorInfo(code=messages.BAD_RESERVATION, message=text, status=400) if text else None
 

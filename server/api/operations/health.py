@@ -7,7 +7,7 @@ from fastapi import APIRouter
 from starlette.responses import Response
 
 from headrace.core.config import KvEventsConfig
-from headrace.core.types.errors import ErrorInfo
+from headrace.core.types import refusals
 from headrace.server.api.description.operation import described
 from headrace.server.frontend.status.readiness import Readiness
 from headrace.server.frontend.status.stats_collector import StatsCollector
@@ -41,7 +41,7 @@ def operation_routes(
     async def health() -> Response:
         """200 while this process and the scheduler respond."""
         if problem := readiness.unhealthy():
-            return error_response(ErrorInfo(code="unhealthy", message=problem, status=503, retry_after_s=1.0))
+            return error_response(refusals.UNHEALTHY.error(problem=problem))
         return json_response(StatusReply("ok"))
 
     @router.get("/ready", openapi_extra=_READY)

@@ -8,7 +8,8 @@ import msgspec
 from headrace.core.messages.frontend import RefuseTicket, ReleaseTicket
 from headrace.core.messages.replies import Progress, Tokens
 from headrace.core.runtime.clock import Clock
-from headrace.core.types.errors import QUEUE_FULL, ErrorInfo, HeadraceError
+from headrace.core.types import refusals
+from headrace.core.types.errors import ErrorInfo, HeadraceError
 from headrace.core.types.requests.request import SamplingParams
 from headrace.core.types.requests.tenants import tenant_salt
 from headrace.server.frontend.generation.runner import GenerationRunner
@@ -129,8 +130,7 @@ class Completions:
         if problem is not None:
             return problem
         if self._client.open_calls >= self._max_open:
-            message = f"{self._max_open} requests are open, which is the limit"
-            return ErrorInfo(code=QUEUE_FULL, message=message, status=429, retry_after_s=1.0)
+            return refusals.OPEN_REQUESTS.error(most=self._max_open)
         return self._hidden.refusal(request, generated)
 
 

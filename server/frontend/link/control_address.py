@@ -1,7 +1,8 @@
 """Where decode peers reach this server's control endpoint, and the identity that they find there."""
 
 from headrace.core.messages.replies import ServerInfo, StagePools
-from headrace.core.types.errors import NOT_READY, ErrorInfo, HeadraceError, unavailable
+from headrace.core.types import refusals
+from headrace.core.types.errors import ErrorInfo, HeadraceError
 from headrace.core.types.peers.addresses import is_wildcard
 from headrace.server.frontend.link.scheduler_client import SchedulerClient
 
@@ -22,7 +23,7 @@ class ControlAddress:
         """ServerInfo with a control port. Raises HeadraceError (503) while there is none."""
         info = self._client.server_info
         if info is None or not info.control_port:
-            raise unavailable("the server is loading", code=NOT_READY)
+            raise refusals.LOADING.raised()
         return info
 
     def require_stages(self) -> tuple[ServerInfo, StagePools]:
@@ -30,7 +31,7 @@ class ControlAddress:
         HeadraceError (503) before."""
         info = self._client.server_info
         if info is None or info.stages is None:
-            raise unavailable("the server is loading", code=NOT_READY)
+            raise refusals.LOADING.raised()
         return info, info.stages
 
     def host(self, requested_host: str) -> str:

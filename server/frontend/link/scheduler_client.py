@@ -30,7 +30,8 @@ from headrace.core.runtime.background import keep_running
 from headrace.core.runtime.clock import Clock
 from headrace.core.runtime.liveness import Activity, Cause, Finding, Limits, Silence
 from headrace.core.stats import Stats
-from headrace.core.types.errors import CANCELLED, TICKET_IN_USE, ErrorInfo, HeadraceError, unavailable
+from headrace.core.types import refusals
+from headrace.core.types.errors import CANCELLED, TICKET_IN_USE, ErrorInfo, HeadraceError
 from headrace.core.types.ranks.expert_load import ExpertLoad
 from headrace.server.frontend.link.call import Call
 from headrace.server.frontend.link.scheduler_link import SchedulerLink
@@ -98,7 +99,7 @@ class SchedulerClient:
         if self._probing is not None:
             self._probing.cancel()
             await asyncio.gather(self._probing, return_exceptions=True)
-        self.fail_all(ErrorInfo(code="stopped", message="the server has stopped", status=503))
+        self.fail_all(refusals.STOPPED.error())
         self._link.close()
 
     def open(self, submit: Submit) -> Call:
@@ -112,7 +113,7 @@ class SchedulerClient:
             message = f"rid {call.rid!r} is in use by another request"
             raise HeadraceError(ErrorInfo(code=TICKET_IN_USE, message=message, status=409, field="rid"))
         if problem := self.problem():
-            raise unavailable(problem, code="scheduler_silent")
+            raise refusals.SCHEDULER_SILENT.raised(problem=problem)
         if self._ended is not None:
             raise HeadraceError(self._ended)
         self._calls[call.rid] = call
@@ -246,12 +247,11 @@ class SchedulerClient:
             log.warning("the scheduler %s", found.text)
         if found.hung and self._calls:
             log.error("the scheduler %s", found.text)
-            self.fail_all(ErrorInfo(code="scheduler_silent", message=f"the scheduler {found.text}", status=503))
+            self.fail_all(refusals.SCHEDULER_HANGS.error(finding=found.text))
 
     def _link_lost(self) -> None:
         """The scheduler has ended, and this server with it: open requests fail while they can still be answered."""
-        message = "the scheduler of this server has ended"
-        self.fail_all(ErrorInfo(code="scheduler_lost", message=message, status=503))
+        self.fail_all(refusals.SCHEDULER_LOST.error())
 
     def _take(self, message: AnySchedulerReply) -> None:
         match message:

@@ -3,13 +3,13 @@
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from headrace.core.types.errors import QUEUE_FULL, ErrorInfo, HeadraceError, invalid
+from headrace.core.types import refusals
+from headrace.core.types.errors import ErrorInfo, HeadraceError, invalid
 from headrace.core.types.requests.draft import HiddenStates
 from headrace.server.frontend.request.generation_request import GenerationRequest
 
 VALUE_BYTES = 4  # of one element, as limits count it, whatever the dtype
 LEAST_TOTAL_BYTES = 128 << 20  # of all open requests together, or the most of one, if that is more
-RETRY_S = 1.0
 
 
 class HiddenLimits:
@@ -39,8 +39,7 @@ class HiddenLimits:
         wanted = self._bytes(request, generated)
         if not wanted or self._taken + wanted <= self._total_bytes:
             return None
-        message = f"hidden states of open requests take {self._taken} bytes; {wanted} more exceed {self._total_bytes}"
-        return ErrorInfo(code=QUEUE_FULL, message=message, status=429, retry_after_s=RETRY_S)
+        return refusals.HIDDEN_STATES.error(taken=self._taken, wanted=wanted, most=self._total_bytes)
 
     @contextmanager
     def taken(self, request: GenerationRequest, generated: int) -> Iterator[None]:

@@ -1,11 +1,12 @@
 """Liveness and readiness: whether the server works, and whether it would accept a request now."""
 
-from headrace.core.types.errors import DRAINING, NOT_READY, ErrorInfo, unavailable
+from headrace.core.types import refusals
+from headrace.core.types.errors import ErrorInfo
 from headrace.server.frontend.link.scheduler_client import SchedulerClient
 from headrace.server.frontend.served_model import ServedModel
-from headrace.server.upstream.prefill_pool import NO_PREFILL_SERVER, PrefillPool
+from headrace.server.upstream.prefill_pool import PrefillPool
 
-_DRAINING = unavailable("the server is draining", code=DRAINING).info
+_DRAINING = refusals.DRAINING.error()
 
 
 class Readiness:
@@ -42,24 +43,24 @@ class Readiness:
         if (problem := self.engine_not_ready()) is not None:
             return problem
         if self._prefills is not None and (why := self._prefills.problem()):
-            return unavailable(why, code=NO_PREFILL_SERVER).info
+            return refusals.NO_PREFILL_SERVER.error(problem=why)
         return None
 
     def engine_not_ready(self) -> ErrorInfo | None:
         """Why a request that names its own prefill server would be refused now (503), or None."""
         engine = self._client.engine
         if problem := self.unhealthy():
-            return unavailable(problem, code="scheduler_silent").info
+            return refusals.SCHEDULER_SILENT.error(problem=problem)
         if excuse := self._client.excuse():
-            return unavailable(excuse, code="scheduler_silent").info
+            return refusals.SCHEDULER_SILENT.error(problem=excuse)
         if self._draining:
             return _DRAINING
         if engine is not None and not engine.ready and engine.reason:
-            return unavailable(engine.reason, code=NOT_READY).info
+            return refusals.ENGINE_DOWN.error(reason=engine.reason)
         if engine is None or not engine.ready:
-            return unavailable("the server is loading", code=NOT_READY).info
+            return refusals.LOADING.error()
         if not self._model.loaded:
-            return unavailable("the server is loading: its tokenizer is not there yet", code=NOT_READY).info
+            return refusals.NO_TOKENIZER.error()
         return None
 
     async def wait_engine_ready(self) -> None:

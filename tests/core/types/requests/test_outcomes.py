@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from headrace.core.types import errors
+from headrace.core.types import errors, refusals
 from headrace.core.types.errors import CANCELLED, ErrorInfo
 from headrace.core.types.requests.outcomes import ENDS, FAILED, OTHER, REFUSED, end_of, end_of_answer
 from tests.deployment.files import PACKAGES, ROOT
 
-MAKERS = ("ErrorInfo", "invalid", "unavailable")
+MAKERS = ("ErrorInfo", "invalid")
 OF_OTHER_REQUESTS = {  # answers to requests without a prompt, of probes, and to what has not become a request
     "for_operators",
     "head_timeout",
@@ -19,7 +19,7 @@ OF_OTHER_REQUESTS = {  # answers to requests without a prompt, of probes, and to
     "trace_running",
     "unhealthy",
     "unknown_rid",
-    "unavailable",  # the default of unavailable(), which every caller replaces
+    "unavailable",  # of questions to other servers and to the child that checks constraints; counted as another
 }
 
 
@@ -47,6 +47,7 @@ def codes(path: Path) -> Iterator[str]:
 
 def test_codes_of_the_program_are_known() -> None:
     found = {code for package in PACKAGES for path in (ROOT / package).rglob("*.py") for code in codes(path)}
+    found |= {kind.code for kind in refusals.TABLE.values()}
     assert {"prompt_too_long", "no_peer", "unknown_field", "no_prefill_server"} <= found, "the search finds too little"
     unknown = found - {*REFUSED, *FAILED, CANCELLED, *OF_OTHER_REQUESTS}
     assert not unknown, f"put them into core/types/requests/outcomes.py: {sorted(unknown)}"
