@@ -23,7 +23,7 @@ from headrace.core.runtime.process import keep_freed_memory
 from headrace.core.types import packed
 from headrace.core.types.kv.geometry import ceil_div
 from headrace.core.types.requests.request import SamplingParams
-from headrace.engine.attention.paged import Attention, AttentionPass, AttentionSpan
+from headrace.engine.attention.paged import AttentionPass
 from headrace.engine.load_plan import plan_rank
 from headrace.engine.runner import ModelRunner
 from headrace.server.launch.local_server import LocalServer
@@ -67,35 +67,22 @@ class Stopwatch:
 
 
 class TimedPass:
-    """An AttentionPass whose calls are timed."""
+    """An AttentionPass whose calls are timed, with their reads and writes of the pool."""
 
     def __init__(self, running: AttentionPass, watch: Stopwatch) -> None:
         """Wrap a pass."""
         self.attend = watch.timed(running.attend)
 
 
-class TimedAttention:
-    """An Attention whose passes are timed, with their reads and writes of the pool."""
-
-    def __init__(self, attention: Attention, watch: Stopwatch) -> None:
-        """Wrap an implementation."""
-        self._attention = attention
-        self._watch = watch
-
-    def begin(self, spans: Sequence[AttentionSpan]) -> AttentionPass:
-        """See Attention."""
-        return TimedPass(self._attention.begin(spans), self._watch)
-
-
 def by_part(runner: ModelRunner, rows: Sequence[PlanRow]) -> tuple[float, float, float]:
     """Seconds of products, attention and the rest, one plan per row."""
     products, attention = Stopwatch(), Stopwatch()
-    arithmetic = runner._decoder._arithmetic
+    arithmetic, begin = runner._decoder._arithmetic, runner._attention
     with (
         patch.object(arithmetic, "linear", products.timed(arithmetic.linear)),
         patch.object(arithmetic, "gated_linear", products.timed(arithmetic.gated_linear)),
         patch.object(arithmetic, "logits", products.timed(arithmetic.logits)),
-        patch.object(runner, "_attention", TimedAttention(runner._attention, attention)),
+        patch.object(runner, "_attention", lambda spans: TimedPass(begin(spans), attention)),
     ):
         started = time.perf_counter()
         for row in rows:

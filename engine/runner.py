@@ -235,10 +235,10 @@ class ModelRunner:
                 ids = np.concatenate([row_ids(row, self._sampler.last(row.request)) for row in rows])
                 hidden = self._decoder.embed(place(ids.astype(np.int64), self.hidden_spec.device))
             if agreed.cut:
-                passes = [self._attention.begin(half) for half in _cut_spans(spans, agreed.cut)]
+                passes = [self._attention(half) for half in _cut_spans(spans, agreed.cut)]
                 result = self._decoder.forward_halves(hidden, positions, passes, agreed.cut)
             else:
-                result = self._decoder.forward(hidden, positions, self._attention.begin(spans))
+                result = self._decoder.forward(hidden, positions, self._attention(spans))
             self.pool.mark_computed()
             return result
 

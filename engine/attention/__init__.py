@@ -1,10 +1,12 @@
 """Attention over the paged KV pool: one interface, an implementation per device and dtype."""
 
+from functools import partial
+
 import torch
 
-from headrace.engine.attention.cpu import CpuAttention
-from headrace.engine.attention.gpu import SdpaAttention, VarlenAttention
-from headrace.engine.attention.native import NativeAttention
+from headrace.engine.attention.cpu import CpuPass
+from headrace.engine.attention.gpu import SdpaPass, VarlenPass
+from headrace.engine.attention.native import NativePass
 from headrace.engine.attention.paged import Attention
 from headrace.engine.kv.pool import KVPool
 from headrace.engine.native import Kernels
@@ -19,8 +21,8 @@ def choose_attention(pool: KVPool, *, native_units: bool, kernels: Kernels | Non
     dtype = pool.tensor.dtype
     if pool.tensor.device.type == "cpu":
         if kernels is not None:
-            return NativeAttention(pool, kernels)
-        return CpuAttention(pool, dtype if native_units else torch.float32)
+            return partial(NativePass, pool, kernels)
+        return partial(CpuPass, pool, compute_dtype=dtype if native_units else torch.float32)
     if dtype == torch.float32:
-        return SdpaAttention(pool)
-    return VarlenAttention(pool)
+        return partial(SdpaPass, pool)
+    return partial(VarlenPass, pool)

@@ -27,23 +27,11 @@ GROUP_BYTES = 64 << 20  # of gathered keys and values of one group of single-tok
 GROUP_SPREAD = 1.5  # longest to shortest row in a group; above it padding costs more than another call
 
 
-class CpuAttention:
-    """Attention by scaled_dot_product flash attention on the CPU, in any dtype."""
-
-    def __init__(self, pool: KVPool, compute_dtype: torch.dtype) -> None:
-        """compute_dtype: dtype in which the kernel multiplies."""
-        self._pool = pool
-        self._compute_dtype = compute_dtype
-
-    def begin(self, spans: Sequence[AttentionSpan]) -> "CpuPass":
-        """See Attention."""
-        return CpuPass(self._pool, self._compute_dtype, spans)
-
-
 class CpuPass:
-    """An AttentionPass: chunks one by one, single-token rows in groups."""
+    """An AttentionPass by scaled_dot_product flash attention on the CPU, in any dtype: chunks one by one, single-token
+    rows in groups."""
 
-    def __init__(self, pool: KVPool, compute_dtype: torch.dtype, spans: Sequence[AttentionSpan]) -> None:
+    def __init__(self, pool: KVPool, spans: Sequence[AttentionSpan], compute_dtype: torch.dtype) -> None:
         """Prepare the indices of all rows. compute_dtype: dtype in which the kernel multiplies."""
         self._writer = SlotWriter(pool, spans)
         self._compute_dtype = compute_dtype

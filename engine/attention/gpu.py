@@ -17,23 +17,12 @@ from headrace.engine.kv.device_copies import place
 from headrace.engine.kv.pool import KVPool
 
 
-class SdpaAttention:
-    """Attention by torch's scaled_dot_product_attention with an explicit mask; used for float32 on GPUs."""
-
-    def __init__(self, pool: KVPool) -> None:
-        """pool: on any device, of any dtype."""
-        self._pool = pool
-
-    def begin(self, spans: Sequence[AttentionSpan]) -> "SdpaPass":
-        """See Attention."""
-        return SdpaPass(self._pool, spans)
-
-
 class SdpaPass:
-    """An AttentionPass, row by row."""
+    """An AttentionPass by torch's scaled_dot_product_attention with an explicit mask, row by row; used for float32 on
+    GPUs."""
 
     def __init__(self, pool: KVPool, spans: Sequence[AttentionSpan]) -> None:
-        """Prepare the indices of all rows."""
+        """Prepare the indices of all rows. pool: on any device, of any dtype."""
         self._pool = pool
         self._spans = spans
         self._writer = SlotWriter(pool, spans)
@@ -64,23 +53,12 @@ class SdpaPass:
 CAUSAL = (-1, 0)  # window: all keys to the left; the last query is aligned with the last key
 
 
-class VarlenAttention:
-    """Attention by torch.nn.attention.varlen, for float16 and bfloat16 on CUDA."""
-
-    def __init__(self, pool: KVPool) -> None:
-        """pool: on a GPU, in a 16-bit dtype."""
-        self._pool = pool
-
-    def begin(self, spans: Sequence[AttentionSpan]) -> "VarlenPass":
-        """See Attention."""
-        return VarlenPass(self._pool, spans)
-
-
 class VarlenPass:
-    """An AttentionPass: gathers all keys and values of the batch, then one kernel call per layer."""
+    """An AttentionPass by torch.nn.attention.varlen, for float16 and bfloat16 on CUDA: gathers all keys and values of
+    the batch, then one kernel call per layer."""
 
     def __init__(self, pool: KVPool, spans: Sequence[AttentionSpan]) -> None:
-        """Prepare the indices of all rows."""
+        """Prepare the indices of all rows. pool: on a GPU, in a 16-bit dtype."""
         self._pool = pool
         self._writer = SlotWriter(pool, spans)
         self._longest_query = max(span.count for span in spans)

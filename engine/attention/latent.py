@@ -10,6 +10,7 @@ must not depend on its chunks, one form takes all rows.
 """
 
 from collections.abc import Sequence
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -25,7 +26,7 @@ from headrace.engine.attention.expanded import (
     VarlenDense,
     masked_tiles,
 )
-from headrace.engine.attention.native import NativeAttention
+from headrace.engine.attention.native import NativePass
 from headrace.engine.attention.paged import Attention, AttentionPass, AttentionSpan, SlotWriter, slot_index
 from headrace.engine.kv.device_copies import place
 from headrace.engine.kv.pool import KVPool
@@ -33,21 +34,9 @@ from headrace.engine.model.mla_spec import MlaSpec
 from headrace.engine.native import Kernels
 
 
-class LatentSdpaAttention:
-    """Attention to latents, which are keys and values of all heads. See LatentRows.absorbed for shapes."""
-
-    def __init__(self, mla: MlaSpec, pool: KVPool) -> None:
-        """pool: on any device, of any dtype."""
-        self._mla = mla
-        self._pool = pool
-
-    def begin(self, spans: Sequence[AttentionSpan]) -> "LatentSdpaPass":
-        """See Attention."""
-        return LatentSdpaPass(self._mla, self._pool, spans)
-
-
 class LatentSdpaPass:
-    """An AttentionPass, row by row."""
+    """An AttentionPass in absorbed form by scaled_dot_product_attention, row by row, for GPUs and CPUs without native
+    kernels: latents are keys and values of all heads. See LatentRows.absorbed for shapes."""
 
     def __init__(self, mla: MlaSpec, pool: KVPool, spans: Sequence[AttentionSpan]) -> None:
         """Prepare the indices of all rows."""
@@ -116,7 +105,7 @@ class LatentAttention:
         self._absorbed = absorbed
         self._dense = dense
 
-    def begin(self, spans: Sequence[AttentionSpan]) -> LatentPass:
+    def __call__(self, spans: Sequence[AttentionSpan]) -> LatentPass:
         """See Attention."""
         expanded = [self._form == "expanded" or (self._form == "length" and self._expands(span)) for span in spans]
         if len(set(expanded)) < 2:
@@ -133,7 +122,7 @@ class LatentAttention:
     def _part(self, spans: Sequence[AttentionSpan], index: Tensor | None, *, expanded: bool) -> LatentRows:
         if expanded:
             return LatentRows(index, None, ExpandedPass(self._mla, self._pool, spans, self._dense))
-        return LatentRows(index, self._absorbed.begin(spans), None)
+        return LatentRows(index, self._absorbed(spans), None)
 
     def _expands(self, span: AttentionSpan) -> bool:
         """Whether the expanded form takes fewer multiplications, per head and layer."""
@@ -155,9 +144,9 @@ def latent_attention(mla: MlaSpec, pool: KVPool, form: MlaForm, *, kernels: Kern
     """The fastest attention over a pool of latents on its device. kernels: the native ones, where they work."""
     form = resolve_form(form, pool.tensor.device.type)
     if kernels is not None:
-        native = NativeAttention(pool, kernels, mla.scale, mla.kv_rank)
+        native = partial(NativePass, pool, kernels, scale=mla.scale, value_width=mla.kv_rank)
         return LatentAttention(mla, pool, form, native, NativeDense(kernels, mla.scale))
     dense: DenseAttention = SdpaDense(mla.scale)
     if pool.tensor.device.type != "cpu" and pool.tensor.dtype != torch.float32:
         dense = VarlenDense(mla.scale)
-    return LatentAttention(mla, pool, form, LatentSdpaAttention(mla, pool), dense)
+    return LatentAttention(mla, pool, form, partial(LatentSdpaPass, mla, pool), dense)

@@ -75,37 +75,30 @@ def rows_of(pool: KVPool, value_width: int = 0) -> Rows:
     )
 
 
-class NativeAttention:
-    """Attention by native kernels, for CPU pools of any dtype: of keys and values, or of latents that are both.
+class NativePass:
+    """An AttentionPass by native kernels, for CPU pools of any dtype: of keys and values, or of latents that are both.
+    Work items are planned once, for all layers.
 
     Attention is computed in float32, or in bfloat16 where queries and pool are, if there is a kernel for that.
     """
 
-    def __init__(self, pool: KVPool, kernels: Kernels, scale: float = 0.0, value_width: int = 0) -> None:
-        """pool: on the CPU, of any dtype. scale: of the scores, by default 1 / sqrt(head_dim). value_width: of latents,
-        how much of each is the value."""
-        self._pool = pool
-        self._kernels = kernels
-        self._rows = rows_of(pool, value_width)
-        self._scale = scale or 1 / math.sqrt(self._rows.width)
-
-    def begin(self, spans: Sequence[AttentionSpan]) -> "NativePass":
-        """See Attention."""
-        return NativePass(self._pool, self._kernels, spans, self._rows, self._scale)
-
-
-class NativePass:
-    """An AttentionPass whose work items are planned once, for all layers."""
-
     def __init__(
-        self, pool: KVPool, kernels: Kernels, spans: Sequence[AttentionSpan], rows: Rows, scale: float
+        self,
+        pool: KVPool,
+        kernels: Kernels,
+        spans: Sequence[AttentionSpan],
+        *,
+        scale: float = 0.0,
+        value_width: int = 0,
     ) -> None:
-        """Prepare the records of all rows."""
+        """Prepare the records of all rows. pool: on the CPU, of any dtype. scale: of the scores, by default 1 /
+        sqrt(head_dim). value_width: of latents, how much of each is the value."""
+        rows = rows_of(pool, value_width)
         self._pool = pool
         self._kernels = kernels
         self._spans = spans
         self._slots = first_slots(pool, spans, prefixes=False)
-        self._work = NativeWork(kernels, spans, rows, scale)
+        self._work = NativeWork(kernels, spans, rows, scale or 1 / math.sqrt(rows.width))
 
     def attend(self, layer: int, query: Tensor, keys_values: Tensor) -> Tensor:
         """See AttentionPass."""

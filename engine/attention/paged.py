@@ -1,6 +1,6 @@
 """Paged attention as the decoder calls it, and slot mapping: where in the pool keys and values of positions are."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -36,12 +36,9 @@ class AttentionPass(Protocol):
         ...
 
 
-class Attention(Protocol):
-    """Attention over one KV pool. Slots that no span covers never influence a result, even if they hold NaN."""
-
-    def begin(self, spans: Sequence[AttentionSpan]) -> AttentionPass:
-        """Prepare a forward pass over these rows, in batch order."""
-        ...
+Attention = Callable[[Sequence[AttentionSpan]], AttentionPass]
+"""Attention over one KV pool: prepares a forward pass over these rows, in batch order. Slots that no span covers never
+influence a result, even if they hold NaN."""
 
 
 class SlotWriter:

@@ -15,7 +15,7 @@ from headrace.core.messages.orders import PlanRow
 from headrace.core.types.kv.geometry import Geometry
 from headrace.core.types.requests.request import SamplingParams
 from headrace.engine.attention import native as native_attention
-from headrace.engine.attention.native import NativeAttention
+from headrace.engine.attention.native import NativePass
 from headrace.engine.attention.paged import AttentionSpan
 from headrace.engine.device import cpu_flags
 from headrace.engine.kv.pool import KVPool
@@ -117,7 +117,7 @@ def test_attention_does_not_depend_on_chunks_and_batches(
             extra_kv = normal(len(extra), *keys_values.shape[1:]).to(query.dtype)
             batch = torch.cat((query[start : start + size], extra))
             batch_kv = torch.cat((keys_values[start : start + size], extra_kv))
-            results.append(NativeAttention(pool, kernels).begin(spans).attend(0, batch, batch_kv)[:size])
+            results.append(NativePass(pool, kernels, spans).attend(0, batch, batch_kv)[:size])
             start += size
         return torch.cat(results)
 
@@ -152,7 +152,7 @@ def test_the_emulation_of_bfloat16_attention_equals_the_instructions(
         pool = KVPool(Geometry("bfloat16", 1, 1, width, page_size), len(pages))
         pool.tensor.fill_(float("nan"))
         with patch.object(native_attention, "SEGMENT", 128):
-            running = NativeAttention(pool, kernels).begin([AttentionSpan(0, count, pages)])
+            running = NativePass(pool, kernels, [AttentionSpan(0, count, pages)])
             results.append(running.attend(0, heads[:, :group], heads[:, group:]))
     assert_same_bits(*results)
 

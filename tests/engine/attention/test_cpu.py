@@ -1,5 +1,7 @@
 """The CPU attention against the plain one, over random batches."""
 
+from functools import partial
+
 import numpy as np
 import pytest
 import torch
@@ -9,8 +11,8 @@ from hypothesis import strategies as st
 import headrace.engine.attention.cpu as cpu
 from headrace.core.types.kv.geometry import Geometry
 from headrace.engine.attention import choose_attention
-from headrace.engine.attention.cpu import CpuAttention
-from headrace.engine.attention.gpu import SdpaAttention
+from headrace.engine.attention.cpu import CpuPass
+from headrace.engine.attention.gpu import SdpaPass
 from headrace.engine.attention.paged import Attention, AttentionSpan
 from headrace.engine.device import has_bfloat16_vectors, has_matrix_units, has_wide_vectors
 from headrace.engine.kv.pool import KVPool
@@ -53,7 +55,7 @@ def run(attention: Attention, spans: list[AttentionSpan], dtype: torch.dtype = t
     """Outputs per layer for the same queries, keys and values every time, rounded to bfloat16 first."""
     tokens = sum(span.count for span in spans)
     generator = torch.Generator().manual_seed(2)
-    running = attention.begin(spans)
+    running = attention(spans)
     outputs = []
     for layer in range(LAYERS):
         query = torch.randn(tokens, HEADS, HEAD_DIM, generator=generator).bfloat16().to(dtype)
@@ -73,7 +75,7 @@ def test_nan_in_a_key_or_value_shows_in_all_that_see_it(kind: str, dtype: str, s
     def attended(bad: tuple[int, int] | None) -> torch.Tensor:
         pool = make_pool(16, dtype)
         native = kind == "sdpa" or has_matrix_units(dtype, "cpu", cpuinfo(kind))
-        attention: Attention = SdpaAttention(pool)
+        attention: Attention = partial(SdpaPass, pool)
         if kind != "sdpa":
             kernels = load_kernels(wide=has_wide_vectors(cpuinfo(kind)), bfloat16=has_bfloat16_vectors(cpuinfo(kind)))
             attention = choose_attention(pool, native_units=native, kernels=kernels)
@@ -88,7 +90,7 @@ def test_nan_in_a_key_or_value_shows_in_all_that_see_it(kind: str, dtype: str, s
                 pool.tensor[spans[0].pages[position // 16], 0, plane, 0, position % 16, 3] = torch.nan
             else:
                 keys_values[position - start, plane * KV_HEADS, 3] = torch.nan
-        return attention.begin(spans).attend(0, query, keys_values)
+        return attention(spans).attend(0, query, keys_values)
 
     clean = attended(None)
     for position in {0, start - 1, start, start + count - 1} - {-1}:
@@ -114,8 +116,8 @@ def test_cpu_attention_equals_plain_sdpa(shapes: list[tuple[int, int]], page_siz
         poison_unused(pool, spans)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cpu, "DIAGONAL", block)
-        fast = run(CpuAttention(pools[0], torch.float32), spans)
-    plain = run(SdpaAttention(pools[1]), spans)
+        fast = run(partial(CpuPass, pools[0], compute_dtype=torch.float32), spans)
+    plain = run(partial(SdpaPass, pools[1]), spans)
     for one, other in zip(fast, plain, strict=True):
         torch.testing.assert_close(one, other, atol=2e-5, rtol=2e-5)
     torch.testing.assert_close(pools[0].tensor, pools[1].tensor, equal_nan=True, atol=0, rtol=0)
@@ -126,7 +128,7 @@ def test_sixteen_bit_keys_are_attended_in_float32() -> None:
     low, high = make_pool(16, "bfloat16"), make_pool(16)
     high.tensor.copy_(low.tensor)
     found = run(choose_attention(low, native_units=False), spans, torch.bfloat16)
-    for one, other in zip(found, run(SdpaAttention(high), spans), strict=True):
+    for one, other in zip(found, run(partial(SdpaPass, high), spans), strict=True):
         torch.testing.assert_close(one.float(), other, atol=1e-5, rtol=2**-8)  # one rounding, at the end
 
 
@@ -136,7 +138,7 @@ def test_the_cpus_matrix_units_are_given_sixteen_bits() -> None:
     low, high = make_pool(16, "bfloat16"), make_pool(16)
     high.tensor.copy_(low.tensor)
     found = run(choose_attention(low, native_units=True), spans, torch.bfloat16)
-    for one, other in zip(found, run(SdpaAttention(high), spans), strict=True):
+    for one, other in zip(found, run(partial(SdpaPass, high), spans), strict=True):
         assert one.dtype == torch.bfloat16
         torch.testing.assert_close(one.float(), other, atol=2e-2, rtol=2e-2)
 

@@ -40,7 +40,7 @@ def attend(attention: LatentAttention, cuts: list[int], query: torch.Tensor, lat
     pages = np.random.default_rng(1).permutation(PAGES)
     parts = []
     for start, end in zip([0, *cuts], [*cuts, len(query)], strict=True):
-        [part] = attention.begin([AttentionSpan(start, end - start, pages)]).parts
+        [part] = attention([AttentionSpan(start, end - start, pages)]).parts
         assert part.absorbed is not None
         parts.append(part.absorbed.attend(1, query[start:end], latents[start:end]))
     return torch.cat(parts)
@@ -97,7 +97,7 @@ def test_both_forms_are_the_same(mla: MlaSpec, tile_heads: int, kernels: bool, m
     pages = np.random.default_rng(1).permutation(PAGES)
     attention = latent_attention(mla, make_pool(mla), "expanded", kernels=native(True) if kernels else None)
     for first, tokens in ((0, start), (start, count)):
-        [part] = attention.begin([AttentionSpan(first, tokens, pages)]).parts
+        [part] = attention([AttentionSpan(first, tokens, pages)]).parts
         assert part.expanded is not None
         rows = slice(first, first + tokens)
         tiles.clear()

@@ -53,7 +53,7 @@ def test_ranks_together_say_what_one_says(
         found = []
         for start, end in ((0, 30), (30, LENGTH)):
             rows = slice(start, end)
-            attending = attention.begin([AttentionSpan(start, end - start, pages)])
+            attending = attention([AttentionSpan(start, end - start, pages)])
             found.append(block.post(0, normed[rows], Rotary(cos[rows], sin[rows]), attending).wait())
         return torch.cat(found), pool.tensor
 

@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable
+from functools import partial
 from importlib.resources import files
 from pathlib import Path
 from typing import NamedTuple
@@ -12,7 +13,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import headrace.engine.runner
 from headrace.core.types.requests.request import SamplingParams, TokenLogprob
-from headrace.engine.attention.gpu import VarlenAttention
+from headrace.engine.attention.gpu import VarlenPass
 from headrace.engine.model.checkpoint import open_checkpoint
 from headrace.engine.model.compiled import CompiledArithmetic
 from headrace.engine.model.fingerprint import fingerprint
@@ -74,7 +75,7 @@ def cpu_with_units(patch: pytest.MonkeyPatch) -> str:
 
 def gpu(patch: pytest.MonkeyPatch) -> str:
     """What a GPU is given to do, down to its flash kernel."""
-    patch.setattr(headrace.engine.runner, "choose_attention", lambda pool, **others: VarlenAttention(pool))
+    patch.setattr(headrace.engine.runner, "choose_attention", lambda pool, **others: partial(VarlenPass, pool))
     patch.setattr(headrace.engine.runner, "choose_arithmetic", lambda *others: CompiledArithmetic("aot_eager"))
     return cpuinfo("bf16")
 

@@ -13,9 +13,9 @@ from headrace.core.config import EngineConfig
 from headrace.core.types.kv.geometry import Geometry
 from headrace.core.types.requests.request import SamplingParams
 from headrace.engine.attention import choose_attention
-from headrace.engine.attention.cpu import CpuAttention
-from headrace.engine.attention.gpu import SdpaAttention
-from headrace.engine.attention.native import NativeAttention
+from headrace.engine.attention.cpu import CpuPass
+from headrace.engine.attention.gpu import SdpaPass
+from headrace.engine.attention.native import NativePass
 from headrace.engine.attention.paged import AttentionSpan
 from headrace.engine.device import has_wide_vectors
 from headrace.engine.kv.pool import KVPool
@@ -167,7 +167,7 @@ def test_attention_equals_plain_sdpa(
     tokens = sum(count for _, count in shapes)
     heads = normal(tokens, kv_heads * (group + 2), width, seed=seed).to(low.tensor.dtype)
     query, keys_values = heads[:, : kv_heads * group], heads[:, kv_heads * group :]
-    wide, rounded, plain = (each.begin(spans) for each in (*[NativeAttention(low, kernels)] * 2, SdpaAttention(high)))
+    wide, rounded, plain = (*(NativePass(low, kernels, spans) for _ in range(2)), SdpaPass(high, spans))
     for layer in range(2):
         expected = plain.attend(layer, query.float(), keys_values.float())
         found = wide.attend(layer, query.float(), keys_values)
@@ -185,8 +185,8 @@ def test_very_unlike_scores(kernels: Kernels) -> None:
         each.tensor.zero_()
     spans = [AttentionSpan(0, 300, np.arange(32))]
     heads = 40 * normal(300, 3, 16)
-    found = NativeAttention(pool, kernels).begin(spans).attend(0, heads[:, :1], heads[:, 1:])
-    expected = SdpaAttention(other).begin(spans).attend(0, heads[:, :1], heads[:, 1:])
+    found = NativePass(pool, kernels, spans).attend(0, heads[:, :1], heads[:, 1:])
+    expected = SdpaPass(other, spans).attend(0, heads[:, :1], heads[:, 1:])
     torch.testing.assert_close(found, expected, atol=2e-3, rtol=2e-3)
 
 
@@ -204,12 +204,13 @@ def test_tensors_of_another_kind_are_refused(kernels: Kernels) -> None:
 
 def test_who_computes_attention(kernels: Kernels) -> None:
     """The kernels where there are any, else torch."""
+    spans = [AttentionSpan(0, 1, np.zeros(1, np.int64))]
     for dtype in ("float32", "bfloat16", "float16"):
         pool = KVPool(Geometry(dtype, 1, 1, 16, 16), 2)
         for native_units in (False, True):
             chosen = choose_attention(pool, native_units=native_units, kernels=kernels)
-            assert isinstance(chosen, NativeAttention)
-        assert isinstance(choose_attention(pool, native_units=True, kernels=None), CpuAttention)
+            assert isinstance(chosen(spans), NativePass)
+        assert isinstance(choose_attention(pool, native_units=True, kernels=None)(spans), CpuPass)
 
 
 @pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.full), "bfloat16"])
