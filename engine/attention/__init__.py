@@ -5,7 +5,7 @@ from functools import partial
 import torch
 
 from headrace.engine.attention.cpu import CpuPass
-from headrace.engine.attention.gpu import SdpaPass, VarlenPass
+from headrace.engine.attention.gpu import SdpaPass
 from headrace.engine.attention.native import NativePass
 from headrace.engine.attention.paged import Attention
 from headrace.engine.kv.pool import KVPool
@@ -25,4 +25,6 @@ def choose_attention(pool: KVPool, *, native_units: bool, kernels: Kernels | Non
         return partial(CpuPass, pool, compute_dtype=dtype if native_units else torch.float32)
     if dtype == torch.float32:
         return partial(SdpaPass, pool)
+    from headrace.engine.attention.varlen import VarlenPass
+
     return partial(VarlenPass, pool)

@@ -8,18 +8,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from headrace.core.types.kv.geometry import ceil_div
 from headrace.engine.attention.native import NativeWork, Rows
 from headrace.engine.attention.paged import AttentionSpan, SlotWriter, slot_index
-from headrace.engine.kv.device_copies import place
 from headrace.engine.kv.pool import KVPool
 from headrace.engine.model.mla_spec import MlaSpec
 from headrace.engine.native import Kernels
 
 TILE_BYTES = 128 << 20  # of expanded keys and values at a time, which are of some heads and all positions of a row
-CAUSAL = (-1, 0)  # window: all keys to the left; the last query is aligned with the last key
 QUERY_TILE = 256  # tokens, at most, whose scores a mask is made for
-KERNEL_STEP = 8  # elements; the kernel takes heads of multiples of it
 
 
 class Expand(Protocol):
@@ -118,37 +114,6 @@ class SdpaDense:
         """See DenseAttention."""
         keys, values = split_heads(expanded, rotated, nope_dim)
         return masked_tiles(query, keys, values, self._scale)
-
-
-class VarlenDense:
-    """DenseAttention by FlashAttention-2, for float16 and bfloat16 on CUDA. Keys and values are padded to one width."""
-
-    def __init__(self, scale: float) -> None:
-        """scale: of the scores."""
-        self._scale = scale
-
-    def attend(self, query: Tensor, expanded: Tensor, rotated: Tensor, nope_dim: int) -> Tensor:
-        """See DenseAttention."""
-        from torch.nn.attention.varlen import varlen_attn  # not in every torch
-
-        keys, values = split_heads(expanded, rotated, nope_dim)
-        value_dim, tokens, positions = values.shape[2], len(query), len(keys)
-        width = ceil_div(max(keys.shape[2], value_dim), KERNEL_STEP) * KERNEL_STEP
-        heads = [F.pad(rows, (0, width - rows.shape[2])).contiguous() for rows in (query, keys, values)]
-        ends = [place(np.array([0, end], np.int32), query.device) for end in (tokens, positions)]
-        attended = varlen_attn(
-            heads[0],
-            heads[1],
-            heads[2],
-            ends[0],
-            ends[1],
-            tokens,
-            positions,
-            scale=self._scale,
-            window_size=CAUSAL,
-        )
-        assert isinstance(attended, Tensor)
-        return attended[..., :value_dim]
 
 
 def split_heads(expanded: Tensor, rotated: Tensor, nope_dim: int) -> tuple[Tensor, Tensor]:

@@ -23,7 +23,6 @@ from headrace.engine.attention.expanded import (
     ExpandedPass,
     NativeDense,
     SdpaDense,
-    VarlenDense,
     masked_tiles,
 )
 from headrace.engine.attention.native import NativePass
@@ -148,5 +147,7 @@ def latent_attention(mla: MlaSpec, pool: KVPool, form: MlaForm, *, kernels: Kern
         return LatentAttention(mla, pool, form, native, NativeDense(kernels, mla.scale))
     dense: DenseAttention = SdpaDense(mla.scale)
     if pool.tensor.device.type != "cpu" and pool.tensor.dtype != torch.float32:
+        from headrace.engine.attention.varlen import VarlenDense
+
         dense = VarlenDense(mla.scale)
     return LatentAttention(mla, pool, form, partial(LatentSdpaPass, mla, pool), dense)

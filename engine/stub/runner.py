@@ -1,7 +1,7 @@
 """Runner of the stub model: takes a configured time, and its tokens reveal any corrupted KV, hidden state or token.
 
 The token sampled from a row follows from the state of its last position and from a digest of the states of all its
-positions, read from the pages (stub_states.py). So a wrong, stale or misplaced page, a lost hidden state, a token of
+positions, read from the pages (states.py). So a wrong, stale or misplaced page, a lost hidden state, a token of
 another row, or a head that is lost, doubled or at the wrong rank yields another token; chunking, batching, paging, the
 pipeline split and tensor parallelism do not: integers add up to the same bits in any order.
 

@@ -8,7 +8,7 @@ import pytest
 
 from headrace.core.types.packed import pack, prompt_hash
 from headrace.gateway.vllm import routes
-from headrace.peer.commands import ReleaseLoad
+from headrace.peer.commands import AnyResult, LoadKv, ReleaseLoad
 from tests.gateway.site import failing, gateway_site
 from tests.server.fakes import in_loop
 
@@ -138,8 +138,16 @@ async def test_a_prompt_that_a_server_refuses_goes_to_another_one(monkeypatch: p
     async with gateway_site(monkeypatch, servers=2) as site:
         while not all(server.up for server in site.gateway._parts.prefills.servers()):  # type: ignore[union-attr]
             await asyncio.sleep(0.01)
-        results = [failing("queue_full"), site.peer.script]
-        site.peer.script = lambda load: results.pop(0)(load)
+        succeeds = site.peer.script
+
+        def script(load: LoadKv) -> AnyResult | None:
+            if not site.prompts():
+                return failing("queue_full")(load)
+            for server in site.prefills:  # that is before the second one is asked
+                server.answers["/v1/prefill"] = (200, {})
+            return succeeds(load)
+
+        site.peer.script = script
         for server in site.prefills:
             server.answers["/v1/prefill"] = (429, {"error": {"code": "queue_full", "message": "full"}})
         answer = await site.post(prompt=IDS)

@@ -10,6 +10,7 @@ from headrace.core.types.kv.geometry import Component, Geometry
 from headrace.engine.attention import expanded
 from headrace.engine.attention.latent import LatentAttention, latent_attention
 from headrace.engine.attention.paged import AttentionSpan
+from headrace.engine.attention.varlen import VarlenDense
 from headrace.engine.kv.pool import KVPool
 from headrace.engine.model.mla_spec import MlaSpec
 from tests.engine.flash import flash_on_cpu
@@ -118,7 +119,7 @@ def test_the_flash_kernel_of_gpus_gets_padded_values(mla: MlaSpec, count: int) -
     query, made = normal(count, 3, mla.query_dim), normal(67, 3, mla.nope_dim + mla.value_dim, seed=1)
     low = [rows.bfloat16() for rows in (query, made, normal(67, mla.rope_dim, seed=2))]
     with flash_on_cpu():
-        found = expanded.VarlenDense(mla.scale).attend(low[0], low[1], low[2], mla.nope_dim)
+        found = VarlenDense(mla.scale).attend(low[0], low[1], low[2], mla.nope_dim)
     wide = [rows.float() for rows in low]
     plain = expanded.SdpaDense(mla.scale).attend(wide[0], wide[1], wide[2], mla.nope_dim)
     torch.testing.assert_close(found.float(), plain, atol=1e-5, rtol=2**-8)  # one rounding, at the end

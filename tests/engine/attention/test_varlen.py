@@ -5,7 +5,8 @@ from functools import partial
 import torch
 from hypothesis import given, settings
 
-from headrace.engine.attention.gpu import SdpaPass, VarlenPass
+from headrace.engine.attention.gpu import SdpaPass
+from headrace.engine.attention.varlen import VarlenPass
 from tests.engine.attention.test_cpu import PAGES, make_pool, make_spans, poison_unused, run, spans_of
 from tests.engine.flash import flash_on_cpu
 

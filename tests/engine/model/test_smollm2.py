@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import headrace.engine.runner
 from headrace.core.types.requests.request import SamplingParams, TokenLogprob
-from headrace.engine.attention.gpu import VarlenPass
+from headrace.engine.attention.varlen import VarlenPass
 from headrace.engine.model.checkpoint import open_checkpoint
 from headrace.engine.model.compiled import CompiledArithmetic
 from headrace.engine.model.fingerprint import fingerprint

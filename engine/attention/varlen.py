@@ -1,0 +1,95 @@
+"""Attention on GPUs in 16-bit dtypes: FlashAttention (arXiv 2307.08691), one variable-length call for all rows.
+
+Keys and values of a batch are gathered from the pool first, once per layer: the kernel's own paging requires pages of
+256 tokens. Queries, keys and values may be strided as long as each head is dense, so nothing else is copied.
+
+Imported where it is chosen: torch's module takes a second to import, and is not in every torch.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention.varlen import varlen_attn
+
+from headrace.core.types.kv.geometry import ceil_div
+from headrace.engine.attention.expanded import split_heads
+from headrace.engine.attention.paged import AttentionSpan, SlotWriter, slot_index
+from headrace.engine.kv.device_copies import place
+from headrace.engine.kv.pool import KVPool
+
+CAUSAL = (-1, 0)  # window: all keys to the left; the last query is aligned with the last key
+KERNEL_STEP = 8  # elements; the kernel takes heads of multiples of it
+
+
+class VarlenPass:
+    """An AttentionPass by torch.nn.attention.varlen, for float16 and bfloat16 on CUDA: gathers all keys and values of
+    the batch, then one kernel call per layer."""
+
+    def __init__(self, pool: KVPool, spans: Sequence[AttentionSpan]) -> None:
+        """Prepare the indices of all rows. pool: on a GPU, in a 16-bit dtype."""
+        self._pool = pool
+        self._writer = SlotWriter(pool, spans)
+        self._longest_query = max(span.count for span in spans)
+        self._longest_key = max(span.start + span.count for span in spans)
+        device = pool.tensor.device
+        self._query_ends = _ends([span.count for span in spans], device)
+        self._key_ends = _ends([span.start + span.count for span in spans], device)
+        self._slots = slot_index(pool, spans, prefixes=True)
+
+    def attend(self, layer: int, query: Tensor, keys_values: Tensor) -> Tensor:
+        """See AttentionPass."""
+        self._writer.write(layer, keys_values)
+        geometry = self._pool.geometry
+        stride = self._pool.blocks_per_layer * geometry.page_size
+        rows = self._pool.slots.index_select(0, self._slots + layer * stride)
+        keys, values = rows.view(-1, 2 * geometry.kv_heads, geometry.head_dim).chunk(2, dim=1)
+        attended = varlen_attn(
+            query,
+            keys,
+            values,
+            self._query_ends,
+            self._key_ends,
+            self._longest_query,
+            self._longest_key,
+            window_size=CAUSAL,
+            enable_gqa=query.shape[1] != geometry.kv_heads,
+        )
+        assert isinstance(attended, Tensor)
+        return attended
+
+
+class VarlenDense:
+    """DenseAttention by FlashAttention-2, for float16 and bfloat16 on CUDA. Keys and values are padded to one width."""
+
+    def __init__(self, scale: float) -> None:
+        """scale: of the scores."""
+        self._scale = scale
+
+    def attend(self, query: Tensor, expanded: Tensor, rotated: Tensor, nope_dim: int) -> Tensor:
+        """See DenseAttention."""
+        keys, values = split_heads(expanded, rotated, nope_dim)
+        value_dim, tokens, positions = values.shape[2], len(query), len(keys)
+        width = ceil_div(max(keys.shape[2], value_dim), KERNEL_STEP) * KERNEL_STEP
+        heads = [F.pad(rows, (0, width - rows.shape[2])).contiguous() for rows in (query, keys, values)]
+        ends = [_ends([count], query.device) for count in (tokens, positions)]
+        attended = varlen_attn(
+            heads[0],
+            heads[1],
+            heads[2],
+            ends[0],
+            ends[1],
+            tokens,
+            positions,
+            scale=self._scale,
+            window_size=CAUSAL,
+        )
+        assert isinstance(attended, Tensor)
+        return attended[..., :value_dim]
+
+
+def _ends(lengths: list[int], device: torch.device) -> Tensor:
+    """Cumulative lengths (cu_seqlens): int32 [rows + 1], from 0, on the device."""
+    return place(np.cumsum([0, *lengths], dtype=np.int32), device)
