@@ -31,6 +31,10 @@ class Shares:
         else:
             self._used.pop(owner, None)
 
+    def admits(self, owner: str, more: int, limit: int) -> bool:
+        """So much more keeps all owners within the limit, or else this one within its equal share of it."""
+        return self.total + more <= limit or self.within_equal_share(owner, more, limit)
+
     def within_equal_share(self, owner: str, more: int, limit: int) -> bool:
         """With so much more, the owner has no more than an equal share of the limit. An owner without anything may
         always have it; one that is alone has no share, but the limit."""

@@ -69,7 +69,7 @@ def _down(code: str, text: str, when: str, limit: str = "", retry_s: float | Non
 OPEN_BY_KEY = _full(
     "{own} requests of this API key are open, of {total} in all; retry",
     "requests with keys that are open (HTTP)",
-    "connections of the server",
+    "half of the HTTP connections (`CONNECTIONS`)",
 )
 OPEN_REQUESTS = _full(
     "{most} requests are open, which is the limit", "requests that are open (front end)", "`--max-queued-requests`"
@@ -160,7 +160,7 @@ CONNECTIONS = _down(
     "too_many_connections",
     "too many connections are open, each with a request; retry",
     "connections, all of them with a request",
-    "connections of the server",
+    "half of the spare descriptors (`ulimit -n`), at most 16,384",
 )
 
 # Beginning and end of a server.

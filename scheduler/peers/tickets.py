@@ -53,7 +53,7 @@ class TicketTable:
     def full(self, owner: str) -> bool:
         """No more reservations of this owner may wait for their prompts: there are as many as may, and it has an equal
         share of them."""
-        return len(self._early) >= self._limit and not self._shares.within_equal_share(owner, 1, self._limit)
+        return not self._shares.admits(owner, 1, self._limit)
 
     @property
     def early_reservations(self) -> list[PeerReserved]:

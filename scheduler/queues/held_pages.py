@@ -39,10 +39,8 @@ class HeldPages:
     def fits(self, tokens: int, tenant: str) -> bool:
         """A prompt of this many tokens of the tenant may be added."""
         pages, limit = self._cache.pages_for(tokens), self.limit
-        if self.pages + pages <= limit:
-            return True
         beyond = limit + (self._cache.total - limit) // 2
-        return self.pages + pages <= beyond and self._pages.within_equal_share(tenant, pages, limit)
+        return self.pages + pages <= beyond and self._pages.admits(tenant, pages, limit)
 
     def add(self, request: Request) -> None:
         """Count a request that is going to be computed before its peer reserves."""

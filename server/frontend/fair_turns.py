@@ -26,7 +26,7 @@ class FairTurns:
     async def turn(self, client: str) -> AsyncIterator[None]:
         """Wait for a turn, and have it. Raises HeadraceError (429) if too many wait."""
         waiting = self._waiting
-        if waiting.total >= self._most_waiting and not waiting.within_equal_share(client, 1, self._most_waiting):
+        if not waiting.admits(client, 1, self._most_waiting):
             raise refusals.CLIENT_WAITS.raised(own=waiting.used(client), what=self._what, total=waiting.total)
         begun = asyncio.get_running_loop().create_future()
         self._queues.setdefault(client, deque()).append(begun)

@@ -83,10 +83,9 @@ class BodyBudget:
 
     def check(self, size: int, tenant: str = "") -> None:
         """Raises HeadraceError (503) if a body of this size, of this tenant, does not fit now."""
-        used = self._shares.total
-        if used + size > self._limit and not self._shares.within_equal_share(tenant, size, self._limit):
+        if not self._shares.admits(tenant, size, self._limit):
             self._counters.add("http_bodies_refused_total")
-            raise refusals.BODIES.raised(used=used, limit=self._limit)
+            raise refusals.BODIES.raised(used=self._shares.total, limit=self._limit)
 
     def take(self, size: int, tenant: str = "") -> None:
         """Count bytes that have come. Raises HeadraceError (503) if they do not fit."""

@@ -61,7 +61,7 @@ class ApiKeys:
             error = ErrorInfo(code=FOR_OPERATORS, message=message, status=403)
         elif tenant is not None:
             scope.setdefault("state", {})["tenant"] = tenant
-            if self._open.total < self._max_open or self._open.within_equal_share(tenant, 1, self._max_open):
+            if self._open.admits(tenant, 1, self._max_open):
                 await self._counted(tenant, scope, receive, send)
                 return
             error = refusals.OPEN_BY_KEY.error(own=self._open.used(tenant), total=self._open.total)

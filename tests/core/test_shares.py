@@ -18,7 +18,7 @@ Takes = st.lists(st.tuples(st.sampled_from("abcdef"), st.integers(1, 9)), max_si
 def test_beyond_the_limit_everybody_has_no_more_than_an_equal_share(takes: list[tuple[str, int]]) -> None:
     shares, limit = Shares(), 60
     for owner, more in takes:
-        if shares.total + more <= limit or shares.within_equal_share(owner, more, limit):
+        if shares.admits(owner, more, limit):
             shares.add(owner, more)
         else:
             owners = len(shares._used.keys() | {owner})
