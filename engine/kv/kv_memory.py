@@ -7,8 +7,7 @@ from headrace.core.config import StageConfig
 from headrace.core.types.kv.backends import FAKE, NIXL, SHM, PoolMemory
 from headrace.core.types.kv.geometry import Geometry
 from headrace.core.types.peers.addresses import is_loopback
-from headrace.transfer.backends.base import RegisteredPool, Transport
-from headrace.transfer.backends.fake import FakeTransport
+from headrace.transfer.backends.base import FakeTransport, RegisteredPool, Transport
 from headrace.transfer.backends.shm import SharedPool, ShmTransport, host_token
 from headrace.transfer.backends.strided_pool import c_order
 

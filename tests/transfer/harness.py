@@ -16,8 +16,7 @@ from headrace.core.types.kv.geometry import KV, Geometry
 from headrace.core.types.packed import pack
 from headrace.core.types.peers.session_terms import PeerTerms, PrefillTerms
 from headrace.core.types.requests.request import FirstToken
-from headrace.transfer.backends.base import RegisteredPool, Transport
-from headrace.transfer.backends.fake import FakeTransport
+from headrace.transfer.backends.base import FakeTransport, RegisteredPool, Transport
 from headrace.transfer.backends.shm import SharedPool, ShmTransport
 from headrace.transfer.backends.strided_pool import ArrayPageStore, StridedPool, c_order
 from headrace.transfer.data.receiver import Receiver

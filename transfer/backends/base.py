@@ -1,4 +1,5 @@
-"""Interfaces of a transfer backend that writes into the peer's KV pool, on the sending and the receiving side.
+"""Interfaces of a transfer backend that writes into the peer's KV pool, on the sending and the receiving side; and the
+fake backend, which moves no KV.
 
     sending stage:    Transport.open ─► RemotePages.write … flush ─► RemoteWrite done ─► header (written) ─► Ack
     receiving stage:  memory in Hello, RegisteredPool.grant in Attach; after the session, revoke until it returns True
@@ -7,7 +8,7 @@ Each is used by one thread, the stage's I/O thread, and no call waits for the ot
 """
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from headrace.core.types.kv.backends import NixlAccess, PoolMemory
 from headrace.core.types.kv.geometry import Geometry
@@ -31,6 +32,13 @@ class RemoteWrite(Handle, Protocol):
         """Why they cannot complete within this session, although some of their bytes may still be in flight; "" if
         they can."""
         ...
+
+
+class CompletedWrite(NamedTuple):
+    """A RemoteWrite that is done already."""
+
+    done: bool = True
+    lost: str = ""
 
 
 class RemotePages(Protocol):
@@ -83,3 +91,28 @@ class RegisteredPool(Protocol):
         """End the right of a prefill stage to write through an ended session. False while it may still write, such as a
         stopped process. Once True, always True."""
         ...
+
+
+class FakePages(RemotePages):
+    """RemotePages that are never written."""
+
+    def write(self, page: int, first_slot: int, count: int, data: Bytes, box: Box = WHOLE) -> None:
+        """Does nothing."""
+
+    def flush(self) -> CompletedWrite:
+        """Done at once."""
+        return CompletedWrite()
+
+    def close(self) -> None:
+        """Does nothing."""
+
+
+class FakeTransport:
+    """A Transport to any pool that moves no KV, to measure the cost of everything else. The peer decodes from stale
+    pages."""
+
+    def open(
+        self, session: str, stage: int, geometry: Geometry, memory: PoolMemory, access: NixlAccess | None = None
+    ) -> FakePages:
+        """Never fails."""
+        return FakePages()

@@ -23,8 +23,7 @@ from nixl import _bindings as nixl
 from headrace.core.types.kv.backends import NixlAccess, NixlMemory, Placement, PoolMemory
 from headrace.core.types.kv.geometry import Geometry
 from headrace.transfer.backends.base import RemotePages
-from headrace.transfer.backends.runs import Offsets, runs
-from headrace.transfer.backends.strided_pool import c_order, page_numbers, placed
+from headrace.transfer.backends.strided_pool import Offsets, c_order, page_numbers, placed, runs
 from headrace.transfer.protocol.layout import WHOLE, Box, Bytes, SourceStore
 
 VERSION = "1.5"  # of the agents' metadata; agents of one minor version are compatible

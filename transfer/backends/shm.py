@@ -6,26 +6,29 @@
 
 The writer writes only while it holds the session's lock, and once the owner has that, no writer can get it any more.
 The kernel frees the locks of a process that ends, however it ends, and keeps those of one that is stopped. So the owner
-never mistakes a silent writer for a dead one.
+never mistakes a silent writer for a dead one. Locks are of bytes, which need not exist (Linux open file description
+locks, F_OFD_SETLK): they belong to the open file, not to the process, and end with its last descriptor.
 """
 
 import contextlib
+import errno
+import fcntl
 import mmap
 import os
 import re
 import secrets
 import stat
+import struct
 from collections.abc import Sequence
 from pathlib import Path
 
+import xxhash
 from msgspec.structs import asdict
 
 from headrace.core.types.kv.backends import NixlAccess, PoolLayout, PoolMemory, SharedMemory
 from headrace.core.types.kv.geometry import Geometry
-from headrace.transfer.backends import locks
-from headrace.transfer.backends.base import RemotePages
+from headrace.transfer.backends.base import CompletedWrite, RemotePages
 from headrace.transfer.backends.copying import copy, copy_rows
-from headrace.transfer.backends.fake import CompletedWrite
 from headrace.transfer.backends.strided_pool import StridedPool
 from headrace.transfer.protocol.layout import WHOLE, Box, Bytes, SourceStore
 
@@ -33,6 +36,8 @@ FOLDER = Path("/dev/shm")
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _NAME = re.compile(r"headrace-kv-[0-9a-f]{32}")
 _BLOCK = 512  # bytes, the unit of st_blocks
+_FLOCK = "hhqqi0q"  # l_type, l_whence, l_start, l_len, l_pid
+OWNER_BYTE = 0  # the byte that the owner of a pool holds for its lifetime
 
 
 def host_token() -> str:
@@ -41,7 +46,7 @@ def host_token() -> str:
     Made of the kernel's boot id and the file system's device number, since containers on one machine have a /dev/shm
     each unless configured otherwise. "" if shared memory cannot be used.
     """
-    if not locks.available() or not _BOOT_ID.is_file() or not os.access(FOLDER, os.W_OK):
+    if not _locks_available() or not _BOOT_ID.is_file() or not os.access(FOLDER, os.W_OK):
         return ""
     return f"{_BOOT_ID.read_text().strip()}.{FOLDER.stat().st_dev:x}"
 
@@ -49,7 +54,7 @@ def host_token() -> str:
 def sweep() -> None:
     """Remove pools that were left behind by processes that ended without cleanup: files of our naming scheme whose
     owner's lock is free. (A new pool is locked before it gets its name.)"""
-    if not locks.available() or not FOLDER.is_dir():
+    if not _locks_available() or not FOLDER.is_dir():
         return
     for path in FOLDER.iterdir():
         if _NAME.fullmatch(path.name) is None:
@@ -57,7 +62,7 @@ def sweep() -> None:
         with contextlib.suppress(OSError):  # another user's, or removed meanwhile
             file = os.open(path, os.O_RDWR | os.O_NOFOLLOW)
             try:
-                if not locks.is_taken(file, locks.OWNER):
+                if not _is_locked(file, OWNER_BYTE):
                     path.unlink()
             finally:
                 os.close(file)
@@ -73,7 +78,7 @@ class SharedPool:
         self._file = os.open(FOLDER, os.O_TMPFILE | os.O_RDWR, 0o600)
         try:
             os.posix_fallocate(self._file, 0, size)  # writing into a hole raises SIGBUS when memory is short
-            locks.take(self._file, locks.OWNER)
+            _lock(self._file, OWNER_BYTE)
             self._map = mmap.mmap(self._file, size)
             self._path = FOLDER / f"headrace-kv-{secrets.token_hex(16)}"
             folder = os.open(FOLDER, os.O_RDONLY)
@@ -101,7 +106,7 @@ class SharedPool:
 
     def revoke(self, session: str, stage: int) -> bool:
         """Take the writer's lock; see the module docstring."""
-        return locks.take(self._file, locks.writer_byte(session, stage))
+        return _lock(self._file, writer_byte(session, stage))
 
     def close(self) -> None:
         """Remove the file name. The memory is freed with its last mapping."""
@@ -127,9 +132,9 @@ class ShmPages(RemotePages):
         self._file = os.open(FOLDER / memory.name, os.O_RDWR | os.O_NOFOLLOW)
         try:
             _check(os.fstat(self._file), memory)
-            if not locks.is_taken(self._file, locks.OWNER):
+            if not _is_locked(self._file, OWNER_BYTE):
                 raise ValueError(f"the file {memory.name} has no owner")
-            if not locks.take(self._file, locks.writer_byte(session, stage)):
+            if not _lock(self._file, writer_byte(session, stage)):
                 raise ValueError("the peer has ended the session")
             self._map = mmap.mmap(self._file, memory.bytes)
         except (OSError, ValueError):
@@ -180,3 +185,32 @@ def _check(found: os.stat_result, memory: SharedMemory) -> None:
     for problem, there in problems.items():
         if there:
             raise ValueError(f"the file {memory.name} {problem}")
+
+
+def _lock(file: int, byte: int) -> bool:
+    """Lock a byte of an open file, exclusively. Returns False if another open file holds it. Raises OSError."""
+    try:
+        fcntl.fcntl(file, fcntl.F_OFD_SETLK, struct.pack(_FLOCK, fcntl.F_WRLCK, 0, byte, 1, 0))
+    except OSError as error:
+        if error.errno in (errno.EAGAIN, errno.EACCES):
+            return False
+        raise
+    return True
+
+
+def _is_locked(file: int, byte: int) -> bool:
+    """Whether another open file holds the lock."""
+    found = fcntl.fcntl(file, fcntl.F_OFD_GETLK, struct.pack(_FLOCK, fcntl.F_WRLCK, 0, byte, 1, 0))
+    return bool(struct.unpack(_FLOCK, found)[0] != fcntl.F_UNLCK)
+
+
+def _locks_available() -> bool:
+    """Whether this system has such locks."""
+    with contextlib.suppress(AttributeError):
+        return fcntl.F_OFD_SETLK > 0
+    return False
+
+
+def writer_byte(session: str, stage: int) -> int:
+    """Byte whose lock is the right of a stage to write in a session: 62 bits of xxh3_64 of "session/stage", plus 1."""
+    return 1 + (xxhash.xxh3_64_intdigest(f"{session}/{stage}".encode()) >> 2)

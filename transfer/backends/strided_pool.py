@@ -1,7 +1,7 @@
-"""KV pools in memory with any strides: numpy views of what a PoolLayout describes."""
+"""KV pools in memory with any strides: numpy views of what a PoolLayout describes, and the byte runs of a copy."""
 
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -9,6 +9,8 @@ import numpy.typing as npt
 from headrace.core.types.kv.backends import Placement, PoolLayout, Strides
 from headrace.core.types.kv.geometry import KV, Component, Geometry
 from headrace.transfer.protocol.layout import WHOLE, Box, Bytes, frame_shape
+
+Offsets = npt.NDArray[np.int64]
 
 
 def c_order(geometry: Geometry, pages: int) -> PoolLayout:
@@ -108,3 +110,29 @@ def _strides(tensor: Component, page_size: int) -> Strides:
     plane = tensor.kv_heads * head
     layer = tensor.planes * plane
     return tensor.layers * layer, layer, plane, head, slot
+
+
+class ByteRuns(NamedTuple):
+    """Run i: `length` bytes at offset source[i] of the source and target[i] of the target, both in bytes."""
+
+    source: Offsets
+    target: Offsets
+    length: int
+
+
+def runs(shape: Sequence[int], source: Sequence[int], target: Sequence[int]) -> ByteRuns:
+    """The longest contiguous runs of a block of bytes of this shape, whose last axis is contiguous on both sides, for
+    hardware that moves runs.
+
+    source, target: strides of all other axes, in bytes.
+    """
+    *counts, length = shape
+    axes = list(zip(counts, source, target, strict=True))
+    while axes and (axes[-1][0] == 1 or axes[-1][1:] == (length, length)):
+        length *= axes.pop()[0]
+    here, there = np.zeros(1, np.int64), np.zeros(1, np.int64)
+    for count, stride, target_stride in axes:
+        steps = np.arange(count, dtype=np.int64)
+        here = (here[:, None] + steps * stride).reshape(-1)
+        there = (there[:, None] + steps * target_stride).reshape(-1)
+    return ByteRuns(here, there, length)

@@ -1,5 +1,8 @@
-"""A peer's session at the control endpoint: its tickets, the check of reservations, and the final reply of a ticket.
-Pure.
+"""A peer's session at the control endpoint: its tickets, its limits, the check of reservations, and the final reply of
+a ticket. Pure.
+
+One peer may take so much of a server beyond the numbers of peers and tickets that are configured. These limits are far
+above what an honest peer needs: they bound what a broken or hostile one costs the others.
 """
 
 from dataclasses import dataclass, field
@@ -10,12 +13,15 @@ from headrace.core.runtime.rate_limit import TokenBucket
 from headrace.core.types import refusals
 from headrace.core.types.errors import TICKET_IN_USE, ErrorInfo
 from headrace.core.types.packed import packed_length, unpack
-from headrace.transfer.control.quotas import page_limit
 from headrace.transfer.protocol import messages, metadata
 from headrace.transfer.protocol.layout import pages_for
 from headrace.transfer.protocol.matching import BackendOffer
 from headrace.transfer.protocol.messages import Cancelled, ControlMessage, Failed, Finished, Hello, Reserve, Welcome
 
+MESSAGES_PER_S = 5000.0
+BURST = 10_000.0
+RENEWALS = 4  # pings with as many tickets as one may name, in the time between two heartbeats
+RESERVED_PAGES = 1 << 22  # 16 MiB of page ids
 ENDED_KEPT = 4096  # ended tickets remembered per peer, to know late duplicates of their reservations
 
 
@@ -92,6 +98,18 @@ class PeerSession:
         self.ended[ticket] = max(generation, self.ended.pop(ticket, 0))
         while len(self.ended) > ENDED_KEPT:
             del self.ended[next(iter(self.ended))]
+
+
+def renewal_limit(now: float, heartbeat_s: float) -> TokenBucket:
+    """Limits the tickets that a peer renews: each costs the scheduler a look-up."""
+    tickets = RENEWALS * messages.MAX_RENEWALS
+    return TokenBucket(now, tickets / heartbeat_s, 2 * tickets)
+
+
+def page_limit(hello: Hello) -> int:
+    """Pages in all open tickets of a peer together. Twice its pool: it learns of a ticket's end before the control
+    endpoint does, and may have given the pages to another one already."""
+    return min(2 * hello.kv_pages, RESERVED_PAGES)
 
 
 def reservation_refusal(peer: PeerSession, reserve: Reserve, limit: int) -> ErrorInfo | None:

@@ -28,14 +28,16 @@ from headrace.core.types.errors import NOT_READY
 from headrace.core.types.packed import packed_length
 from headrace.core.types.peers.session_terms import PeerTerms
 from headrace.transfer.control.backend_health import BackendHealth
-from headrace.transfer.control.quotas import BURST, MESSAGES_PER_S, renewal_limit
 from headrace.transfer.control.session import (
+    BURST,
+    MESSAGES_PER_S,
     UNKNOWN,
     MessageSender,
     OpenTicket,
     PeerSession,
     failed,
     final_reply,
+    renewal_limit,
     reservation_refusal,
 )
 from headrace.transfer.control.session_shares import gives_way

@@ -18,8 +18,16 @@ from msgspec.structs import replace
 
 from headrace.core.types.kv.backends import PoolMemory, SharedMemory
 from headrace.core.types.kv.geometry import Component, Geometry
-from headrace.transfer.backends import locks
-from headrace.transfer.backends.shm import FOLDER, SharedPool, ShmPages, ShmTransport, host_token, sweep
+from headrace.transfer.backends.shm import (
+    FOLDER,
+    OWNER_BYTE,
+    SharedPool,
+    ShmPages,
+    ShmTransport,
+    host_token,
+    sweep,
+    writer_byte,
+)
 from headrace.transfer.backends.strided_pool import ArrayPageStore, StridedPool, c_order
 from headrace.transfer.protocol.layout import Box
 from tests.transfer.harness import random_store
@@ -183,7 +191,7 @@ def test_a_right_is_taken_back_only_when_the_writer_has_let_go_and_then_for_good
 
 @given(st.text(max_size=40), st.integers(0, 1 << 20))
 def test_a_right_is_never_the_owners_lock_and_fits_into_a_file_offset(session: str, stage: int) -> None:
-    assert locks.OWNER < locks.writer_byte(session, stage) < (1 << 63) - 1
+    assert OWNER_BYTE < writer_byte(session, stage) < (1 << 63) - 1
 
 
 WRITER = """

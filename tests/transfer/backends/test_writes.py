@@ -14,8 +14,7 @@ from headrace.core.messages.stage_events import ChunkAcked, KvReceived, PeerLost
 from headrace.core.types.kv.backends import NIXL, NixlAccess, NixlMemory, PoolMemory
 from headrace.core.types.kv.geometry import Geometry
 from headrace.transfer.backends.base import RemotePages
-from headrace.transfer.backends.runs import runs
-from headrace.transfer.backends.strided_pool import ArrayPageStore
+from headrace.transfer.backends.strided_pool import ArrayPageStore, runs
 from headrace.transfer.protocol.layout import WHOLE, Box, Bytes
 from tests.transfer.harness import FIRST, Pair, value, zmq_context
 

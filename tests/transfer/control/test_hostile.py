@@ -21,8 +21,8 @@ from headrace.core.types.kv.geometry import Geometry
 from headrace.core.types.packed import pack
 from headrace.core.types.peers.session_terms import PeerTerms
 from headrace.transfer.control.connection import ControlConnection
-from headrace.transfer.control.quotas import BURST, MESSAGES_PER_S, RESERVED_PAGES, page_limit
 from headrace.transfer.control.server import ControlServer
+from headrace.transfer.control.session import BURST, MESSAGES_PER_S, RESERVED_PAGES, page_limit
 from headrace.transfer.control.session_table import SessionTable
 from headrace.transfer.data.sender import Sender
 from headrace.transfer.protocol.messages import (
