@@ -11,7 +11,7 @@ without such a message, SessionClosed says so once its write access is revoked.
 """
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import assert_never
 
@@ -41,12 +41,11 @@ from headrace.transfer.backends.base import RegisteredPool
 from headrace.transfer.data import payload
 from headrace.transfer.data.attachment import Attachment
 from headrace.transfer.data.chunk_verifier import ChunkVerifier
-from headrace.transfer.data.data_line import DataLine
 from headrace.transfer.data.inbound import AcceptChunk, Inbound, InboundTable, RejectChunk, RepeatChunk
 from headrace.transfer.data.revocation import Revocations
 from headrace.transfer.protocol import checksum, draft_frame, messages
 from headrace.transfer.protocol.layout import PageStore, overlap
-from headrace.transfer.protocol.messages import Ack, AnswerMessage, Attach, Chunk, Nack, StageMessage
+from headrace.transfer.protocol.messages import Ack, AnswerMessage, Attach, Chunk, Nack, Ping, StageMessage
 from headrace.transfer.protocol.metadata import MetadataRows
 from headrace.transfer.sockets import zap, zmq_sockets
 from headrace.transfer.sockets.zmq_sockets import Context, Socket
@@ -56,6 +55,58 @@ log = logging.getLogger(__name__)
 ReceiverOrder = OpenSession | CloseSession | PrepareReceive | CancelReceive
 CHUNKS_PER_PASS = 16  # per connection; a chunk can be many megabytes
 QUEUED_ANSWERS = 8192  # per connection; it is replaced when the stage leaves more unread
+
+
+class DataLine:
+    """The data connection to one prefill stage, with a socket that is replaced when the stage is silent.
+
+    Args:
+        session: secret of the session.
+        stage: rank of the prefill stage.
+        source: geometry of the prefill stage, cut to the layers and heads that come here.
+        backend: how KV comes, see core/types/kv/backends.py.
+        connect: makes a socket that connects to the stage.
+        replica: data-parallel replica of the prefill stage.
+    """
+
+    def __init__(
+        self,
+        session: str,
+        stage: int,
+        source: Geometry,
+        backend: str,
+        connect: Callable[[], Socket],
+        attachment: Attachment,
+        replica: int = 0,
+    ) -> None:
+        self.replica = replica
+        self.session = session
+        self.stage = stage
+        self.source = source
+        self.backend = backend
+        self.attachment = attachment
+        self._connect = connect
+        self.socket = connect()
+
+    def tick(self, now: float) -> Attach | Ping | None:
+        """The message that is due, if any. A stage that was silent for too long gets it on a new connection."""
+        message = self.attachment.tick(now)
+        if message is not None and self.attachment.stale:
+            self._reconnect()
+        return message
+
+    def put(self, frame: bytes, now: float) -> bool:
+        """Send a frame. False when the queue is full, since the stage does not read: the connection is then replaced
+        and what was queued there is lost. The stage sends unanswered chunks again."""
+        if zmq_sockets.put(self.socket, (frame,)):
+            return True
+        self._reconnect()
+        self.attachment.lost(now)
+        return False
+
+    def _reconnect(self) -> None:
+        self.socket.close()
+        self.socket = self._connect()
 
 
 class Receiver:

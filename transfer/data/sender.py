@@ -9,9 +9,13 @@ write wakes the loop, therefore next_deadline() asks for short re-checks, and on
 writes into peers' pools are started here, so none is started after CancelSend or DropPeer was applied (G2). A
 connection on which a lane is not served any more is closed: libzmq then lets go of what it holds for it, whether or not
 the peer reads.
+
+A peer's pool is opened for writes when its stage attaches, and closed when its session ends. One that cannot be opened,
+whatever was agreed at the handshake, is filled by frames instead.
 """
 
-from collections.abc import Iterator, Mapping
+import logging
+from collections.abc import Iterable, Iterator, Mapping
 from typing import assert_never
 
 from headrace.core.config import TransferConfig
@@ -21,14 +25,13 @@ from headrace.core.runtime.codec import Codec, DecodeError
 from headrace.core.stats import Counters, Sample, Stats
 from headrace.core.trace import Buffer, Outcome, TransferTrace
 from headrace.core.types.errors import CANCELLED, PEER_GONE
+from headrace.core.types.kv.backends import FAKE, SHM
 from headrace.core.types.kv.geometry import Geometry
 from headrace.core.types.packed import packed_length
 from headrace.transfer.backends.base import Transport
-from headrace.transfer.data.outbound import PARTS_IN_FLIGHT, Outbound
-from headrace.transfer.data.outgoing import Lane, OutPart, OutSession
-from headrace.transfer.data.peer_pools import PeerPools
+from headrace.transfer.data.outbound import PARTS_IN_FLIGHT, Lane, Outbound, OutPart, OutSession
 from headrace.transfer.data.transmitter import PageOutOfRange, Transmitter
-from headrace.transfer.protocol import draft_frame, messages, metadata
+from headrace.transfer.protocol import checksum, draft_frame, messages, metadata
 from headrace.transfer.protocol.layout import SourceStore, pages_for
 from headrace.transfer.protocol.messages import (
     Ack,
@@ -44,6 +47,8 @@ from headrace.transfer.protocol.messages import (
 from headrace.transfer.sockets.connections import ENDED
 from headrace.transfer.sockets.listener import Arrival, Listener
 from headrace.transfer.sockets.zmq_sockets import Context, Socket
+
+log = logging.getLogger(__name__)
 
 SenderOrder = AdmitPeer | DropPeer | SendChunk | CancelSend | ReleaseRequest
 FIRST_RECHECK_S = 0.001  # from then on twice as long each time
@@ -91,7 +96,7 @@ class Sender:
         self._geometry = geometry
         self._outbound = Outbound(geometry)
         self._transfers: Buffer[TransferTrace] = transfers or Buffer(0)
-        self._peer_pools = PeerPools(config, self._number, transports or {})
+        self._transports = dict(transports or {})
         self._counters = Counters()
         for backend in config.backends:
             self._counters.add("bytes_sent_total", 0, (backend,))
@@ -158,7 +163,7 @@ class Sender:
     def close(self) -> None:
         """Close all sockets."""
         self._listener.close()
-        self._peer_pools.close(self._outbound.lanes())
+        _close_pools(self._outbound.lanes())
 
     def statistics(self) -> Stats:
         """Counters and gauges for /metrics."""
@@ -198,7 +203,7 @@ class Sender:
         lane = _attached_lane(self._outbound.session(attach.session), self._number, attach)
         if isinstance(lane, Refuse):
             return self._refuse(arrival, lane.code, lane.message, now)
-        self._peer_pools.open(attach.session, lane, attach)
+        self._open_pool(lane, attach)
         for left in self._outbound.attach(lane, arrival.route):
             self._listener.drop(left, ENDED, now)
         self._listener.keep(arrival)
@@ -211,7 +216,20 @@ class Sender:
         for lane in lanes:
             if lane.route is not None:
                 self._listener.drop(lane.route, ENDED, now)
-        self._peer_pools.close(lanes)
+        _close_pools(lanes)
+
+    def _open_pool(self, lane: Lane, attach: Attach) -> None:
+        """Open the pool of the peer's stage for writes on its first attach, and decide whether its chunks have
+        checksums."""
+        memory, lane.memory = lane.memory, None
+        transport = self._transports.get(lane.backend)
+        if memory is not None and transport is not None:
+            try:
+                lane.remote = transport.open(attach.session, self._number, lane.destination, memory, attach.nixl)
+            except (OSError, ValueError) as error:
+                text = "KV goes to stage %d of a peer in frames: its pool cannot be opened by %s: %s"
+                log.warning(text, lane.stage, lane.backend, error)
+        lane.checksum = _checksums(lane, attach, self._config)
 
     def _answer(self, lane: Lane, answer: Ack | Nack, now: float) -> list[StageEvent]:
         part = self._outbound.answered(lane, (answer.ticket, answer.generation, answer.chunk))
@@ -323,6 +341,23 @@ def _attached_lane(session: OutSession | None, stage: int, attach: Attach) -> La
         text = f"stage {stage} shares no layers and heads with stage {attach.peer_stage} of the peer"
         return Refuse(code=messages.WRONG_STAGE, message=text)
     return lane
+
+
+def _checksums(lane: Lane, attach: Attach, config: TransferConfig) -> bool:
+    """Whether one of the two sides requires checksums."""
+    if lane.backend == FAKE:
+        return False
+    if lane.backend == SHM and lane.remote is not None:
+        return config.checksum_shm or attach.checksum_shm
+    return config.checksum or attach.checksum != checksum.NONE
+
+
+def _close_pools(lanes: Iterable[Lane]) -> None:
+    """Start no write to these peers' stages any more."""
+    for lane in lanes:
+        if lane.remote is not None:
+            lane.remote.close()
+            lane.remote = None
 
 
 def _page_error(order: SendChunk, page_size: int, peer_page_size: int) -> str:

@@ -7,8 +7,7 @@ from headrace.core.types.kv.geometry import Geometry
 from headrace.core.types.packed import unpack
 from headrace.transfer.backends.base import RemotePages
 from headrace.transfer.data import payload
-from headrace.transfer.data.outbound import Outbound
-from headrace.transfer.data.outgoing import Lane, OutPart
+from headrace.transfer.data.outbound import Lane, Outbound, OutPart
 from headrace.transfer.protocol import checksum
 from headrace.transfer.protocol.layout import Bytes, SourceStore, copies
 from headrace.transfer.protocol.messages import StageMessage

@@ -9,8 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from headrace.core.messages.orders import SendChunk
 from headrace.core.types.kv.geometry import Geometry
 from headrace.core.types.peers.session_terms import PeerTerms
-from headrace.transfer.data.outbound import Outbound
-from headrace.transfer.data.outgoing import Key, Lane, OutPart, OutSession
+from headrace.transfer.data.outbound import Key, Lane, Outbound, OutPart, OutSession
 
 GEOMETRY = Geometry("float32", 3, 1, 1, 16)  # tokens of 24 bytes
 HALVES = (Geometry("float32", 2, 1, 1, 16), Geometry("float32", 4, 1, 1, 16, layer_start=2))  # take 16 and 8 of them
