@@ -23,7 +23,7 @@ from nixl import _bindings as nixl
 from headrace.core.types.kv.backends import NixlAccess, NixlMemory, Placement, PoolMemory
 from headrace.core.types.kv.geometry import Geometry
 from headrace.transfer.backends.base import RemotePages
-from headrace.transfer.backends.strided_pool import Offsets, c_order, page_numbers, placed, runs
+from headrace.transfer.backends.strided_pool import Offsets, c_order, check_slots, page_numbers, placed, runs
 from headrace.transfer.protocol.layout import WHOLE, Box, Bytes, SourceStore
 
 VERSION = "1.5"  # of the agents' metadata; agents of one minor version are compatible
@@ -207,10 +207,7 @@ class NixlPages(RemotePages):
 
     def write(self, page: int, first_slot: int, count: int, data: Bytes, box: Box = WHOLE) -> None:
         """Queued for the next flush. Raises IndexError."""
-        if not 0 <= page < self._pages or not 0 <= first_slot < first_slot + count <= self._slots:
-            raise IndexError(
-                f"slots {first_slot} to {first_slot + count} of page {page}: {self._pages} pages of {self._slots}"
-            )
+        check_slots(page, first_slot, count, self._pages, self._slots)
         layer, head = box.layers.start or 0, box.heads.start or 0
         place = self._places[box.tensor]
         page_bytes, layer_bytes, _, head_bytes, slot_bytes = place.strides

@@ -51,6 +51,12 @@ def page_numbers(pages: Sequence[int], count: int) -> npt.NDArray[np.int32]:
     return numbers
 
 
+def check_slots(page: int, first_slot: int, count: int, pages: int, slots: int) -> None:
+    """Raises IndexError for a page or slots outside a pool of so many pages of so many slots."""
+    if not 0 <= page < pages or not 0 <= first_slot < first_slot + count <= slots:
+        raise IndexError(f"slots {first_slot} to {first_slot + count} of page {page}: {pages} pages of {slots}")
+
+
 class StridedPool:
     """A PageStore over a writable buffer that a layout describes. Raises ValueError if the layout exceeds the
     buffer."""
@@ -82,9 +88,7 @@ class StridedPool:
 
     def view(self, page: int, first_slot: int, count: int, box: Box = WHOLE) -> Bytes:
         """View of slots in place. Raises IndexError for a page or slots outside the pool."""
-        pages, slots = self._pages, self.page_size
-        if not 0 <= page < pages or not 0 <= first_slot < first_slot + count <= slots:
-            raise IndexError(f"slots {first_slot} to {first_slot + count} of page {page}: {pages} pages of {slots}")
+        check_slots(page, first_slot, count, self._pages, self.page_size)
         return self.tensors[box.tensor][page, box.layers, :, box.heads, first_slot : first_slot + count]
 
     def read(self, page: int, first_slot: int, count: int, box: Box = WHOLE) -> Bytes:

@@ -7,6 +7,7 @@ queued for a server that died is sent to its successor.
 import hashlib
 import logging
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from msgspec.structs import replace
 
@@ -44,18 +45,15 @@ log = logging.getLogger(__name__)
 QUEUED_MESSAGES = 4096  # per control endpoint; one that leaves more unread is down
 
 
+@dataclass(slots=True)
 class _PrefillServer:
-    """A prefill server: the address and key of its control endpoint, and the connection to it.
+    """A prefill server: the address and key of its control endpoint, and the connection to it."""
 
-    Attributes:
-        socket: None while there is no connection.
-    """
-
-    def __init__(self, endpoint: str, server_key: str, control: ControlConnection) -> None:
-        self.endpoint = endpoint
-        self.server_key = server_key
-        self.control = control
-        self.socket: Socket | None = None
+    endpoint: str
+    server_key: str
+    control: ControlConnection
+    socket: Socket | None = None
+    """None while there is no connection."""
 
 
 class ControlClient:

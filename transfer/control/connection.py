@@ -276,12 +276,10 @@ class ControlConnection:
     def _finished(self, session: str, message: Finished) -> PeerEvent:
         ticket, generation = message.ticket, message.generation
         try:
-            row = metadata.decode(message.metadata)
-            if not row.belongs_to(ticket, generation):
-                raise ValueError(f"metadata of another ticket, or of generation {row.generation}")
-            if not row.first.finish_reason:
+            first = metadata.first_token(message.metadata, ticket, generation)
+            if not first.finish_reason:
                 raise ValueError("the request goes on after its first token, and its KV has not come")
         except ValueError as error:
             info = ErrorInfo(code=messages.BAD_METADATA, message=str(error), status=BAD_GATEWAY)
             return TicketFailed(session=session, ticket=ticket, generation=generation, error=info)
-        return TicketFinished(session=session, ticket=ticket, generation=generation, first=row.first)
+        return TicketFinished(session=session, ticket=ticket, generation=generation, first=first)

@@ -46,10 +46,14 @@ class ChunkVerifier:
                 self._counters.add("checksum_failures_total")
                 text = f"checksum {found:016x}, the header says {header.checksum:016x}"
                 return RejectChunk(CHECKSUM, text, accept.inbound)
-        problem = _metadata_error(header, frames[0]) if header.total else ""
-        if header.draft_bytes and not problem:
-            problem = _draft_error(header, frames[1], accept.inbound.order)
-        return RejectChunk(messages.BAD_METADATA, problem, accept.inbound) if problem else accept
+        try:
+            if header.total:
+                metadata.first_token(frames[0], header.ticket, header.generation)
+            if header.draft_bytes:
+                _check_draft(header, frames[1], accept.inbound.order)
+        except ValueError as error:
+            return RejectChunk(messages.BAD_METADATA, str(error), accept.inbound)
+        return accept
 
     def _insists(self, backend: str, header: Chunk) -> bool:
         """Whether a chunk must have a checksum."""
@@ -58,26 +62,13 @@ class ChunkVerifier:
         return self._config.checksum_shm if header.written and backend == SHM else self._config.checksum
 
 
-def _draft_error(header: Chunk, frame: memoryview, order: PrepareReceive) -> str:
-    """How a draft frame is not one of this ticket and generation, or not of what was asked for; "" when it is."""
-    try:
-        draft = draft_frame.decode(frame, header.ticket, header.generation)
-    except ValueError as error:
-        return str(error)
+def _check_draft(header: Chunk, frame: memoryview, order: PrepareReceive) -> None:
+    """Raises ValueError for a draft frame that is not one of this ticket and generation, or not of what was asked
+    for."""
+    draft = draft_frame.decode(frame, header.ticket, header.generation)
     last = order.start + order.count - 1
     if draft.hidden is not None and (draft.hidden.start != last or not order.draft.hidden):
-        return f"a hidden state of position {draft.hidden.start} that was not asked for; the prompt ends at {last}"
+        position = draft.hidden.start
+        raise ValueError(f"a hidden state of position {position} that was not asked for; the prompt ends at {last}")
     if draft.tokens is not None and len(draft.tokens.ids) > order.draft.top_k:
-        return f"{len(draft.tokens.ids)} draft tokens, and {order.draft.top_k} were asked for"
-    return ""
-
-
-def _metadata_error(header: Chunk, frame: memoryview) -> str:
-    """How a metadata row is not one of this ticket and generation; "" when it is."""
-    try:
-        row = metadata.decode(frame)
-    except ValueError as error:
-        return str(error)
-    if not row.belongs_to(header.ticket, header.generation):
-        return f"metadata of another ticket, or of generation {row.generation}"
-    return ""
+        raise ValueError(f"{len(draft.tokens.ids)} draft tokens, and {order.draft.top_k} were asked for")

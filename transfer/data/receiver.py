@@ -12,6 +12,7 @@ without such a message, SessionClosed says so once its write access is revoked.
 
 import logging
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from functools import partial
 from typing import assert_never
 
@@ -57,36 +58,28 @@ CHUNKS_PER_PASS = 16  # per connection; a chunk can be many megabytes
 QUEUED_ANSWERS = 8192  # per connection; it is replaced when the stage leaves more unread
 
 
+@dataclass(slots=True)
 class DataLine:
-    """The data connection to one prefill stage, with a socket that is replaced when the stage is silent.
+    """The data connection to one prefill stage, with a socket that is replaced when the stage is silent."""
 
-    Args:
-        session: secret of the session.
-        stage: rank of the prefill stage.
-        source: geometry of the prefill stage, cut to the layers and heads that come here.
-        backend: how KV comes, see core/types/kv/backends.py.
-        connect: makes a socket that connects to the stage.
-        replica: data-parallel replica of the prefill stage.
-    """
+    session: str
+    """Secret of the session."""
+    stage: int
+    """Rank of the prefill stage."""
+    source: Geometry
+    """Geometry of the prefill stage, cut to the layers and heads that come here."""
+    backend: str
+    """How KV comes, see core/types/kv/backends.py."""
+    connect: Callable[[], Socket]
+    """Makes a socket that connects to the stage."""
+    attachment: Attachment
+    """The timing of its Attach and Ping messages."""
+    replica: int
+    """Data-parallel replica of the prefill stage."""
+    socket: Socket = field(init=False)
 
-    def __init__(
-        self,
-        session: str,
-        stage: int,
-        source: Geometry,
-        backend: str,
-        connect: Callable[[], Socket],
-        attachment: Attachment,
-        replica: int = 0,
-    ) -> None:
-        self.replica = replica
-        self.session = session
-        self.stage = stage
-        self.source = source
-        self.backend = backend
-        self.attachment = attachment
-        self._connect = connect
-        self.socket = connect()
+    def __post_init__(self) -> None:
+        self.socket = self.connect()
 
     def tick(self, now: float) -> Attach | Ping | None:
         """The message that is due, if any. A stage that was silent for too long gets it on a new connection."""
@@ -106,7 +99,7 @@ class DataLine:
 
     def _reconnect(self) -> None:
         self.socket.close()
-        self.socket = self._connect()
+        self.socket = self.connect()
 
 
 class Receiver:

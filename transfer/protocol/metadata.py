@@ -99,6 +99,14 @@ def decode(data: bytes | memoryview) -> Metadata:
     return Metadata(int(row["ticket_hash"]), int(row["generation"]), first)
 
 
+def first_token(data: bytes | memoryview, ticket: str, generation: int) -> FirstToken:
+    """What the row of this use of a ticket holds. Raises ValueError as decode(), and for the row of another use."""
+    row = decode(data)
+    if not row.belongs_to(ticket, generation):
+        raise ValueError(f"metadata of another ticket, or of generation {row.generation}")
+    return row.first
+
+
 def _logprob(row: np.void) -> TokenLogprob:
     top = int(row["top_count"])
     return TokenLogprob(

@@ -49,9 +49,9 @@ def bind(
     _watch(socket, silence_s)
     prepare(socket)
     try:
-        return socket, socket.bind_to_random_port(f"tcp://{bracketed(host)}") if port == 0 else _bind(
-            socket, host, port
-        )
+        if port:
+            socket.bind(url("tcp", host, port))
+        return socket, port or socket.bind_to_random_port(f"tcp://{bracketed(host)}")
     except zmq.ZMQError as error:
         socket.close()
         raise ConfigError(
@@ -171,8 +171,3 @@ def _watch(socket: Socket, silence_s: float) -> None:
         socket.setsockopt(zmq.TCP_KEEPALIVE_IDLE, max(1, int(silence_s / 3)))
         socket.setsockopt(zmq.TCP_KEEPALIVE_INTVL, max(1, int(silence_s / 3)))
         socket.setsockopt(zmq.TCP_KEEPALIVE_CNT, 3)
-
-
-def _bind(socket: Socket, host: str, port: int) -> int:
-    socket.bind(url("tcp", host, port))
-    return port
