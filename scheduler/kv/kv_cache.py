@@ -221,7 +221,8 @@ class KvCache:
                 self.version += 1
             elif load_of(node) is not None:
                 return  # an equal page is being loaded, and it is not certain that it can be
-            self._tree.lock([node])
+            else:
+                self._tree.lock([node])
             lease.path.append(node)
 
     def release(self, lease: Lease) -> None:

@@ -75,7 +75,7 @@ class PrefixTree:
         return node if node is not None and node.page != NONE else None
 
     def insert(self, parent: Node | None, salt: str, key: bytes, page: int, tokens: bytes | None = None) -> Node:
-        """Add a page below parent, unlocked. tokens: those of the page, where the key is a digest. Raises ValueError
+        """Add a page below parent, locked once. tokens: those of the page, where the key is a digest. Raises ValueError
         when an equal page is already there."""
         if parent is None:
             root = self.root_key(salt)
@@ -91,16 +91,17 @@ class PrefixTree:
         return node
 
     def fill(self, node: Node, page: int) -> None:
-        """Give a node that has none a page of the pool; it is unlocked."""
+        """Give a node that has none a page of the pool. It is locked once, for what fills it: unlocked pages stand in
+        the eviction order."""
         parent = node.parent
         assert parent is not None, "roots have no page"
         node.page = page
         parent.resident += 1
         self.version += 1
         self.pages += 1
-        self.unlocked += 1
-        node.rank = 0
-        self._touch(node, 0, self._ranking.rank(0, True))  # the lowest: the lease that uses it raises it
+        self._tick += 1
+        node.locks, node.used, node.turn = 1, self._tick, 0
+        node.rank = self._ranking.rank(0, True)  # the lowest: the lease that uses it raises it
         if self.on_change is not None:
             self.on_change(node)
 
@@ -149,7 +150,12 @@ class PrefixTree:
             node.locks -= 1
             if node.locks == 0:
                 self.unlocked += 1
-                self._touch(node, turn, rank)
+                self._tick += 1
+                node.used, node.turn = self._tick, turn
+                if rank > node.rank:  # it never falls: the queue finds nodes late, and never early
+                    node.rank = rank
+                if not node.resident or node.copies is not None:
+                    self._candidates.offer(node, self.pages)
 
     def unlock_unused(self, path: Sequence[Node]) -> None:
         """Take one lock off each node, leaves first, as if it had never been there: the eviction order stays."""
@@ -226,14 +232,6 @@ class PrefixTree:
             nodes.extend(node.children.values())
         return nodes
 
-    def _touch(self, node: Node, turn: int, rank: int) -> None:
-        self._tick += 1
-        node.used = self._tick
-        node.turn = turn
-        if rank > node.rank:  # it never falls: the heap finds nodes late, and never early
-            node.rank = rank
-        self._candidates.offer(node, self.pages)
-
     def vacate(self, node: Node) -> int:
         """Take an unlocked leaf's page out of the pool; return it."""
         parent, page = node.parent, node.page
@@ -275,18 +273,14 @@ class PrefixTree:
 
 
 def _evictable(node: Node) -> bool:
-    """The node is an unlocked leaf in the pool."""
-    return node.page != NONE and not node.locks and _is_leaf(node)
+    """The node is in the pool, unlocked, and no child is there but such as are about to leave."""
+    copies = node.copies
+    return not node.locks and node.page != NONE and node.resident == (0 if copies is None else copies.leaving)
 
 
 def _has_page(node: Node) -> bool:
     """The node has a page in the pool."""
     return node.page != NONE
-
-
-def _is_leaf(node: Node) -> bool:
-    """No child has a page in the pool, but such as are about to leave it."""
-    return node.resident == (0 if node.copies is None else node.copies.leaving)
 
 
 def pages_of(path: Sequence[Node]) -> list[Node]:

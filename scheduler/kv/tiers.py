@@ -138,7 +138,6 @@ class KvTiers:
             node.copies.busy += 1
             node.copies.load = load
             self._tree.fill(node, page)
-            self._tree.lock([node])
         self._begun.append(load)
         self.loading += len(nodes)
 

@@ -17,6 +17,7 @@ from headrace.scheduler.scheduler import Effect, Event, Scheduler
 from headrace.testing.scenario import Scenario, Shape
 from headrace.testing.server import SimulatedServer
 from headrace.testing.simulator import Simulation
+from tests.scheduler.kv.test_prefix_tree import inserted
 from tests.scheduler.router import Router, digest, name_of, root, short
 
 SALTS = st.sampled_from(["", "x"])
@@ -119,10 +120,10 @@ def test_events_do_not_depend_on_how_often_they_are_taken(steps: list[tuple[str,
 def test_pages_in_a_row_share_an_event_and_a_branch_begins_another() -> None:
     events = CacheEventLog(1)
     tree = PrefixTree(events)
-    first = tree.insert(None, "", pack([1]), 0)
-    second = tree.insert(first, "", pack([2]), 1)
-    tree.insert(second, "", pack([-3]), 2)
-    tree.insert(first, "", pack([4]), 3)
+    first = inserted(tree, None, "", pack([1]), 0)
+    second = inserted(tree, first, "", pack([2]), 1)
+    inserted(tree, second, "", pack([-3]), 2)
+    inserted(tree, first, "", pack([4]), 3)
     tree.evict(2)
     names = [name_of("", [(1,), (2,), (-3,)][:count]) for count in (1, 2, 3)]
     branch = name_of("", [(1,), (4,)])

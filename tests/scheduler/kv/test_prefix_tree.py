@@ -8,6 +8,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from headrace.core.config.scheduler import Eviction
 from headrace.core.types.packed import pack
 from headrace.scheduler.kv.kv_cache import KvCache, Lease
+from headrace.scheduler.kv.node import Node
 from headrace.scheduler.kv.prefix_tree import PrefixTree
 from tests.scheduler.growth import grown_bytes
 
@@ -15,13 +16,20 @@ KEYS = st.lists(st.sampled_from([b"a", b"b", b"c"]), max_size=5)
 SALTS = st.sampled_from(["", "x"])
 
 
+def inserted(tree: PrefixTree, parent: Node | None, salt: str, key: bytes, page: int) -> Node:
+    """A page that a request has added and left."""
+    node = tree.insert(parent, salt, key, page)
+    tree.unlock_unused([node])
+    return node
+
+
 @given(st.lists(st.tuples(SALTS, KEYS), max_size=20), SALTS, KEYS)
 def test_match_is_the_longest_known_prefix(
-    inserted: list[tuple[str, list[bytes]]], salt: str, keys: list[bytes]
+    prompts: list[tuple[str, list[bytes]]], salt: str, keys: list[bytes]
 ) -> None:
     tree = PrefixTree()
     known: dict[tuple[str, tuple[bytes, ...]], int] = {}
-    for where, path in inserted:
+    for where, path in prompts:
         parent = None
         for depth, key in enumerate(path, 1):
             name = (where, tuple(path[:depth]))
@@ -29,7 +37,7 @@ def test_match_is_the_longest_known_prefix(
             assert (node is not None) == (name in known)
             if node is None:
                 known[name] = len(known)
-                node = tree.insert(parent, where, key, known[name])
+                node = inserted(tree, parent, where, key, known[name])
             parent = node
     depth = 0
     while depth < len(keys) and (salt, tuple(keys[: depth + 1])) in known:
@@ -41,14 +49,14 @@ def test_match_is_the_longest_known_prefix(
 
 def test_eviction_takes_the_least_recently_used_leaf_and_no_locked_one() -> None:
     tree = PrefixTree()
-    root = tree.insert(None, "", b"root", 0)
-    tree.insert(root, "", b"old", 1)
-    new = tree.insert(root, "", b"new", 2)
+    root = inserted(tree, None, "", b"root", 0)
+    inserted(tree, root, "", b"old", 1)
+    new = inserted(tree, root, "", b"new", 2)
     tree.lock([root, new])
     assert tree.unlocked == 1
     assert tree.evict(5) == [1]
     tree.unlock([root, new])
-    tree.insert(root, "", b"old", 3)
+    inserted(tree, root, "", b"old", 3)
     tree.lock([root, new])
     tree.unlock([root, new])  # used after old
     assert tree.evict(1) == [3], "old"
@@ -60,16 +68,16 @@ def test_eviction_takes_the_least_recently_used_leaf_and_no_locked_one() -> None
 
 def test_a_path_is_dropped_up_to_a_node_in_use() -> None:
     tree = PrefixTree()
-    root = tree.insert(None, "", b"root", 0)
-    mine = tree.insert(root, "", b"mine", 1)
-    last = tree.insert(mine, "", b"last", 2)
+    root = inserted(tree, None, "", b"root", 0)
+    mine = inserted(tree, root, "", b"mine", 1)
+    last = inserted(tree, mine, "", b"last", 2)
     tree.lock([root, mine, last])
     tree.unlock([root, mine, last])
-    assert tree.drop([root, mine, last, tree.insert(last, "", b"more", 3)]) == [3, 2, 1, 0]
+    assert tree.drop([root, mine, last, inserted(tree, last, "", b"more", 3)]) == [3, 2, 1, 0]
     assert (tree.pages, tree.unlocked, tree.match([b"root"], "")) == (0, 0, [])
     assert tree.evict(9) == [], "dropped nodes are not evicted again"
-    root = tree.insert(None, "", b"root", 4)
-    mine, theirs = tree.insert(root, "", b"mine", 5), tree.insert(root, "", b"theirs", 6)
+    root = inserted(tree, None, "", b"root", 4)
+    mine, theirs = inserted(tree, root, "", b"mine", 5), inserted(tree, root, "", b"theirs", 6)
     tree.lock([root, theirs])
     assert tree.drop([root, mine]) == [5]
     assert tree.drop([root, theirs]) == []
@@ -79,7 +87,7 @@ def test_a_path_is_dropped_up_to_a_node_in_use() -> None:
 
 def test_the_candidates_for_eviction_do_not_pile_up() -> None:
     tree = PrefixTree()
-    node = tree.insert(None, "", b"k", 0)
+    node = inserted(tree, None, "", b"k", 0)
     for _ in range(1000):
         tree.lock([node])
         tree.unlock([node])
@@ -204,8 +212,8 @@ def test_pages_that_leave_otherwise_than_by_eviction_take_up_no_memory() -> None
     tree = PrefixTree()
 
     def serve(number: int) -> None:
-        first = tree.insert(None, f"salt {number}", b"a", 0)
-        path = [first, tree.insert(first, "", b"b", 1)]
+        first = inserted(tree, None, f"salt {number}", b"a", 0)
+        path = [first, inserted(tree, first, "", b"b", 1)]
         tree.lock(path)
         tree.unlock(path)
         assert tree.drop(path) == [1, 0]
