@@ -13,7 +13,7 @@ from headrace.engine.collectives.operations import ALONE, Collectives
 from headrace.engine.collectives.steps import Steps, finish, take_turns
 from headrace.engine.dtypes import Precision
 from headrace.engine.layers.base import Rotary
-from headrace.engine.layers.exchange import Exchange, NoExchange
+from headrace.engine.layers.exchange import Exchange, NoExchange, begin_pass
 from headrace.engine.layers.layer import Layer, load_layer
 from headrace.engine.layers.moe import ExpertRows, MoeMlp
 from headrace.engine.layers.vocabulary import Best, Vocabulary
@@ -102,16 +102,8 @@ class Decoder:
         return ExpertRows(tuple(self._mixtures), self._exchanges[0].own.start, counters)
 
     def begin(self, tokens: Sequence[int], padded: int, cut: int = 0) -> None:
-        """Begin a forward pass, see Exchange.begin(). cut: tokens of the first half of each replica; 0: not cut.
-
-        Both halves are padded to the longer one, so that they exchange equally often and the second never gets ahead of
-        the first.
-        """
-        if cut:
-            self._exchanges[0].begin([cut] * len(tokens), padded - cut)
-            self._exchanges[1].begin([each - cut for each in tokens], padded - cut)
-        else:
-            self._exchanges[0].begin(tokens, padded)
+        """See begin_pass()."""
+        begin_pass(self._exchanges, tokens, padded, cut)
 
     def take_part(self) -> Tensor:
         """Enter the exchanges of a pass in which this replica has no tokens: its experts work for the others. Returns

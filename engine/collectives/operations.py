@@ -15,6 +15,8 @@ from torch import Tensor
 
 from headrace.core.types.errors import ConfigError
 
+ROWS = 64  # of the tensor by which ranks compare their sums
+
 
 class LinkBroken(Exception):
     """The connection to another rank is lost. The group cannot go on and is restarted as a whole."""
@@ -121,9 +123,6 @@ class Alone:
 
 
 ALONE = Alone()
-
-
-ROWS = 64  # of the tensor that is summed
 
 
 def check_equal_sums(group: Collectives, size: int, dtype: torch.dtype, device: str) -> None:

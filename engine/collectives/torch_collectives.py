@@ -35,21 +35,21 @@ class TorchCollectives:
     def all_reduce(self, x: Tensor) -> _Started:
         """See Collectives."""
         with breakable():
-            return _Started(_work(dist.all_reduce(x, group=self._group, async_op=True)), x, None)
+            return _Started(begun(dist.all_reduce(x, group=self._group, async_op=True)), x, None)
 
     def all_gather(self, x: Tensor) -> _Started:
         """See Collectives."""
         gathered = x.new_empty(self.size * x.shape[0], *x.shape[1:])
         with breakable():
             work = dist.all_gather_single(gathered, x.contiguous(), group=self._group, async_op=True)
-        return _Started(_work(work), gathered, x)
+        return _Started(begun(work), gathered, x)
 
     def reduce_scatter(self, x: Tensor) -> _Started:
         """See Collectives."""
         part = x.new_empty(x.shape[0] // self.size, *x.shape[1:])
         with breakable():
             work = dist.reduce_scatter_single(part, x.contiguous(), group=self._group, async_op=True)
-        return _Started(_work(work), part, x)
+        return _Started(begun(work), part, x)
 
     def all_to_all(self, x: Tensor, sent: Sequence[int], received: Sequence[int]) -> _Started:
         """See Collectives."""
@@ -58,12 +58,12 @@ class TorchCollectives:
             work = dist.all_to_all_single(
                 rows, x.contiguous(), list(received), list(sent), group=self._group, async_op=True
             )
-        return _Started(_work(work), rows, x)
+        return _Started(begun(work), rows, x)
 
     def broadcast(self, x: Tensor, source: int) -> _Started:
         """See Collectives."""
         with breakable():
-            return _Started(_work(dist.broadcast(x, group=self._group, group_src=source, async_op=True)), x, None)
+            return _Started(begun(dist.broadcast(x, group=self._group, group_src=source, async_op=True)), x, None)
 
     def gather(self, x: Tensor, destination: int) -> _Started:
         """See Collectives."""
@@ -72,10 +72,11 @@ class TorchCollectives:
         parts = list(gathered.chunk(self.size)) if rows else None
         with breakable():
             work = dist.gather(x.contiguous(), parts, group=self._group, group_dst=destination, async_op=True)
-        return _Started(_work(work), gathered, x)
+        return _Started(begun(work), gathered, x)
 
 
-def _work(work: dist.Work | None) -> dist.Work:
+def begun(work: dist.Work | None) -> dist.Work:
+    """The operation that torch.distributed has begun; it is None in processes outside of the group."""
     assert work is not None, "this process is in the group"
     return work
 

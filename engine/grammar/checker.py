@@ -31,6 +31,11 @@ TEXTS = 16  # of a grammar, which may have dead ends; other constraints are comp
 TRIAL_S = 0.3  # of CPU time, after which no further text is begun
 STEP_S = 0.25  # of CPU time for the mask of one token; usual are less than 0.02 s for the first one, 0.001 s afterwards
 MAX_PATTERNS = 256  # of a schema
+MEMORY_BYTES = 4 << 30  # of address space
+COMPILE_S = 0.5  # of CPU time: a stage compiles it again, and others wait meanwhile
+CHECK_S = 1.5  # of CPU time, with the trial
+NICE = 5  # below the processes that serve
+READ_BYTES = 1 << 16
 
 
 def try_out(grammar: Grammar, texts: int = 1) -> None:
@@ -85,13 +90,6 @@ def _patterns(schema: Any) -> Iterator[str]:
                 yield pattern
             if isinstance(patterns := part.get("patternProperties"), dict):
                 yield from patterns
-
-
-MEMORY_BYTES = 4 << 30  # of address space
-COMPILE_S = 0.5  # of CPU time: a stage compiles it again, and others wait meanwhile
-CHECK_S = 1.5  # of CPU time, with the trial
-NICE = 5  # below the processes that serve
-READ_BYTES = 1 << 16
 
 
 class CheckerConfig(msgspec.Struct, frozen=True):

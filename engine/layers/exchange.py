@@ -254,6 +254,20 @@ class AllToAll:
         return torch.cat([rows[:count] for rows, count in zip(gathered, slices, strict=True)])
 
 
+def begin_pass(exchanges: Sequence[Exchange], tokens: Sequence[int], padded: int, cut: int = 0) -> None:
+    """Begin a forward pass, see Exchange.begin(). exchanges: of the whole pass, or of both halves of one that is cut.
+    cut: tokens of the first half of each replica; 0: not cut.
+
+    Both halves are padded to the longer one, so that they exchange equally often and the second never gets ahead of
+    the first.
+    """
+    if cut:
+        exchanges[0].begin([cut] * len(tokens), padded - cut)
+        exchanges[1].begin([each - cut for each in tokens], padded - cut)
+    else:
+        exchanges[0].begin(tokens, padded)
+
+
 def make_exchange(way: Way, moe: MoeSpec, tp: Collectives, dp: Collectives, ep: Collectives) -> Exchange:
     """The exchange of one rank. tp: shards of its replica. dp: ranks of the same shard of all replicas. ep: all ranks
     of its stage, by replica and shard."""

@@ -29,6 +29,19 @@ from headrace.engine.model.checkpoint import open_checkpoint
 from headrace.engine.model.fingerprint import fingerprint
 from headrace.engine.model.source import load_spec, resolve_source
 
+log = logging.getLogger(__name__)
+
+FORMING_S = 60.0  # longest time of an admitted group to connect
+STORE_TIMEOUT_S = 30.0  # of one operation of the store
+REPEAT_S = 0.25  # between registrations of a rank
+FRESH_S = 2.0  # a registration that was not repeated for so long is that of a process that has ended
+LOG_S = 30.0
+ADMITTED = "admitted"
+
+T = TypeVar("T")
+Terms = Mapping[str, str]
+"""What all ranks must have in common, by the flag that sets it."""
+
 
 def listen(host: str, port: int) -> int | None:
     """A listening socket for the store on this address only; by itself the store would listen on every interface.
@@ -73,20 +86,6 @@ def _version() -> str:
         return version("headrace")
     except PackageNotFoundError:
         return "not installed"
-
-
-log = logging.getLogger(__name__)
-
-FORMING_S = 60.0  # longest time of an admitted group to connect
-STORE_TIMEOUT_S = 30.0  # of one operation of the store
-REPEAT_S = 0.25  # between registrations of a rank
-FRESH_S = 2.0  # a registration that was not repeated for so long is that of a process that has ended
-LOG_S = 30.0
-ADMITTED = "admitted"
-
-T = TypeVar("T")
-Terms = Mapping[str, str]
-"""What all ranks must have in common, by the flag that sets it."""
 
 
 class MemberRegistration(msgspec.Struct, frozen=True):

@@ -28,6 +28,7 @@ from headrace.core.messages.orders import Forward, PlanRow
 from headrace.core.messages.stage_events import SampledToken
 from headrace.core.types.ranks.layout import Layout
 from headrace.engine.collectives.operations import breakable
+from headrace.engine.collectives.torch_collectives import begun
 from headrace.engine.parallel.groups import leave_groups
 from headrace.engine.row_sampler import PLACEHOLDER
 from headrace.engine.runner import HiddenSpec
@@ -84,7 +85,7 @@ class PipelineLinks:
         positions = sum(row.count for row in plan.rows)
         hidden = torch.empty((positions, self._hidden.size), dtype=self._hidden.dtype, device=self._hidden.device)
         with breakable():
-            self._receives[plan.seq] = _Posted(hidden, _work(dist.irecv(hidden, self._previous, tag=plan.seq % TAGS)))
+            self._receives[plan.seq] = _Posted(hidden, begun(dist.irecv(hidden, self._previous, tag=plan.seq % TAGS)))
 
     def receive(self, plan: Forward) -> torch.Tensor | None:
         """Wait for a plan's hidden states [tokens, hidden size] from the previous stage; None on the first stage."""
@@ -99,7 +100,7 @@ class PipelineLinks:
         while len(self._sends) >= self._credits:
             self._moved(self._sends.popleft())
         with breakable():
-            self._sends.append(_Posted(hidden, _work(dist.isend(hidden, self._next, tag=plan.seq % TAGS))))
+            self._sends.append(_Posted(hidden, begun(dist.isend(hidden, self._next, tag=plan.seq % TAGS))))
         return hidden.numel() * hidden.element_size()
 
     def broadcast(self, plan: Forward, samples: Sequence[SampledToken]) -> None:
@@ -117,7 +118,7 @@ class PipelineLinks:
         with breakable():
             while not self._embeds_broadcast and len(self._tokens) >= self._credits:
                 self._tokens.popleft().work.wait()
-            work = _work(dist.broadcast(tokens, src=self._sampler, group=self._token_group, async_op=True))
+            work = begun(dist.broadcast(tokens, src=self._sampler, group=self._token_group, async_op=True))
             self._tokens.append(_PendingTokens(feeding, tokens, work))
 
     def tokens_for(self, rows: Sequence[PlanRow]) -> list[tuple[int, int]]:
@@ -156,8 +157,3 @@ class PipelineLinks:
             else:
                 posted.work.wait()
         return posted.tensor
-
-
-def _work(work: dist.Work | None) -> dist.Work:
-    assert work is not None, "this process is in the group"
-    return work

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from headrace.engine.collectives.steps import Steps
-from headrace.engine.layers.exchange import Exchange, ExpertChoice
+from headrace.engine.layers.exchange import Exchange, ExpertChoice, begin_pass
 from headrace.engine.model.expert_plan import TILE_TOKENS
 from headrace.engine.model.moe_spec import MoeSpec
 
@@ -70,13 +70,9 @@ class StubExperts:
         self._deviation = 0  # of all sums so far from what they had to be
 
     def begin(self, tokens: Sequence[int], padded: int, cut: int = 0) -> None:
-        """Begin a forward pass, as Decoder.begin()."""
+        """See begin_pass()."""
         self._longest = max(*tokens, padded) - cut
-        if cut:
-            self._exchanges[0].begin([cut] * len(tokens), self._longest)
-            self._exchanges[1].begin([each - cut for each in tokens], self._longest)
-        else:
-            self._exchanges[0].begin(tokens, padded)
+        begin_pass(self._exchanges, tokens, padded, cut)
 
     def steps(self, states: Tensor, half: int = 0, compute_s: float = 0.0, exchange_s: float = 0.0) -> Steps[int]:
         """Run all layers for positions with these states, int64 [positions].

@@ -41,6 +41,9 @@ from headrace.engine.runner import WARM_UP_REQUEST, HiddenSpec, row_ids
 from headrace.engine.stub.experts import StubExperts, StubTime, mixed
 from headrace.engine.stub.states import StubStates, to_bytes, to_words
 
+LONG_SLEEP_S = 0.5  # a longer one is taken in steps, one for each layer
+CERTAIN = 40.0  # logit of the next token; all others are 0
+
 DeviceFault = Literal["memory", "hang"]
 # By what the second token of a prompt is above the first, which is --model stub:fault_token=N: the fault, and whether
 # the first or the last stage has it.
@@ -65,10 +68,6 @@ def have_fault(fault: DeviceFault | None) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory (of the stub model, as its name asks for)")
     while fault == "hang":
         time.sleep(_ASLEEP_S)
-
-
-LONG_SLEEP_S = 0.5  # a longer one is taken in steps, one for each layer
-CERTAIN = 40.0  # logit of the next token; all others are 0
 
 
 class StubRunner:

@@ -34,6 +34,9 @@ log = logging.getLogger(__name__)
 
 Direction = Literal["store", "load"]
 DIRECTIONS: tuple[Direction, ...] = ("store", "load")
+FOUND_PER_EVENT = 4096  # pages of one PagesFound
+CopyEvent = PagesFound | PagesStored | PagesLoaded | PagesLost | StageFailed
+CopyOrder = BeginEpoch | StorePages | LoadPages | DropPages
 
 
 class TierStatistics:
@@ -80,11 +83,6 @@ class TierStatistics:
         labels = (self._stage, tier, direction)
         self._counters.add("stage_tier_bytes_total", size, labels)
         self._counters.add("stage_tier_seconds_total", seconds, labels)
-
-
-FOUND_PER_EVENT = 4096  # pages of one PagesFound
-CopyEvent = PagesFound | PagesStored | PagesLoaded | PagesLost | StageFailed
-CopyOrder = BeginEpoch | StorePages | LoadPages | DropPages
 
 
 class Copier(threading.Thread):

@@ -16,6 +16,12 @@ from headrace.engine.kv.tiers.record import HEADER_BYTES, Foreign, Record, parse
 LOCK = "lock"
 _SEGMENT = re.compile(r"segment-(\d{10})\.kv")
 
+Ignored = Literal["damaged", "version", "foreign", "short", "unreadable", "replaced", "slot"]
+IGNORED: tuple[Ignored, ...] = ("damaged", "version", "foreign", "short", "unreadable", "replaced", "slot")
+"""Why a page or a file on disk is not used: its header is not one or was changed; another version of the format;
+another model, geometry or stage; written in part; the system does not read it; the slot was stored to later; the tier
+has fewer slots now."""
+
 
 class TierDirectory:
     """A locked directory with numbered segment files: the one that was locked, whatever is renamed or removed."""
@@ -90,13 +96,6 @@ class TierDirectory:
 
 def _name(segment: int) -> str:
     return f"segment-{segment:010}.kv"
-
-
-Ignored = Literal["damaged", "version", "foreign", "short", "unreadable", "replaced", "slot"]
-IGNORED: tuple[Ignored, ...] = ("damaged", "version", "foreign", "short", "unreadable", "replaced", "slot")
-"""Why a page or a file on disk is not used: its header is not one or was changed; another version of the format;
-another model, geometry or stage; written in part; the system does not read it; the slot was stored to later; the tier
-has fewer slots now."""
 
 
 class SegmentScan:
