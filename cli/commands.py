@@ -13,6 +13,7 @@ from headrace.core.config import Config, EngineConfig
 from headrace.core.runtime.output import complain, prepare_output
 from headrace.core.runtime.process import CONFIGURATION_MISTAKE
 from headrace.core.types.errors import ConfigError
+from headrace.core.version import headrace_version
 from headrace.server.cluster import options as cluster_options
 from headrace.server.config import curve_keys
 from headrace.server.config.flags import add_flags
@@ -22,7 +23,6 @@ from headrace.server.config.settings import GATEWAY_SETTINGS
 from headrace.server.config.toml_file import to_toml
 from headrace.server.config.values import nearest
 from headrace.server.stage_group import rank_info
-from headrace.server.version import headrace_version
 from headrace.tools.simulate import options as simulate_options
 
 MISTAKE = 2  # exit status for a wrong flag, file or model, but of `headrace stage`: CONFIGURATION_MISTAKE

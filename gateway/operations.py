@@ -9,6 +9,7 @@ from starlette.responses import Response
 
 from headrace.core.runtime.process import max_http_connections
 from headrace.core.types.errors import HeadraceError, invalid, shown
+from headrace.core.version import headrace_version
 from headrace.gateway.base import BaseGateway
 from headrace.gateway.metrics import GATEWAY_CATALOG
 from headrace.server.api.description.operation import audiences, described
@@ -18,7 +19,6 @@ from headrace.server.http.middleware import ApiKeys, RequestMetrics
 from headrace.server.http.rules import HttpRules, allowed_methods, page_guard
 from headrace.server.http.streaming import json_response
 from headrace.server.telemetry.exposition import CONTENT_TYPE, render
-from headrace.server.version import headrace_version
 
 
 def gateway_app(title: str, gateway: BaseGateway, prompt_routes: Callable[[BodyBudget], APIRouter]) -> FastAPI:

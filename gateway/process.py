@@ -35,6 +35,7 @@ from headrace.core.runtime.process import (
 from headrace.core.types.errors import ConfigError
 from headrace.core.types.peers.addresses import everywhere, usable_url
 from headrace.core.types.peers.decode_address import parse_decodes
+from headrace.core.version import headrace_version
 from headrace.gateway.base import BaseGateway
 from headrace.gateway.sglang.gateway import SglangGateway
 from headrace.gateway.sglang.routes import create_sglang_app
@@ -45,7 +46,6 @@ from headrace.server.http.connections import HttpConnections
 from headrace.server.http.listeners import bind
 from headrace.server.http.server import HttpServer, LoopErrors
 from headrace.server.launch.stop_signals import StopSignals
-from headrace.server.version import headrace_version
 from headrace.transfer.backends.shm import sweep
 
 log = logging.getLogger(__name__)

@@ -14,7 +14,6 @@ import socket
 import time
 from collections.abc import Mapping
 from datetime import timedelta
-from importlib.metadata import PackageNotFoundError, version
 from typing import TypeVar
 
 import msgspec
@@ -24,10 +23,10 @@ from headrace.core.config import StageConfig
 from headrace.core.runtime.rate_limit import Backoff
 from headrace.core.types.errors import ConfigError
 from headrace.core.types.ranks.external import ExternalMember
-from headrace.engine.device import resolve_computation
+from headrace.core.version import headrace_version
+from headrace.engine.load_plan import model_terms
 from headrace.engine.model.checkpoint import open_checkpoint
 from headrace.engine.model.fingerprint import fingerprint
-from headrace.engine.model.source import load_spec, resolve_source
 
 log = logging.getLogger(__name__)
 
@@ -59,12 +58,11 @@ def listen(host: str, port: int) -> int | None:
 def common_terms(config: StageConfig) -> dict[str, str]:
     """Values by the flag that sets them, as text. Raises ConfigError for a model that cannot be read."""
     model, engine = config.model, config.engine
-    source = resolve_source(model.model)
-    spec = load_spec(source)
-    computation = resolve_computation(model, engine.cpuinfo)
+    terms = model_terms(model, engine)
+    spec, computation = terms.spec, terms.computation
     return {
-        "the version of Headrace": _version(),
-        "the model of --model": fingerprint(spec, open_checkpoint(source, spec), model.quantize)[:12],
+        "the version of Headrace": headrace_version(),
+        "the model of --model": fingerprint(spec, open_checkpoint(terms.source, spec), model.quantize)[:12],
         "--dtype": computation.dtype,
         "--quantize": model.quantize,
         "the dtype of hidden states": computation.compute_dtype,
@@ -79,13 +77,6 @@ def common_terms(config: StageConfig) -> dict[str, str]:
         "--dp-sync": config.dp_sync,
         "rules of a pass": msgspec.json.encode(config.rules).decode(),
     }
-
-
-def _version() -> str:
-    try:
-        return version("headrace")
-    except PackageNotFoundError:
-        return "not installed"
 
 
 class MemberRegistration(msgspec.Struct, frozen=True):

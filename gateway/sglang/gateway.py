@@ -32,6 +32,7 @@ from headrace.core.types.errors import (
 from headrace.core.types.kv.geometry import Geometry
 from headrace.core.types.peers.addresses import host_port, usable_host
 from headrace.core.types.peers.allow_list import allowed_prefills
+from headrace.core.version import headrace_version
 from headrace.gateway.base import BaseGateway
 from headrace.gateway.metrics import GatewayMetrics, in_catalog, with_prefix
 from headrace.gateway.pool_size import with_pool
@@ -46,7 +47,6 @@ from headrace.peer.records import PeerLimits
 from headrace.server.config.gateway import decode_urls
 from headrace.server.upstream.discovery_client import DiscoveryClient
 from headrace.server.upstream.prefill_pool import CONNECT_TIMEOUT_S, PrefillPool
-from headrace.server.version import headrace_version
 from headrace.transfer.sockets.curve_keys import known_servers
 
 

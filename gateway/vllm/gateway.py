@@ -13,6 +13,7 @@ from headrace.core.stats import Sample, Stats
 from headrace.core.types import refusals
 from headrace.core.types.errors import ErrorInfo, HeadraceError
 from headrace.core.types.peers.decode_address import DecodeAddress, parse_decodes
+from headrace.core.version import headrace_version
 from headrace.gateway.base import BaseGateway
 from headrace.gateway.metrics import GatewayMetrics, in_catalog, with_prefix
 from headrace.gateway.prefill_servers import find_served, wait_connected
@@ -23,7 +24,6 @@ from headrace.gateway.vllm.model_check import check_models
 from headrace.gateway.vllm_nixl.engine_probe import DecodeEngine, ask_side_channel, probe
 from headrace.gateway.vllm_nixl.wire import HandshakePayload
 from headrace.integrations.http_client import bearer, direct_async_client
-from headrace.server.version import headrace_version
 
 SCRAPE_S = 5.0  # between two looks at the metrics of the decode engines
 

@@ -24,6 +24,7 @@ from headrace.core.runtime.clock import Clock, SystemClock
 from headrace.core.runtime.liveness import Activity
 from headrace.core.types import refusals
 from headrace.core.types.peers.allow_list import allowed_prefills
+from headrace.core.version import headrace_version
 from headrace.server.frontend.generation.completions import Completions
 from headrace.server.frontend.generation.runner import GenerationRunner
 from headrace.server.frontend.link.control_address import ControlAddress
@@ -41,7 +42,6 @@ from headrace.server.telemetry.span_exporter import SpanExporter, SpanSink
 from headrace.server.telemetry.spans import RecordSpan
 from headrace.server.telemetry.tracer import Tracer
 from headrace.server.upstream.prefill_pool import PrefillPool
-from headrace.server.version import headrace_version
 from headrace.text.tokenizer import Tokenizer
 from headrace.transfer.sockets.curve_keys import ServerKeys
 

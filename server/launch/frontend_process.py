@@ -11,6 +11,7 @@ from headrace.core.runtime.liveness import read_activity
 from headrace.core.runtime.output import say
 from headrace.core.runtime.process import max_http_connections
 from headrace.core.types.peers.addresses import everywhere, usable_url
+from headrace.core.version import headrace_version
 from headrace.server.app import create_app, create_bootstrap_app
 from headrace.server.frontend.link.scheduler_link import SocketLink
 from headrace.server.frontend.service import Service
@@ -18,7 +19,6 @@ from headrace.server.http.connections import HttpConnections
 from headrace.server.http.listeners import HttpListeners
 from headrace.server.http.server import HttpServer, LoopErrors
 from headrace.server.launch.supervisor import Supervisor
-from headrace.server.version import headrace_version
 
 NEWS_S = 1.0
 LAST_ANSWERS_S = 0.5  # for requests that have just ended, or were not begun, to be answered

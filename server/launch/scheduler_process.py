@@ -35,6 +35,7 @@ from headrace.core.stats import Sample, Stats
 from headrace.core.types.errors import ConfigError
 from headrace.core.types.peers.addresses import everywhere, usable_url
 from headrace.core.types.peers.allow_list import allowed_prefills, is_allowed
+from headrace.core.version import headrace_version
 from headrace.scheduler.loop import SchedulerLoop
 from headrace.scheduler.scheduler import Event, Scheduler
 from headrace.server.launch.control_clients import ControlClients
@@ -44,7 +45,6 @@ from headrace.server.launch.stage_connections import FrameRouter, StageRouter, Z
 from headrace.server.stage_group.join_endpoint import JoinEndpoint
 from headrace.server.stage_group.registry import StageRegistry
 from headrace.server.telemetry.kv_event_publisher import KvEventPublisher
-from headrace.server.version import headrace_version
 from headrace.transfer.control.client import ControlClient
 from headrace.transfer.control.server import ControlServer
 from headrace.transfer.protocol.matching import BackendOffer, make_hello

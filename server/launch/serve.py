@@ -42,6 +42,7 @@ from headrace.core.runtime.process import (
     raise_descriptor_limit,
 )
 from headrace.core.types.peers.addresses import host_port, is_loopback, url
+from headrace.core.version import headrace_version
 from headrace.server.config.gateway import gateway_of
 from headrace.server.config.load import CPUINFO_VARIABLE
 from headrace.server.frontend import request_log
@@ -51,7 +52,6 @@ from headrace.server.launch.free_port import free_port
 from headrace.server.launch.scheduler_process import ExternalStages, SchedulerProcessConfig
 from headrace.server.launch.stop_signals import StopSignals
 from headrace.server.launch.supervisor import Supervisor
-from headrace.server.version import headrace_version
 from headrace.transfer.backends.shm import sweep
 
 if TYPE_CHECKING:

@@ -27,13 +27,13 @@ from headrace.core.runtime.output import complain, exit_now
 from headrace.core.runtime.process import die_with_parent, raise_descriptor_limit
 from headrace.core.runtime.signals import ending, meaningless, signal_name
 from headrace.core.types.errors import ConfigError
+from headrace.core.version import headrace_version
 from headrace.engine.collectives.operations import LinkBroken
 from headrace.engine.device import own_device
 from headrace.engine.stage import run
 from headrace.server.config.load import find_cpuinfo
 from headrace.server.stage_group.join_client import JoinClient, MembershipOver
 from headrace.server.stage_group.rank_info import RankInfo, read_rank_info
-from headrace.server.version import headrace_version
 
 log = logging.getLogger(__name__)
 

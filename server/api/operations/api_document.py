@@ -10,10 +10,10 @@ import msgspec
 from fastapi import APIRouter
 from starlette.responses import Response
 
+from headrace.core.version import headrace_version
 from headrace.server.api.description.document import document
 from headrace.server.api.description.operation import HTML, JSON, described
 from headrace.server.api.operations.html_page import HtmlPage
-from headrace.server.version import headrace_version
 
 DOCS = "data/docs.html"
 ABOUT = {

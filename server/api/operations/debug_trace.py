@@ -11,12 +11,12 @@ from starlette.responses import Response
 
 from headrace.core.runtime.clock import wall_offset
 from headrace.core.types.errors import invalid, shown
+from headrace.core.version import headrace_version
 from headrace.server.api.description.operation import Parameter, described
 from headrace.server.frontend.served_model import ServedModel
 from headrace.server.http.streaming import JsonAnswer
 from headrace.server.telemetry.trace_report import trace_json
 from headrace.server.telemetry.tracer import Tracer
-from headrace.server.version import headrace_version
 
 DEFAULT_S = 5.0
 SHORTEST_S, LONGEST_S = 0.1, 60.0

@@ -12,6 +12,7 @@ from headrace.core.config.server import Role
 from headrace.core.stats import Stats, join
 from headrace.core.types.peers.addresses import url
 from headrace.core.types.requests.request import SamplingParams
+from headrace.core.version import headrace_version
 from headrace.server.api.description.operation import WORK_ERRORS, described
 from headrace.server.api.operations.health import StatusReply
 from headrace.server.api.response.usage import Count
@@ -23,7 +24,6 @@ from headrace.server.frontend.status.readiness import Readiness
 from headrace.server.frontend.status.stats_collector import StatsCollector
 from headrace.server.http.error_response import error_response
 from headrace.server.http.streaming import JsonAnswer, json_response
-from headrace.server.version import headrace_version
 
 PROBE_TIMEOUT_S = 20.0
 

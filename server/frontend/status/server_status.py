@@ -12,6 +12,7 @@ from headrace.core.runtime.clock import Clock, wall_time
 from headrace.core.status import PeerLink, PeerNote, SchedulerStatus
 from headrace.core.types.errors import ErrorInfo
 from headrace.core.types.peers.addresses import host_port, usable_host
+from headrace.core.version import headrace_version
 from headrace.server.config.settings import SETTINGS
 from headrace.server.frontend.status.readiness import Readiness
 from headrace.server.frontend.status.recent_events import (
@@ -23,7 +24,6 @@ from headrace.server.frontend.status.recent_events import (
     first_tokens,
 )
 from headrace.server.upstream.prefill_pool import PrefillPool
-from headrace.server.version import headrace_version
 
 TIMEOUT_S = 1.0  # for the scheduler's answer
 FRESH_S = 0.2  # in which an answer is good for the next viewer, too
