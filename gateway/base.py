@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator
 
 from headrace.core.config import GatewayConfig
-from headrace.core.runtime.clock import Clock, SystemClock
+from headrace.core.runtime.clock import SystemClock
 from headrace.core.stats import Stats
 from headrace.core.types import refusals
 from headrace.core.types.errors import ErrorInfo
@@ -22,9 +22,9 @@ DRAIN_POLL_S = 0.05
 class BaseGateway(ABC):
     """See the module's docstring. Used by the event loop only."""
 
-    def __init__(self, config: GatewayConfig, clock: Clock | None = None) -> None:
+    def __init__(self, config: GatewayConfig) -> None:
         self.config = config
-        self.clock = clock or SystemClock()
+        self.clock = SystemClock()
         self.front_metrics = FrontMetrics()
         self.recent = RecentEvents()
         self.failed: asyncio.Future[str] = asyncio.get_running_loop().create_future()

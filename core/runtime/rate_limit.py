@@ -69,9 +69,8 @@ class Backoff:
 class LogThrottle:
     """Lets each distinct text through once in every_s seconds. Remembers a bounded number of texts. Pure."""
 
-    def __init__(self, every_s: float = EVERY_S, remembered: int = REMEMBERED) -> None:
+    def __init__(self, every_s: float = EVERY_S) -> None:
         self._every_s = every_s
-        self._remembered = remembered
         self._logged_at: dict[str, float] = {}  # oldest first
 
     def due(self, text: str, now: float) -> bool:
@@ -81,7 +80,7 @@ class LogThrottle:
             return False
         self._logged_at.pop(text, None)
         self._logged_at[text] = now
-        if len(self._logged_at) > self._remembered:
+        if len(self._logged_at) > REMEMBERED:
             del self._logged_at[next(iter(self._logged_at))]
         return True
 

@@ -20,7 +20,6 @@ import msgspec
 from headrace.core.config import GatewayConfig, TransferConfig
 from headrace.core.messages.frontend import AddPrefill, RemovePrefill
 from headrace.core.messages.replies import PrefillState
-from headrace.core.runtime.clock import Clock
 from headrace.core.stats import Sample, Stats
 from headrace.core.types import refusals
 from headrace.core.types.errors import (
@@ -53,8 +52,8 @@ from headrace.transfer.sockets.curve_keys import known_servers
 class SglangGateway(BaseGateway):
     """See the module's docstring. Used by the event loop only."""
 
-    def __init__(self, config: GatewayConfig, clock: Clock | None = None) -> None:
-        super().__init__(config, clock)
+    def __init__(self, config: GatewayConfig) -> None:
+        super().__init__(config)
         self._loop = asyncio.get_running_loop()
         timeout = httpx.Timeout(None, connect=CONNECT_TIMEOUT_S)
         self._http = direct_async_client(headers=bearer(config.prefill_api_key), timeout=timeout)

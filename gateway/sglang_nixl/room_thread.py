@@ -16,7 +16,7 @@ from typing import Any
 
 import zmq
 
-from headrace.core.runtime.clock import Clock, LoopClock, SystemClock
+from headrace.core.runtime.clock import LoopClock, SystemClock
 from headrace.core.runtime.event_loop import Wakeup
 from headrace.core.runtime.rate_limit import LogThrottle, printable
 from headrace.core.stats import Sample, Stats
@@ -68,7 +68,6 @@ class RoomThread(threading.Thread):
         ended: Callable[[str, ErrorInfo | None], None],
         unregistered: Callable[[str], None] = lambda _address: None,
         is_allowed: Callable[[str], bool] = lambda _address: True,
-        clock: Clock | None = None,
     ) -> None:
         """Bind the socket of decode ranks; start() runs the thread.
 
@@ -78,7 +77,7 @@ class RoomThread(threading.Thread):
         name another one are dropped. Raises ConfigError when the address cannot be listened on.
         """
         super().__init__(name="headrace-sglang", daemon=True)
-        self._clock = LoopClock(clock or SystemClock())
+        self._clock = LoopClock(SystemClock())
         self._rooms = RoomTable(geometry, limits)
         self._writes = RoomWrites(pool, PoolRuns(geometry, pages), make_writer)
         self._submit, self._ended = submit, ended

@@ -8,7 +8,6 @@ from typing import Any
 
 from headrace.core.config import GatewayConfig
 from headrace.core.runtime.background import keep_running
-from headrace.core.runtime.clock import Clock
 from headrace.core.stats import Sample, Stats
 from headrace.core.types import refusals
 from headrace.core.types.errors import ErrorInfo, HeadraceError
@@ -31,8 +30,8 @@ SCRAPE_S = 5.0  # between two looks at the metrics of the decode engines
 class VllmGateway(BaseGateway):
     """A gateway for vLLM decode engines: see the module's docstring. Used by the event loop only."""
 
-    def __init__(self, config: GatewayConfig, clock: Clock | None = None) -> None:
-        super().__init__(config, clock)
+    def __init__(self, config: GatewayConfig) -> None:
+        super().__init__(config)
         self._http = direct_async_client(headers=bearer(config.decode_api_key), timeout=None)
         self._engines = DecodeEngines(parse_decodes(config.decode), self._http, self._probe, _handshake)
         self._metrics = GatewayMetrics()

@@ -66,7 +66,7 @@ class _Segment:
 class DiskStore:
     """A TierStore in a directory of its own. One thread at a time puts or gets; others wait for it."""
 
-    def __init__(self, root: str, origin: Origin, budget_bytes: int, segment_bytes: int = SEGMENT_BYTES) -> None:
+    def __init__(self, root: str, origin: Origin, budget_bytes: int) -> None:
         """Create and lock the directory of this model and stage below root; nothing is read yet.
 
         budget_bytes: of all segments, foreign ones included. Raises ConfigError when the directory cannot be used or
@@ -74,7 +74,7 @@ class DiskStore:
         """
         self._origin = origin.pack()
         self._record_bytes = HEADER_BYTES + origin.geometry.page_bytes
-        per_segment = min(segment_bytes, budget_bytes // LEAST_SEGMENTS) // self._record_bytes
+        per_segment = min(SEGMENT_BYTES, budget_bytes // LEAST_SEGMENTS) // self._record_bytes
         if not per_segment:
             least = LEAST_SEGMENTS * self._record_bytes / (1 << 30)
             raise ConfigError(f"--disk-gib is too small for pages of this size: write {least:.3g} or more per stage")
