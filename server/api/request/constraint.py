@@ -1,12 +1,15 @@
 """The constraint of a body, in whichever of the APIs' fields it is given: structured output."""
 
 import json
+from contextlib import suppress
 from typing import Any
 
 import msgspec
 
+from headrace.core.runtime.codec import NO_MESSAGE
 from headrace.core.types.errors import HeadraceError, invalid, shown
 from headrace.core.types.requests.constraint import Constraint
+from headrace.server.api.request.explain import refuse_repeated_keys
 from headrace.server.api.request.schema import (
     GenerateSampling,
     OpenAIBody,
@@ -76,9 +79,13 @@ async def _checked(
     if (size := len(constraint.text.encode(errors="surrogatepass"))) > MAX_CONSTRAINT_BYTES:
         raise _refused(field, f"it has {size} bytes; at most {MAX_CONSTRAINT_BYTES} are allowed")
     try:
-        constraint.text.encode()
+        encoded = constraint.text.encode()
     except UnicodeEncodeError as error:
         raise _refused(field, f"it is no valid text: {error.reason}") from error
+    if constraint.kind == "json":
+        with suppress(*NO_MESSAGE):  # what is no JSON is refused below, like what is no schema
+            msgspec.json.decode(encoded)
+            refuse_repeated_keys(encoded, field)
     if problem := await model.grammars.problem(constraint, client=client):
         raise _refused(field, problem)
     return constraint

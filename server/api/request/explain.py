@@ -176,13 +176,13 @@ def _plain(bound: float) -> str:
     return str(int(bound)) if bound == int(bound) else f"{bound:g}"
 
 
-def refuse_repeated_keys(body: bytes | bytearray) -> None:
+def refuse_repeated_keys(body: bytes | bytearray, field: str = "") -> None:
     """Raises HeadraceError (400) for a key that an object of the body, at any depth, has twice: decoders take either.
-    The body is JSON, as decoding it has shown."""
+    The body is JSON, as decoding it has shown. field: whose value this is, if it is not the whole body."""
     key = _repeated_key(body)
     if key is None:
         return
-    place = _place(body) or shown(key) or '""'
+    place = _joined(field, _place(body) or shown(key) or '""')
     raise invalid(place, f"{place} is given twice; send it once", code="repeated_field")
 
 

@@ -267,6 +267,24 @@ async def test_every_route_refuses_unknown_and_unserved_fields(tokenizer: Tokeni
                     assert error["code"] == ("unknown_field" if name == "zzz" else "unsupported")
 
 
+@in_loop
+async def test_a_schema_that_is_a_text_gives_no_key_twice_either(tokenizer: Tokenizer) -> None:
+    """What is no JSON is left to the check of constraints, which this one passes."""
+    async with running(FakeLink(saying(tokenizer, "h")), tokenizer) as service, client(service) as http:
+        service.model._grammars = AnyConstraint()
+        for schema in ('{"properties":{"a":{},"\\u0061":{}}}', '{"properties":{"a":{},"b":{}}}', '{"a":1,"a"'):
+            for more in ({"guided_json": schema}, {"structured_outputs": {"json": schema}}):
+                response = await http.post(PATHS[CompletionBody], json=ROUTES[CompletionBody] | more)
+                if "u0061" not in schema:
+                    assert response.status_code == 200, response.text
+                    continue
+                field = "guided_json" if "guided_json" in more else "structured_outputs.json"
+                error = json_of(response)["error"]
+                assert (response.status_code, error["code"]) == (400, "repeated_field")
+                assert error["param"] == f"{field}.properties.a"
+                assert error["message"] == f"{field}.properties.a is given twice; send it once"
+
+
 @settings(max_examples=12)
 @given(st.lists(st.tuples(st.sampled_from(sorted(PATHS, key=str)), MORE), min_size=10, max_size=20))
 def test_any_body_is_served_or_refused_by_its_route(bodies: list[tuple[Kind, dict[str, Any]]]) -> None:
