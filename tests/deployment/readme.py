@@ -12,7 +12,7 @@ DECODE = "headrace serve --role decode --port 8001 --model smollm2 --prefill htt
 SKY = "Why is the sky blue?"
 CURL = (
     "curl localhost:8001/v1/chat/completions -H 'content-type: application/json' -d "
-    f"""'{{"model": "smollm2", "messages": [{{"role": "user", "content": "{SKY}"}}], "stream": true}}'"""
+    f"""'{{"messages": [{{"role": "user", "content": "{SKY}"}}], "max_tokens": 100, "stream": true}}'"""
 )
 PAIR = "tests/e2e/test_readme.py::test_a_pair_as_the_readme_starts_it"
 ROUTERS = "tests/routers/test_readme.py::test_a_router_as_the_readme_starts_it"
