@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.deployment.files import ROOT
+from tests.deployment.files import PACKAGES, ROOT
 
 BASE = ("msgspec", "numpy", "numpy.libs", "zmq", "pyzmq.libs", "xxhash")  # folders of what the base depends on
 FOREIGN = 'raise ImportError("this module is of another project")\n'
@@ -49,6 +49,8 @@ extra = "headrace.transfer.backends.nixl"
 names = sorted(set(names) - {compiled, extra})
 for name in names:
     importlib.import_module(name)
+packages = {name.split(".")[1] for name in sys.modules if name.startswith("headrace.")}
+assert packages == {"core", "transfer", "peer"}, packages
 print(len(names))
 """
 
@@ -94,6 +96,8 @@ def test_wheel_and_sdist_bring_nothing_but_headrace(built: Path) -> None:
             "all are compiled"
         )
     assert {top for top in tops if not top.endswith(".dist-info")} == {"headrace"}
+    packages = {name.split("/")[1] for name in names if name.startswith("headrace/") and name.count("/") > 1}
+    assert packages == set(PACKAGES)
     with tarfile.open(source) as archive:
         tops = {"/".join(member.name.split("/")[1:3]) for member in archive.getmembers() if member.isfile()}
         assert not [member.name for member in archive.getmembers() if member.issym() or member.islnk()]
