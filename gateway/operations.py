@@ -16,7 +16,7 @@ from headrace.server.api.description.operation import audiences, described
 from headrace.server.http.body import BodyBudget
 from headrace.server.http.error_response import error_response, install_handlers
 from headrace.server.http.middleware import ApiKeys, RequestMetrics
-from headrace.server.http.rules import HttpRules, allowed_methods, page_guard
+from headrace.server.http.rules import HttpRules, allowed_methods, site_guard
 from headrace.server.http.streaming import json_response
 from headrace.server.telemetry.exposition import CONTENT_TYPE, render
 
@@ -38,7 +38,7 @@ def gateway_app(title: str, gateway: BaseGateway, prompt_routes: Callable[[BodyB
         max_open=max_http_connections() // 2,
         audiences=audiences(routers),
     )
-    app.add_middleware(HttpRules, pages=page_guard(config.host, config.allowed_hosts, keys=bool(config.api_keys)))
+    app.add_middleware(HttpRules, pages=site_guard(config.host, config.allowed_hosts, keys=bool(config.api_keys)))
     app.add_middleware(RequestMetrics, metrics=gateway.front_metrics, clock=gateway.clock, recent=gateway.recent)
     return app
 

@@ -24,7 +24,7 @@ CHECK_S = 0.1
 NEWS_S = 10.0  # between two lines about servers that are waited for
 
 
-class ServedModel(msgspec.Struct, frozen=True):
+class HandoffModel(msgspec.Struct, frozen=True):
     """Fields of GET /v1/handoff that say what a prefill server serves."""
 
     fingerprint: str | None = None
@@ -34,13 +34,13 @@ class ServedModel(msgspec.Struct, frozen=True):
     """None of a cache of another kind, and of an earlier version."""
 
 
-async def find_served(urls: tuple[str, ...], api_key: str) -> ServedModel:
+async def find_served(urls: tuple[str, ...], api_key: str) -> HandoffModel:
     """Wait for the first prefill server that says what it serves. Others are compared with it when they connect."""
     async with direct_async_client(headers=bearer(api_key), timeout=TIMEOUT_S) as http:
         client = DiscoveryClient(http, http)
 
-        async def ask(url: str) -> ServedModel | None:
-            found = msgspec.json.decode(await client.get(url, "/v1/handoff", key=True), type=ServedModel)
+        async def ask(url: str) -> HandoffModel | None:
+            found = msgspec.json.decode(await client.get(url, "/v1/handoff", key=True), type=HandoffModel)
             return found if found.fingerprint else None
 
         return await first_answer(urls, ask)

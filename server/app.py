@@ -23,7 +23,7 @@ from headrace.server.frontend.service import Service
 from headrace.server.http.body import BodyBudget
 from headrace.server.http.error_response import install_handlers
 from headrace.server.http.middleware import ApiKeys, RequestMetrics
-from headrace.server.http.rules import HttpRules, allowed_methods, page_guard
+from headrace.server.http.rules import HttpRules, allowed_methods, site_guard
 
 
 def create_app(service: Service) -> FastAPI:
@@ -84,7 +84,7 @@ def _app(title: str, routers: Sequence[APIRouter], service: Service) -> FastAPI:
         audiences=audiences(routers),
     )
     keys = bool(server.api_keys or server.tenant_keys)
-    app.add_middleware(HttpRules, pages=page_guard(server.host, server.allowed_hosts, keys=keys))
+    app.add_middleware(HttpRules, pages=site_guard(server.host, server.allowed_hosts, keys=keys))
     app.add_middleware(
         RequestMetrics,
         metrics=service.metrics,

@@ -7,7 +7,7 @@ import msgspec
 from headrace.core.runtime.codec import NO_MESSAGE
 from headrace.core.types.errors import ErrorInfo, HeadraceError, invalid
 from headrace.core.types.peers.addresses import host_port
-from headrace.gateway.sglang_nixl.records import Held
+from headrace.gateway.sglang_nixl.records import HeldPrompt
 from headrace.gateway.sglang_nixl.wire import MAX_ROOM
 from headrace.peer.commands import TicketRef
 from headrace.server.upstream.handoff_params import NO_TRANSFER_HOST
@@ -79,7 +79,7 @@ def take_apart(fields: dict[str, Any]) -> SglangBody:
     return SglangBody(room, rest)
 
 
-def held_at(content: bytes, host: str, port: int) -> Held:
+def held_at(content: bytes, host: str, port: int) -> HeldPrompt:
     """What the prefill server with this control endpoint holds, by its answer. Raises HeadraceError (502)."""
     try:
         params = msgspec.json.decode(content, type=HoldAnswer).kv_transfer_params
@@ -88,7 +88,7 @@ def held_at(content: bytes, host: str, port: int) -> Held:
         message = f"prefill server {host_port(host, port)} answered without the KV of one prompt: {error}"
         raise HeadraceError(ErrorInfo(code="bad_prefill_answer", message=message, status=502)) from error
     place = TicketRef(name=ticket, host=host, port=port, wait=False, fingerprint=params.fingerprint)
-    return Held(ticket=place, tokens=params.remote_num_tokens, prompt_hash=prompt_hash)
+    return HeldPrompt(ticket=place, tokens=params.remote_num_tokens, prompt_hash=prompt_hash)
 
 
 def without_params(content: bytes) -> bytes:

@@ -35,7 +35,7 @@ from headrace.core.version import headrace_version
 from headrace.gateway.base import BaseGateway
 from headrace.gateway.metrics import GatewayMetrics, in_catalog, with_prefix
 from headrace.gateway.pool_size import with_pool
-from headrace.gateway.prefill_servers import ServedModel, first_answer, wait_connected
+from headrace.gateway.prefill_servers import HandoffModel, first_answer, wait_connected
 from headrace.gateway.sglang.bodies import ListedModels, SglangBody, held_at, without_params
 from headrace.gateway.sglang.decode_hosts import DecodeHosts
 from headrace.gateway.sglang.prefills import PrefillAnswer, PrefillPoster
@@ -161,7 +161,7 @@ class SglangGateway(BaseGateway):
             await asyncio.to_thread(self._handover.stop)
         await self._http.aclose()
 
-    def _make_handover(self, geometry: Geometry, model: ServedModel, longest: int, pages: int) -> KvHandover:
+    def _make_handover(self, geometry: Geometry, model: HandoffModel, longest: int, pages: int) -> KvHandover:
         """Raises ConfigError for ports that cannot be had, OSError for memory."""
         config = self.config
         return KvHandover(
@@ -190,10 +190,10 @@ class SglangGateway(BaseGateway):
             api_key=config.prefill_api_key,
         )
 
-    async def _served(self, url: str) -> tuple[ServedModel, int] | None:
+    async def _served(self, url: str) -> tuple[HandoffModel, int] | None:
         """What a prefill server serves, and its longest sequence; None while it loads."""
         client = DiscoveryClient(self._http, self._http)
-        model = msgspec.json.decode(await client.get(url, "/v1/handoff", key=True), type=ServedModel)
+        model = msgspec.json.decode(await client.get(url, "/v1/handoff", key=True), type=HandoffModel)
         if not model.fingerprint:
             return None
         listed = msgspec.json.decode(await client.get(url, "/v1/models", key=True), type=ListedModels)

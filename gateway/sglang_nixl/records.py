@@ -27,7 +27,7 @@ class RoomLimits(msgspec.Struct, frozen=True, kw_only=True):
     """Decode ranks that may be registered."""
 
 
-class Held(msgspec.Struct, frozen=True, kw_only=True):
+class HeldPrompt(msgspec.Struct, frozen=True, kw_only=True):
     """A prompt's KV that a prefill server holds."""
 
     ticket: TicketRef
@@ -97,7 +97,7 @@ class RoomRecord:
     deadline: float
     phase: RoomPhase = RoomPhase.WAITING
     request: str = ""  # of the HTTP side; "" while it has not come
-    held: Held | None = None
+    held: HeldPrompt | None = None
     targets: dict[str, RoomTarget] = field(default_factory=dict)  # by agent
     loaded: Loaded | None = None
     acks: dict[Address, int] = field(default_factory=dict)  # ranks that aborted, and the generations that they named

@@ -27,7 +27,7 @@ from headrace.core.types.peers.addresses import bracketed, host_port, url
 from headrace.gateway.sglang_nixl.pool_runs import PoolRuns
 from headrace.gateway.sglang_nixl.records import (
     Effect,
-    Held,
+    HeldPrompt,
     RoomEnded,
     RoomLimits,
     StopWrites,
@@ -105,7 +105,7 @@ class RoomThread(threading.Thread):
         be."""
         self._call(lambda now: self._rooms.expect(request, room, now))
 
-    def hold(self, request: str, room: int, held: Held) -> None:
+    def hold(self, request: str, room: int, held: HeldPrompt) -> None:
         """A prefill server holds the KV for a request."""
         self._call(lambda now: self._rooms.hold(request, room, held, now))
 

@@ -20,7 +20,7 @@ from headrace.core.types.kv.geometry import Geometry
 from headrace.gateway.sglang_nixl.decode_rank import DecodeRank, RankWrite, fit, why_unfit
 from headrace.gateway.sglang_nixl.records import (
     Effect,
-    Held,
+    HeldPrompt,
     RoomEnded,
     RoomLimits,
     RoomPhase,
@@ -126,7 +126,7 @@ class RoomTable:
             room.request = request
             self._not_early(room)
 
-    def hold(self, request: str, number: int, held: Held, now: float) -> None:
+    def hold(self, request: str, number: int, held: HeldPrompt, now: float) -> None:
         """A prefill server holds the KV for a request. That of a room that has ended is released."""
         room = self._rooms.get(number)
         if room is None or room.request != request or room.phase is not RoomPhase.WAITING or room.held is not None:

@@ -14,7 +14,7 @@ from headrace.core.runtime.clock import Clock
 from headrace.core.types.errors import ConfigError
 from headrace.core.types.peers.allow_list import allowed_prefills
 from headrace.gateway.pool_size import with_pool
-from headrace.gateway.prefill_servers import ServedModel
+from headrace.gateway.prefill_servers import HandoffModel
 from headrace.gateway.vllm.handoff import Handoffs
 from headrace.gateway.vllm.kv_loads import KvLoads
 from headrace.gateway.vllm_nixl.engine_probe import DecodeEngine
@@ -60,7 +60,7 @@ class Parts:
 def assemble(
     config: GatewayConfig,
     engine: DecodeEngine,
-    served: ServedModel,
+    served: HandoffModel,
     clock: Clock,
     metrics: FrontMetrics,
     on_failure: Callable[[str], None],

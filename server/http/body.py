@@ -27,7 +27,7 @@ PIECE = 256 << 10  # bytes decoded in one step; a thousandth of them may have co
 _WINDOWS = {"gzip": 16 + zlib.MAX_WBITS, "x-gzip": 16 + zlib.MAX_WBITS, "deflate": zlib.MAX_WBITS}
 
 
-class Decoder:
+class ContentDecoder:
     """Makes the bytes of a body of those that come."""
 
     def __init__(self, name: str) -> None:
@@ -56,14 +56,14 @@ class Decoder:
         return invalid("body", f"the body is no valid {self._name}, which its Content-Encoding names: {why}")
 
 
-def body_decoder(content_encodings: Sequence[str]) -> Decoder | None:
+def body_decoder(content_encodings: Sequence[str]) -> ContentDecoder | None:
     """The decoder for the values of Content-Encoding; None for a body as it is. Raises HeadraceError (415)."""
     names = [name.strip().lower() for value in content_encodings for name in value.split(",")]
     match [name for name in names if name not in ("", "identity")]:
         case []:
             return None
         case [name] if name in _WINDOWS:
-            return Decoder(name)
+            return ContentDecoder(name)
         case codings:
             message = (
                 f"the body has the Content-Encoding {', '.join(codings)!r}, and what is decoded here is one of "
@@ -146,7 +146,7 @@ async def read_body(request: Request, limit: int, budget: BodyBudget) -> bytearr
 
 
 async def _received(
-    request: Request, limit: int, size: int | None, share: BodyShare, decoder: Decoder | None
+    request: Request, limit: int, size: int | None, share: BodyShare, decoder: ContentDecoder | None
 ) -> bytearray:
     """The body, held once. size: what it declares. decoder: of its coding. Raises HeadraceError as read_body() does."""
     body = bytearray()

@@ -18,7 +18,7 @@ class HttpRules:
     """Answers HEAD as GET (the connection leaves the body out), and a path with a slash at its end as the one without
     it: a redirect would send the client, with its key and its prompt, to where the Host header says."""
 
-    def __init__(self, app: ASGIApp, pages: "PageGuard | None" = None) -> None:
+    def __init__(self, app: ASGIApp, pages: "SiteGuard | None" = None) -> None:
         """pages: refuses requests that a page in a browser may have caused."""
         self._app = app
         self._pages = pages
@@ -39,7 +39,7 @@ class HttpRules:
         await self._app(scope, receive, send)
 
 
-class PageGuard:
+class SiteGuard:
     """Refuses what a page of another site has a browser send to a server on loopback, which asks for no key.
 
     A page can post to any address (its Origin tells it), and can read answers once a name of its own stands for
@@ -75,10 +75,10 @@ class PageGuard:
         return is_loopback(name) or name.endswith(".localhost") or name in self._allowed
 
 
-def page_guard(host: str, allowed: Sequence[str], *, keys: bool) -> PageGuard | None:
+def site_guard(host: str, allowed: Sequence[str], *, keys: bool) -> SiteGuard | None:
     """The guard of a server bound to this host. keys: whether it asks for API keys. None: none is needed, since pages
     know no key, or since the server is meant for others."""
-    return PageGuard(allowed) if allowed or (is_loopback(host) and not keys) else None
+    return SiteGuard(allowed) if allowed or (is_loopback(host) and not keys) else None
 
 
 def allowed_methods(routers: Sequence[APIRouter], scope: Scope) -> str:

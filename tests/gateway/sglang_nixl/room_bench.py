@@ -5,7 +5,7 @@ from typing import Any, TypeVar
 from headrace.core.types.errors import ErrorInfo
 from headrace.core.types.kv.geometry import Geometry, ceil_div
 from headrace.core.types.requests.request import FirstToken
-from headrace.gateway.sglang_nixl.records import Held, RoomEnded, RoomLimits, Tell
+from headrace.gateway.sglang_nixl.records import HeldPrompt, RoomEnded, RoomLimits, Tell
 from headrace.gateway.sglang_nixl.rooms import RoomTable
 from headrace.gateway.sglang_nixl.wire import Abort, Registration, RoomTarget, parse
 from headrace.peer.commands import Loaded, TicketRef
@@ -20,8 +20,8 @@ PAGES = [4, 5, 9]
 T = TypeVar("T")
 
 
-def held(ticket: str = "t", tokens: int = TOKENS) -> Held:
-    return Held(ticket=TicketRef(name=ticket, host="127.0.0.1", port=7000), tokens=tokens, prompt_hash="hash")
+def held(ticket: str = "t", tokens: int = TOKENS) -> HeldPrompt:
+    return HeldPrompt(ticket=TicketRef(name=ticket, host="127.0.0.1", port=7000), tokens=tokens, prompt_hash="hash")
 
 
 class Bench:

@@ -20,7 +20,7 @@ from msgspec.structs import replace
 from headrace.core.types.errors import ErrorInfo
 from headrace.core.types.kv.geometry import ceil_div
 from headrace.gateway.sglang_nixl.handover import HandoverOptions, KvHandover
-from headrace.gateway.sglang_nixl.records import Held, RoomLimits
+from headrace.gateway.sglang_nixl.records import HeldPrompt, RoomLimits
 from headrace.peer.commands import Loaded, TicketRef
 from tests.e2e.harness import Server, pages_in_use, wait_until
 from tests.gateway.sglang_nixl.decode_engine import DecodeEngine
@@ -81,7 +81,7 @@ class Side:
         self.handover.rooms.hold(request, room, self.held(prompt, request, **options))
         return request
 
-    def held(self, prompt: list[int], ticket: str, **options: Any) -> Held:
+    def held(self, prompt: list[int], ticket: str, **options: Any) -> HeldPrompt:
         params = self.prefill(prompt, ticket, **options)["kv_transfer_params"]
         place = TicketRef(
             name=params["ticket"],
@@ -90,7 +90,7 @@ class Side:
             fingerprint=params["fingerprint"],
             wait=False,
         )
-        return Held(ticket=place, tokens=params["remote_num_tokens"], prompt_hash=params["prompt_hashes"][0])
+        return HeldPrompt(ticket=place, tokens=params["remote_num_tokens"], prompt_hash=params["prompt_hashes"][0])
 
     def answer(self, request: str, timeout_s: float = 60.0) -> ErrorInfo | None:
         with self._answered:
