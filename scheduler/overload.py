@@ -11,7 +11,6 @@ from headrace.core.messages.frontend import Submit
 from headrace.core.types import refusals
 from headrace.core.types.errors import ErrorInfo
 from headrace.core.types.packed import packed_length
-from headrace.scheduler.requests.phase import Phase
 from headrace.scheduler.state.replica import Replica
 from headrace.scheduler.state.state import State
 from headrace.scheduler.state.ttft_prediction import Prediction
@@ -28,18 +27,15 @@ class Overload:
     def full(self, submit: Submit) -> ErrorInfo | None:
         """Bounds in tokens and requests. A prompt larger than the token bound still gets in when nothing else is
         queued, or nothing of its tenant where others have queued."""
-        state, phases, by_tenant = self._state, self._state.phases, self._state.queued_by_tenant
+        state, by_tenant = self._state, self._state.queued_by_tenant
         length, limit, unplanned = packed_length(submit.prompt), state.config.max_queued_tokens, state.unplanned
-        queued, most = phases[Phase.BOOTSTRAP] + phases[Phase.WAITING], state.config.max_queued_requests
         if unplanned and unplanned + length > limit:
             reason, kind, counted = "tokens", refusals.QUEUED_TOKENS, unplanned
-            share = by_tenant.tokens.within_equal_share(submit.tenant, length, limit)
-        elif queued >= most:
-            reason, kind, counted = "requests", refusals.QUEUED_REQUESTS, queued
-            share = by_tenant.requests.within_equal_share(submit.tenant, 1, most)
+            admitted = by_tenant.tokens.within_equal_share(submit.tenant, length, limit)
         else:
-            return None
-        if share:
+            reason, kind, counted = "requests", refusals.QUEUED_REQUESTS, by_tenant.requests.total
+            admitted = by_tenant.requests.admits(submit.tenant, 1, state.config.max_queued_requests)
+        if admitted:
             return None
         excess = max(1, min(unplanned, unplanned + length - limit))
         self._count(reason)
