@@ -229,7 +229,7 @@ class Receiver:
                 checksum_shm=self._config.checksum_shm,
                 nixl=access,
             )
-            attachment = Attachment(attach, timeout_s / 3, timeout_s, now)
+            attachment = Attachment(attach, timeout_s, now)
             replica = terms.stage_replicas[stage] if terms.stage_replicas else 0
             self._lines.append(DataLine(terms.session, stage, source, terms.backend, connect, attachment, replica))
         return self.tick(now)

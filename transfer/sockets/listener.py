@@ -73,7 +73,8 @@ class Listener:
         queue: int,
         unread: int,
     ) -> None:
-        self._authenticator = zap.authenticator(context, config, part)
+        keys = zap.own_keys(config)  # None: connections are in the clear
+        self._authenticator = zap.ZapAuthenticator(context, keys, config.curve_allowed, part) if keys else None
         self._connections = Connections(
             context, part, has_session=lambda route: route in self._kept, max_age_s=NO_SESSION_S
         )

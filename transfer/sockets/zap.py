@@ -36,15 +36,6 @@ def own_keys(config: TransferConfig) -> KeyPair | None:
     return read_pair(Path(config.curve_key)) if config.curve_key else None
 
 
-def authenticator(context: Context, config: TransferConfig, part: str) -> "ZapAuthenticator | None":
-    """The authenticator of a socket that is about to be bound; None where connections are in the clear.
-
-    part: as in ZapAuthenticator. Raises ConfigError if a key cannot be used, or the context has an authenticator.
-    """
-    keys = own_keys(config)
-    return ZapAuthenticator(context, keys, config.curve_allowed, part) if keys is not None else None
-
-
 class ZapAuthenticator:
     """Decides which peers may connect to one socket, and logs and counts those that may not.
 
