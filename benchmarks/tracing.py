@@ -27,9 +27,8 @@ from headrace.core.runtime.clock import SystemClock
 from headrace.core.runtime.codec import Codec
 from headrace.core.trace import RequestSpan
 from headrace.core.types.requests.request import HandoffStats, SamplingParams, Timing, Usage
-from headrace.server.frontend.generation.call_span import CallSpan
 from headrace.server.frontend.request.generation_request import GenerationResult
-from headrace.server.frontend.request.request_context import TraceSampler
+from headrace.server.frontend.request.request_context import CallSpan, TraceSampler
 from headrace.server.frontend.request_log import RequestRecord
 from headrace.server.frontend.status.recent_events import RecentEvents
 from headrace.server.http.middleware import RequestMetrics

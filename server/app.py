@@ -10,12 +10,10 @@ from headrace.core.types.requests.tenants import tenant_keys
 from headrace.server.api.description.operation import audiences
 from headrace.server.api.native.prefill_routes import handoff_routes, prefill_routes
 from headrace.server.api.openai.openai_routes import openai_routes
-from headrace.server.api.operations.api_document import document_routes
-from headrace.server.api.operations.debug_experts import expert_routes
-from headrace.server.api.operations.debug_trace import debug_routes
+from headrace.server.api.operations.debug import debug_routes
 from headrace.server.api.operations.discovery import bootstrap_routes, discovery_routes, load_routes
 from headrace.server.api.operations.health import operation_routes
-from headrace.server.api.operations.status_page import status_routes
+from headrace.server.api.operations.pages import document_routes, status_routes
 from headrace.server.api.operations.tokenization import tokenizer_routes
 from headrace.server.api.response.completion_endpoint import CompletionEndpoint
 from headrace.server.api.sglang.generate_route import generate_routes
@@ -39,8 +37,7 @@ def create_app(service: Service) -> FastAPI:
         generate_routes(model, endpoint),
         _operation_routes(service),
         status_routes(service.status),
-        debug_routes(service.tracer, model, server.role),
-        expert_routes(service.stats),
+        debug_routes(service.tracer, service.stats, model, server.role),
         discovery_routes(model, control, config),
         load_routes(service.readiness, completions, service.stats, config),
         tokenizer_routes(model, server, budget),

@@ -21,10 +21,9 @@ from headrace.core.types.packed import pack, prompt_hash
 from headrace.core.types.requests.request import SamplingParams, Timing, Usage
 from headrace.gateway.vllm.kv_loads import KvLoads
 from headrace.peer.commands import Loaded, LoadKv, TicketRef
-from headrace.server.frontend.generation.call_span import CallSpan
 from headrace.server.frontend.generation.prefill_failover import PrefillFailover
 from headrace.server.frontend.request.generation_request import GenerationRequest, GenerationResult
-from headrace.server.frontend.request.request_context import RequestContext
+from headrace.server.frontend.request.request_context import CallSpan, RequestContext
 from headrace.server.http.ranges import MAX_SALT_CHARS
 from headrace.server.upstream.prefill_call import PrefillCall, PrefillProgress
 from headrace.server.upstream.prefill_pool import PrefillChoice, PrefillPool

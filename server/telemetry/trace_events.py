@@ -5,6 +5,7 @@ C  counters                           b, e  a span on a track of its own    i   
 """
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import msgspec
 
@@ -118,34 +119,10 @@ class Timeline:
         self._events.sort(key=lambda event: event.ts or 0.0)  # stable: at the same moment, in the order of adding
         return msgspec.json.encode(TraceFile([*self._names, *self._events], other))
 
-    def _add(
-        self,
-        track: Track,
-        phase: str,
-        name: str,
-        at: int,
-        *,
-        cat: str | None = None,
-        id: int | None = None,
-        dur: float | None = None,
-        bp: str | None = None,
-        s: str | None = None,
-        args: Arguments | None = None,
-    ) -> None:
-        event = TraceEvent(
-            ph=phase,
-            name=name,
-            pid=track.pid,
-            tid=track.tid,
-            ts=_microseconds(max(0, at)),
-            cat=cat,
-            id=id,
-            dur=dur,
-            bp=bp,
-            s=s,
-            args=args,
-        )
-        self._events.append(event)
+    def _add(self, track: Track, phase: str, name: str, at: int, **more: Any) -> None:
+        """Add an event at a time. more: further fields of TraceEvent."""
+        at = max(0, at)
+        self._events.append(TraceEvent(ph=phase, name=name, pid=track.pid, tid=track.tid, ts=_microseconds(at), **more))
 
 
 def _microseconds(nanoseconds: int) -> float:

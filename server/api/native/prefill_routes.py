@@ -31,8 +31,7 @@ from headrace.server.frontend.served_model import ServedModel
 from headrace.server.frontend.status.stats_collector import StatsCollector
 from headrace.server.http.body import BodyBudget, read_body
 from headrace.server.http.error_response import error_body
-from headrace.server.http.large_json import made_aside
-from headrace.server.http.streaming import EventStream, EventWriter, JsonAnswer, json_response
+from headrace.server.http.streaming import EventStream, EventWriter, JsonAnswer, json_response, made_aside
 from headrace.server.upstream.handoff_params import MAX_TICKET_CHARS
 from headrace.text.logprobs import LogprobEntry, TopLogprob, native_entries, native_entry
 from headrace.text.tokenizer import Tokenizer

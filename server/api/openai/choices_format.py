@@ -18,8 +18,7 @@ from headrace.server.api.response.choices import Choice, Output, best_outputs, p
 from headrace.server.api.response.usage import headrace_report, usage_report
 from headrace.server.frontend.request.generation_request import GenerationDelta, GenerationResult
 from headrace.server.http.error_response import write_error_event
-from headrace.server.http.large_json import made_aside
-from headrace.server.http.streaming import EventWriter
+from headrace.server.http.streaming import EventWriter, made_aside
 
 
 class ChoicesFormat:

@@ -21,8 +21,7 @@ from headrace.server.api.response.choices import Choice, Output, positions
 from headrace.server.api.response.usage import headrace_report
 from headrace.server.frontend.request.generation_request import GenerationDelta, GenerationResult
 from headrace.server.frontend.served_model import ServedModel
-from headrace.server.http.large_json import made_aside
-from headrace.server.http.streaming import EventWriter
+from headrace.server.http.streaming import EventWriter, made_aside
 
 
 def refuse_unsupported_responses(body: ResponsesBody) -> None:

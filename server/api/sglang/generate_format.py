@@ -15,8 +15,7 @@ from headrace.server.api.response.hidden_format import nested_lists
 from headrace.server.api.response.usage import MORE, Count
 from headrace.server.frontend.request.generation_request import GenerationDelta, GenerationRequest, GenerationResult
 from headrace.server.http.error_response import write_error_event
-from headrace.server.http.large_json import made_aside
-from headrace.server.http.streaming import EventWriter
+from headrace.server.http.streaming import EventWriter, made_aside
 from headrace.text.logprobs import top_logprobs
 
 

@@ -28,7 +28,6 @@ from headrace.core.types.requests.request import (
     SamplingParams,
     SendTo,
 )
-from headrace.server.frontend.generation.call_span import CallSpan
 from headrace.server.frontend.generation.prefill_body import prefill_body, with_prefill_response
 from headrace.server.frontend.generation.prefill_failover import PrefillFailover, remaining
 from headrace.server.frontend.generation.results import (
@@ -47,6 +46,7 @@ from headrace.server.frontend.request.generation_request import (
     GenerationRequest,
     GenerationResult,
 )
+from headrace.server.frontend.request.request_context import CallSpan
 from headrace.server.frontend.served_model import ServedModel
 from headrace.server.telemetry.prometheus import FrontMetrics
 from headrace.server.telemetry.spans import RecordSpan

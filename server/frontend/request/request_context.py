@@ -1,4 +1,5 @@
-"""Ids by which other servers know an HTTP request: X-Request-Id, and traceparent of W3C Trace Context."""
+"""Ids by which other servers know an HTTP request: X-Request-Id, and traceparent of W3C Trace Context. With them, the
+span of a call to a prefill server."""
 
 import random
 import re
@@ -6,6 +7,9 @@ import secrets
 from collections.abc import Iterable
 
 import msgspec
+
+from headrace.core.runtime.clock import Clock
+from headrace.server.telemetry.spans import CalledSpan, RecordSpan
 
 REQUEST_ID_HEADER = "x-request-id"
 TRACEPARENT_HEADER = "traceparent"
@@ -90,6 +94,43 @@ class TraceSampler:
         if not int(context.traceparent[53:], 16) & SAMPLED:
             return context
         return msgspec.structs.replace(context.child(), recorded=True)
+
+
+class CallSpan:
+    """The CallObserver of one call to a prefill server, as a part of the request's trace: a span between those of the
+    two servers, if the request's are recorded."""
+
+    def __init__(self, context: RequestContext, url: str, clock: Clock, record: RecordSpan) -> None:
+        self._context = context.child() if context.recorded else context
+        self._url = url
+        self._clock = clock
+        self._record = record
+        self._began = 0.0
+
+    def headers(self) -> dict[str, str]:
+        """Ids of the request, and of this span."""
+        return self._context.headers()
+
+    def began(self) -> None:
+        """The prompt is sent."""
+        self._began = self._clock.now()
+
+    def ended(self, error: str) -> None:
+        """The call is over."""
+        context = self._context
+        if context.recorded:
+            now = self._clock.now()
+            self._record(
+                CalledSpan(
+                    traceparent=context.traceparent,
+                    tracestate=context.tracestate,
+                    parent_id=context.parent_id,
+                    url=self._url,
+                    start=self._began,
+                    end=now,
+                    error=error,
+                )
+            )
 
 
 def _new_id(bits: int) -> int:

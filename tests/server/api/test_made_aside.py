@@ -16,7 +16,7 @@ from headrace.server.api.openai.echo import Echo
 from headrace.server.api.openai.response_items import OutputItems
 from headrace.server.api.sglang.generate_format import GenerateFormat
 from headrace.server.frontend.generation.runner import FEW_LOGPROBS
-from headrace.server.http.large_json import made_aside
+from headrace.server.http.streaming import made_aside
 from headrace.text.logprobs import LogprobEntry
 from headrace.text.tokenizer import load_tokenizer
 from headrace.text.tool_calls.call_parser import ToolCallParser

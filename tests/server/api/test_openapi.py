@@ -16,7 +16,7 @@ from headrace.server.api.description import struct_schema
 from headrace.server.api.description.document import document
 from headrace.server.api.description.operation import described
 from headrace.server.api.description.struct_schema import components
-from headrace.server.api.operations.api_document import DOCS
+from headrace.server.api.operations.pages import DOCS
 from headrace.text.tokenizer import Tokenizer
 from tests.server.api.test_fields import MORE, PATHS, ROUTES, Kind, refused_with
 from tests.server.api.test_status_page import ELSEWHERE, HTML_SINKS, STORES

@@ -8,7 +8,7 @@ from importlib.resources import files
 import httpx
 import pytest
 
-from headrace.server.api.operations.status_page import PAGE
+from headrace.server.api.operations.pages import PAGE
 from headrace.server.app import create_bootstrap_app
 from headrace.text.tokenizer import Tokenizer
 from tests.server.fakes import FakeLink, client, in_loop, running

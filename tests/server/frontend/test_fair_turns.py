@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from headrace.core.types.errors import HeadraceError
-from headrace.server.frontend.fair_turns import FairTurns
+from headrace.server.frontend.grammar_checker import FairTurns
 from tests.server.fakes import in_loop
 
 

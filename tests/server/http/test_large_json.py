@@ -13,8 +13,8 @@ from headrace.core.messages.frontend import Submit
 from headrace.core.messages.replies import AnySchedulerReply
 from headrace.core.types.packed import unpack
 from headrace.core.types.requests.request import TokenLogprob
-from headrace.server.http import large_json
-from headrace.server.http.large_json import LARGE, PART, encode_lists, made_aside
+from headrace.server.http import streaming
+from headrace.server.http.streaming import LARGE, PART, encode_lists, made_aside
 from headrace.text.tokenizer import Tokenizer
 from tests.server.fakes import FakeLink, client, finished, in_loop, json_of, logprob_parts, running, saying
 
@@ -25,7 +25,7 @@ JSON = st.recursive(LEAVES, lambda inner: st.lists(inner) | st.dictionaries(st.t
 @given(JSON, st.integers(1, 4))
 def test_json_is_the_same_in_parts(value: Any, part: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(large_json, "PART", part)
+        patch.setattr(streaming, "PART", part)
         expected = msgspec.json.encode(value)
         assert msgspec.json.encode(encode_lists(value)) == expected
         assert msgspec.json.encode(value) == expected, "lists of a choice that goes on are needed again"
@@ -99,8 +99,8 @@ async def test_an_answer_is_the_same_made_aside(
     answers = []
     async with running(FakeLink(script), tokenizer) as service, client(service) as http:
         for large in (LARGE, 0):
-            monkeypatch.setattr(large_json, "LARGE", large)
-            monkeypatch.setattr(large_json, "PART", 2 if large == 0 else PART)
+            monkeypatch.setattr(streaming, "LARGE", large)
+            monkeypatch.setattr(streaming, "PART", 2 if large == 0 else PART)
             response = await http.post(path, json=body)
             assert response.status_code == 200, response.text
             answers.append(answer_of(json_of(response)))

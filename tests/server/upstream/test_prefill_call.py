@@ -10,8 +10,7 @@ import httpx
 
 from headrace.core.runtime.clock import SystemClock
 from headrace.core.types.errors import ErrorInfo
-from headrace.server.frontend.generation.call_span import CallSpan
-from headrace.server.frontend.request.request_context import RequestContext
+from headrace.server.frontend.request.request_context import CallSpan, RequestContext
 from headrace.server.upstream.prefill_call import PrefillCall
 from tests.server.fakes import in_loop
 

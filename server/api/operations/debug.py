@@ -1,5 +1,5 @@
-"""GET /debug/trace: a recording of the next seconds, for Perfetto. For operators: it names requests and tickets of
-all tenants."""
+"""GET /debug/trace: a recording of the next seconds, for Perfetto, and GET /debug/experts: rows that each expert of
+each layer has computed. For operators: a recording names requests and tickets of all tenants."""
 
 import asyncio
 import math
@@ -11,9 +11,11 @@ from starlette.responses import Response
 
 from headrace.core.runtime.clock import wall_offset
 from headrace.core.types.errors import invalid, shown
+from headrace.core.types.ranks.expert_load import total_rows
 from headrace.core.version import headrace_version
 from headrace.server.api.description.operation import Parameter, described
 from headrace.server.frontend.served_model import ServedModel
+from headrace.server.frontend.status.stats_collector import StatsCollector
 from headrace.server.http.streaming import JsonAnswer
 from headrace.server.telemetry.trace_report import trace_json
 from headrace.server.telemetry.tracer import Tracer
@@ -21,6 +23,24 @@ from headrace.server.telemetry.tracer import Tracer
 DEFAULT_S = 5.0
 SHORTEST_S, LONGEST_S = 0.1, 60.0
 Seconds = Annotated[float, msgspec.Meta(ge=SHORTEST_S, le=LONGEST_S)]
+
+
+class LayerRows(msgspec.Struct, frozen=True):
+    """Rows computed by the experts of one layer, over all ranks, since the stages were last started."""
+
+    layer: int
+    """Counted from 0."""
+    rows: list[int]
+    """By expert."""
+
+
+class ExpertRowsReply(msgspec.Struct, frozen=True):
+    """Body of the response."""
+
+    layers: list[LayerRows]
+    """Layers that have experts; empty for a dense model."""
+
+
 _TRACE = described(
     "A recording of the next seconds, for Perfetto",
     reply=dict[str, Any],
@@ -28,10 +48,11 @@ _TRACE = described(
     audience="operators",
     parameters=(Parameter("seconds", "query", Seconds, f"Its length; {DEFAULT_S:g} if it is not given."),),
 )
+_EXPERTS = described("Rows that experts have computed", reply=ExpertRowsReply, audience="operators")
 
 
-def debug_routes(tracer: Tracer, model: ServedModel, role: str) -> APIRouter:
-    """Routes for finding out why a server is slow."""
+def debug_routes(tracer: Tracer, stats: StatsCollector, model: ServedModel, role: str) -> APIRouter:
+    """Routes for finding out why a server is slow, and whether tokens are spread evenly over experts."""
     router = APIRouter()
 
     @router.get("/debug/trace", openapi_extra=_TRACE)
@@ -45,6 +66,14 @@ def debug_routes(tracer: Tracer, model: ServedModel, role: str) -> APIRouter:
             return msgspec.Raw(
                 await asyncio.to_thread(trace_json, recording, wall_offset() + recording.paused_s, about)
             )
+
+        return JsonAnswer(work)
+
+    @router.get("/debug/experts", openapi_extra=_EXPERTS)
+    async def experts() -> Response:
+        async def work() -> ExpertRowsReply:
+            totals = total_rows(await stats.expert_loads())
+            return ExpertRowsReply([LayerRows(layer, rows) for layer, rows in totals.items()])
 
         return JsonAnswer(work)
 
