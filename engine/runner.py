@@ -32,7 +32,7 @@ from headrace.engine.model.arithmetic import TorchArithmetic
 from headrace.engine.model.checkpoint import CountedCheckpoint, open_checkpoint
 from headrace.engine.model.compiled import choose_arithmetic
 from headrace.engine.model.fingerprint import fingerprint
-from headrace.engine.native import Kernels, load_kernels
+from headrace.engine.native.kernel_calls import Kernels, load_kernels
 from headrace.engine.row_sampler import PlanResult, RowSampler
 
 WARM_UP_REQUEST = -1  # the scheduler numbers requests from 0

@@ -9,7 +9,7 @@ from headrace.engine.attention.gpu import SdpaPass
 from headrace.engine.attention.native import NativePass
 from headrace.engine.attention.paged import Attention
 from headrace.engine.kv.pool import KVPool
-from headrace.engine.native import Kernels
+from headrace.engine.native.kernel_calls import Kernels
 
 
 def choose_attention(pool: KVPool, *, native_units: bool, kernels: Kernels | None = None) -> Attention:

@@ -12,7 +12,7 @@ from headrace.engine.attention.native import NativeWork, Rows
 from headrace.engine.attention.paged import AttentionSpan, SlotWriter, slot_index
 from headrace.engine.kv.pool import KVPool
 from headrace.engine.model.mla_spec import MlaSpec
-from headrace.engine.native import Kernels
+from headrace.engine.native.kernel_calls import Kernels
 
 TILE_BYTES = 128 << 20  # of expanded keys and values at a time, which are of some heads and all positions of a row
 QUERY_TILE = 256  # tokens, at most, whose scores a mask is made for

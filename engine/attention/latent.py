@@ -30,7 +30,7 @@ from headrace.engine.attention.paged import Attention, AttentionPass, AttentionS
 from headrace.engine.kv.device_copies import place
 from headrace.engine.kv.pool import KVPool
 from headrace.engine.model.mla_spec import MlaSpec
-from headrace.engine.native import Kernels
+from headrace.engine.native.kernel_calls import Kernels
 
 
 class LatentSdpaPass:

@@ -21,7 +21,7 @@ from torch import Tensor
 from headrace.core.types.kv.geometry import ceil_div
 from headrace.engine.attention.paged import AttentionSpan, SlotWriter, first_slots
 from headrace.engine.kv.pool import KVPool
-from headrace.engine.native import ALL_SEGMENTS, POOL_DTYPES, ItemRecord, Kernels, PassRecord, SpanRecord
+from headrace.engine.native.kernel_calls import ALL_SEGMENTS, POOL_DTYPES, ItemRecord, Kernels, PassRecord, SpanRecord
 
 # Query rows of a work item: more reuse each tile more often, fewer balance the threads better.
 ITEM_ROWS = (768, 384, 192, 96)

@@ -1,4 +1,4 @@
-/* What the attention kernels have in common: the records of a pass, which engine/native/__init__.py mirrors, and where
+/* What the attention kernels have in common: the records of a pass, which kernel_calls.py mirrors, and where
  * keys and values are in the paged pool. */
 
 #ifndef HEADRACE_ATTENTION_H

@@ -1,7 +1,7 @@
 /* Kernels of a forward pass with vectors of 256 bits: AVX2 on x86.
  *
  * Plain C with GCC's vector extension and OpenMP, called through ctypes. Shapes, strides and dtypes are checked there
- * (engine/native/__init__.py). The threads are torch's: both use one OpenMP runtime. */
+ * (kernel_calls.py). The threads are torch's: both use one OpenMP runtime. */
 
 #include <stdint.h>
 #include <stdlib.h>

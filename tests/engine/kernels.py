@@ -5,7 +5,7 @@ import torch
 
 from headrace.core.config import EngineConfig
 from headrace.engine.device import has_wide_vectors
-from headrace.engine.native import Kernels, load_kernels
+from headrace.engine.native.kernel_calls import Kernels, load_kernels
 
 WIDTHS = [False, True] if has_wide_vectors(EngineConfig().cpuinfo) else [False]
 """Of vectors: of 256 bits, and of 512 where this CPU has them."""

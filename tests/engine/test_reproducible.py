@@ -19,7 +19,7 @@ from headrace.engine.attention.native import NativePass
 from headrace.engine.attention.paged import AttentionSpan
 from headrace.engine.device import cpu_flags
 from headrace.engine.kv.pool import KVPool
-from headrace.engine.native import Kernels, load_kernels
+from headrace.engine.native.kernel_calls import Kernels, load_kernels
 from headrace.engine.runner import ModelRunner
 from tests.cpus import KINDS, cpuinfo
 from tests.engine.kernels import WIDTHS, native, normal

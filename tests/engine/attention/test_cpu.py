@@ -16,7 +16,7 @@ from headrace.engine.attention.gpu import SdpaPass
 from headrace.engine.attention.paged import Attention, AttentionSpan
 from headrace.engine.device import has_bfloat16_vectors, has_matrix_units, has_wide_vectors
 from headrace.engine.kv.pool import KVPool
-from headrace.engine.native import load_kernels
+from headrace.engine.native.kernel_calls import load_kernels
 from tests.cpus import KINDS, cpuinfo
 
 HEADS, KV_HEADS, HEAD_DIM, LAYERS, PAGES = 6, 2, 16, 2, 128

@@ -13,7 +13,7 @@ from headrace.engine.layers.moe import MoeMlp
 from headrace.engine.model.arithmetic import Arithmetic, TorchArithmetic
 from headrace.engine.model.moe_spec import MoeSpec
 from headrace.engine.model.weights import LayerReader
-from headrace.engine.native import load_kernels
+from headrace.engine.native.kernel_calls import load_kernels
 from tests.engine.collectives.threads import Meeting, ThreadCollectives, run_ranks
 
 HIDDEN = 16

@@ -21,7 +21,7 @@ from headrace.engine.model.config_fields import Fields
 from headrace.engine.model.families import BY_MODEL_TYPE
 from headrace.engine.model.moe_spec import MoeSpec
 from headrace.engine.model.weights import LayerReader
-from headrace.engine.native import load_kernels
+from headrace.engine.native.kernel_calls import load_kernels
 from tests.engine.layers.mixtures import KERNELS, SPECS, RandomWeights, make_mixture, needs_kernels, random_rows
 from tests.engine.models import Prompt, Saved, make_runner, random_tokens, run_chunks
 

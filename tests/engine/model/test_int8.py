@@ -19,7 +19,7 @@ from headrace.engine.model.checkpoint import open_checkpoint
 from headrace.engine.model.int8 import Int8Weight
 from headrace.engine.model.sharding import part_of
 from headrace.engine.model.source import load_spec, resolve_source
-from headrace.engine.native import PackedInt8
+from headrace.engine.native.int8 import PackedInt8
 from headrace.engine.runner import ModelRunner
 from tests.cpus import KINDS, cpuinfo
 from tests.engine.models import Prompt, Saved, make_runner, random_tokens, reported_logprobs, run_chunks

@@ -9,7 +9,7 @@ from headrace.core.config import EngineConfig
 from headrace.engine.device import has_int8_vectors
 from headrace.engine.model import int8
 from headrace.engine.model.int8 import Int8Weight, quantize
-from headrace.engine.native import Kernels, load_kernels
+from headrace.engine.native.kernel_calls import Kernels, load_kernels
 from tests.engine.kernels import normal
 
 WITH_VNNI = [False, True] if has_int8_vectors(EngineConfig().cpuinfo) else [False]

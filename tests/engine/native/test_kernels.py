@@ -21,7 +21,8 @@ from headrace.engine.device import has_wide_vectors
 from headrace.engine.kv.pool import KVPool
 from headrace.engine.model.arithmetic import TorchArithmetic
 from headrace.engine.model.int8 import quantize
-from headrace.engine.native import Kernels, load_kernels, onednn
+from headrace.engine.native import onednn
+from headrace.engine.native.kernel_calls import Kernels, load_kernels
 from tests.cpus import cpuinfo
 from tests.engine.attention.test_cpu import make_spans, poison_unused
 from tests.engine.kernels import normal

@@ -1,0 +1,290 @@
+"""Native CPU kernels, called through ctypes: products, RMSNorm, rotary embedding, SwiGLU gate, attention.
+
+Where they were not compiled at installation, or the CPU lacks AVX2, torch does the same work.
+"""
+
+import ctypes
+import logging
+from functools import cache
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from headrace.core.runtime.native_library import load_library
+from headrace.engine.model.arithmetic import Weight, linear
+from headrace.engine.model.int8 import Int8Weight
+from headrace.engine.native import onednn
+from headrace.engine.native.int8 import Int8Record, PackedInt8, pack_int8
+
+log = logging.getLogger(__name__)
+
+STEP = 8  # as in bfloat16_panel.h: head_dim has to be a multiple of it
+ALL_SEGMENTS = -1  # as in attention.h
+POOL_DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # as numbered in simd.h
+_I, _P, _F = ctypes.c_int64, ctypes.c_void_p, ctypes.c_float
+
+
+class SpanRecord(ctypes.Structure):
+    """struct span of attention.h: rows [row, row + count) of a batch are positions [start, start + count) of a request.
+
+    pages: address of int64 page ids covering [0, start + count).
+    """
+
+    _fields_ = (("start", _I), ("count", _I), ("row", _I), ("pages", _P))
+
+
+class ItemRecord(ctypes.Structure):
+    """struct item of attention.h: a work item, queries of `count` tokens from `first` of a span, for one KV head; over
+    one segment of positions, or ALL_SEGMENTS."""
+
+    _fields_ = (("span", _I), ("head", _I), ("first", _I), ("count", _I), ("segment", _I), ("partial", _I))
+
+
+class PassRecord(ctypes.Structure):
+    """struct pass of attention.h: one forward pass. pool, spans, items and merges are addresses; the caller keeps their
+    memory alive."""
+
+    _fields_ = (
+        ("pool", _P),
+        *((name, _I) for name in ("dtype", "page_size", "page_stride", "kv_heads", "group", "width")),
+        *((name, _I) for name in ("value_width", "layer_stride", "head_stride", "to_value")),
+        ("spans", _P),
+        ("items", _P),
+        ("item_count", _I),
+        ("most_tokens", _I),
+        ("segment", _I),
+        ("merges", _P),
+        ("merge_count", _I),
+        ("partial_count", _I),
+    )
+
+
+class Kernels:
+    """An Arithmetic of native kernels, and attention. All methods but pack() and linear() raise ValueError for a tensor
+    of the wrong dtype or strides.
+
+    Tensors are on the CPU, in float32 or in bfloat16, which is rounded where torch rounds it.
+    Rows may be strided where a method says so; the elements of a row are contiguous.
+    """
+
+    def __init__(
+        self,
+        library: ctypes.CDLL,
+        bits: Literal[256, 512],
+        int8_bits: Literal[256, 512] = 256,
+        attend_bfloat16: str = "",
+    ) -> None:
+        """library: the loaded kernels. bits: of the vectors that float32 and elementwise kernels use. int8_bits: of
+        those that products in 8 bits use. attend_bfloat16: name of the attention kernel for bfloat16, if there is to
+        be one."""
+
+        def kernel(name: str, *arguments: Any) -> Any:
+            function = library[name]
+            function.argtypes = arguments
+            return function
+
+        self._lanes = bits // 16
+        self._add_norm = kernel(f"headrace_add_norm_{bits}", _P, _P, _P, _P, _I, _I, _F, _I)
+        self._rotate = kernel(f"headrace_rotate_{bits}", _P, _P, _P, _I, _I, _I, _I, _I)
+        self._gate = kernel(f"headrace_gate_{bits}", _P, _P, _I, _I, _I)
+        self._write_slots = kernel(f"headrace_write_slots_{bits}", _P, _I, _P, _P, _I, _I, _I, _I, _I, _I)
+        self._multiply = kernel(f"headrace_multiply_{bits}", _P, _P, _P, _I, _I, _I)
+        self._multiply_gate = kernel(f"headrace_multiply_gate_{bits}", _P, _P, _P, _I, _I, _I)
+        self._multiply_by_rows = kernel(f"headrace_multiply_by_rows_{bits}", _P, _P, _P, _I, _I, _I, _I)
+        self._int8_lanes = int8_bits // 16
+        self._multiply_int8 = kernel(
+            f"headrace_multiply_int8_{int8_bits}", _P, _I, ctypes.POINTER(Int8Record), _P, _P, _I, _I, _I
+        )
+        attend = (ctypes.POINTER(PassRecord), _I, _P, _I, _P, _F)
+        self._attend = {torch.float32: kernel(f"headrace_attend_float32_{bits}", *attend)}
+        if attend_bfloat16:
+            self._attend[torch.bfloat16] = kernel(attend_bfloat16, *attend)
+
+    def pack(self, weight: Weight) -> Weight:
+        """A weight [out, in] in the layout that linear() multiplies fastest.
+
+        8 bits: see pack_int8(). float32: [out / lanes, in, lanes], where lanes divides out. bfloat16: oneDNN's own
+        layout, where it multiplies that. Otherwise unchanged.
+        """
+        if isinstance(weight, Int8Weight):
+            return pack_int8(weight, self._int8_lanes)
+        if weight.dtype == torch.bfloat16 and onednn.has_bfloat16():
+            return onednn.pack(weight)
+        if weight.dtype != torch.float32 or weight.shape[0] % self._lanes:
+            return weight
+        return weight.view(-1, self._lanes, weight.shape[1]).transpose(1, 2).contiguous()
+
+    def linear(self, x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
+        """x [rows, in] @ weight.T + bias [out] → [rows, out]. weight: [out, in], or from pack(). Raises ValueError for
+        an x that is not dense or of another width, and MemoryError when there is no memory to quantise it."""
+        if isinstance(weight, PackedInt8):
+            return self._multiply_by_int8(x, weight, bias)
+        if isinstance(weight, Int8Weight) or x.dtype != torch.float32:
+            return _other_linear(x, weight, bias)
+        packed = weight if weight.dtype == x.dtype else self.pack(weight.float())
+        assert isinstance(packed, Tensor)
+        if packed.dim() == 2:
+            output = self.logits(x, packed)
+        else:
+            depth = packed.shape[1]
+            _require(x.is_contiguous() and x.shape[1] == depth and packed.is_contiguous())
+            output = x.new_empty(len(x), packed.numel() // depth)
+            self._multiply(x.data_ptr(), packed.data_ptr(), output.data_ptr(), *output.shape, depth)
+        return output if bias is None else output.add_(bias)
+
+    def logits(self, x: Tensor, head: Tensor) -> Tensor:
+        """x [rows, in] @ head.T → float32 [rows, out]. head: [out, in], not packed. Raises what linear() raises."""
+        if x.dtype != torch.float32:
+            return _other_linear(x, head, None).float()
+        head = head.float() if head.dtype == torch.float16 else head
+        _require(x.is_contiguous() and x.shape[1] == head.shape[1] and head.is_contiguous())
+        output = x.new_empty(len(x), len(head))
+        self._multiply_by_rows(
+            x.data_ptr(), head.data_ptr(), output.data_ptr(), *output.shape, x.shape[1], _dtype(head)
+        )  # fmt: skip
+        return output
+
+    def _multiply_by_int8(
+        self, x: Tensor, weight: PackedInt8, bias: Tensor | None = None, *, gate: bool = False
+    ) -> Tensor:
+        _require(x.is_contiguous() and x.shape[1] == weight.inputs)
+        output = x.new_empty(len(x), weight.columns // (2 if gate else 1))
+        wide = None if bias is None else bias.float().contiguous()
+        failed = self._multiply_int8(
+            x.data_ptr(), weight.inputs, ctypes.byref(weight.record), None if wide is None else wide.data_ptr(),
+            output.data_ptr(), len(x), _dtype(x), gate,
+        )  # fmt: skip
+        if failed:
+            raise MemoryError("no memory to quantise activations")
+        return output
+
+    def add_norm(self, hidden: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
+        """hidden [rows, width] += delta in place, unless delta is None; returns RMSNorm(hidden) * weight [width]."""
+        weight = weight.to(hidden.dtype).contiguous()
+        _require(hidden.is_contiguous() and (delta is None or (delta.is_contiguous() and delta.shape == hidden.shape)))
+        _require(delta is None or delta.dtype == hidden.dtype)
+        normed = torch.empty_like(hidden)
+        other = None if delta is None else delta.data_ptr()
+        self._add_norm(
+            hidden.data_ptr(), other, weight.data_ptr(), normed.data_ptr(), *hidden.shape, eps, _dtype(hidden)
+        )  # fmt: skip
+        return normed
+
+    def gated_linear(self, x: Tensor, gate_up: Weight) -> Tensor:
+        """SwiGLU gate of a product: gate(linear(x, gate_up)), bit by bit. Raises what linear() raises."""
+        if isinstance(gate_up, PackedInt8) and gate_up.columns % (2 * self._int8_lanes) == 0:
+            return self._multiply_by_int8(x, gate_up, gate=True)
+        if isinstance(gate_up, Int8Weight) or gate_up.dtype != torch.float32 or len(gate_up) % 2 or gate_up.dim() != 3:
+            return self.gate(self.linear(x, gate_up))
+        depth = gate_up.shape[1]
+        _require(x.is_contiguous() and x.shape[1] == depth and gate_up.is_contiguous())
+        _require(x.dtype == torch.float32)
+        activated = x.new_empty(len(x), gate_up.numel() // depth // 2)
+        self._multiply_gate(x.data_ptr(), gate_up.data_ptr(), activated.data_ptr(), *activated.shape, depth)
+        return activated
+
+    def rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> None:
+        """Rotate x [rows, heads, width] in place; rows may be strided. cos, sin: float32 [rows, 1, width] of
+        rotary_tables."""
+        rows, heads, width = x.shape
+        _require(cos.dtype == sin.dtype == torch.float32 and x.stride()[1:] == (width, 1))
+        _require(cos.is_contiguous() and sin.is_contiguous() and cos.numel() == sin.numel() == rows * width)
+        self._rotate(x.data_ptr(), cos.data_ptr(), sin.data_ptr(), rows, x.stride(0), heads, width, _dtype(x))
+
+    def gate(self, gate_up: Tensor) -> Tensor:
+        """SwiGLU gate: gate_up [rows, 2 * width] → silu(first half) * second half [rows, width]."""
+        _require(gate_up.is_contiguous())
+        rows, both = gate_up.shape
+        activated = gate_up.new_empty(rows, both // 2)
+        self._gate(gate_up.data_ptr(), activated.data_ptr(), rows, both // 2, _dtype(gate_up))
+        return activated
+
+    def write_slots(self, x: Tensor, slots: Tensor, pool: Tensor, page_size: int) -> None:
+        """Write keys and values x [rows, 2 * kv_heads, width], or latents [rows, 1, width], to a layer of pool.slots
+        [slots, width], each in float32 or bfloat16; rows of x may be strided. slots: int64 [rows], of the first head;
+        the others are page_size further on each. They are not checked."""
+        rows, heads, width = x.shape
+        _require(x.stride()[1:] == (width, 1) and pool.is_contiguous() and pool.shape[1] == width)
+        _require(slots.dtype == torch.int64 and slots.is_contiguous() and len(slots) == rows)
+        self._write_slots(
+            x.data_ptr(), x.stride(0), slots.data_ptr(), pool.data_ptr(), rows, heads, width, page_size, _dtype(x),
+            _dtype(pool),
+        )  # fmt: skip
+
+    def attends(self, record: PassRecord, query: Tensor) -> bool:
+        """Whether attend() takes queries of this dtype over the pool of a pass."""
+        if query.dtype == torch.float32:
+            return True
+        same = query.dtype in self._attend and record.dtype == POOL_DTYPES[query.dtype]
+        return same and record.width % STEP == 0 and record.value_width == record.width
+
+    def attend(self, record: PassRecord, layer: int, query: Tensor, scale: float) -> Tensor:
+        """Causal attention of a pass over what the pool holds; query and result as in AttentionPass.attend, the result
+        in the width of the values.
+
+        query: rows may be strided; of a dtype for which attends() is true. scale: of the scores, times
+        log2(e). Raises ValueError, and MemoryError when the kernel has no memory.
+        """
+        width = query.shape[-1]
+        _require(self.attends(record, query) and query.stride()[1:] == (width, 1))
+        output = query.new_empty(*query.shape[:2], record.value_width)
+        failed = self._attend[query.dtype](
+            ctypes.byref(record), layer, query.data_ptr(), query.stride(0), output.data_ptr(), scale
+        )
+        if failed:
+            raise MemoryError("no memory for attention")
+        return output
+
+
+@cache
+def load_kernels(*, wide: bool, bfloat16: bool, vnni: bool = False, emulate: bool = False) -> Kernels | None:
+    """The kernels, or None where they were not compiled or the CPU lacks AVX2. torch has to be imported first: its
+    OpenMP runtime is shared.
+
+    wide: with vectors of 512 bits. bfloat16: with attention in bfloat16. vnni: with AVX512-VNNI for products in 8 bits.
+    All only where the CPU has the instructions. emulate: with the slow emulation of those of bfloat16.
+    """
+    library = load_library(Path(__file__).parent, "kernels")
+    if library is None:
+        log.warning(
+            "the native kernels were not compiled at installation because no C compiler was found: forward passes are "
+            "slower"
+        )
+    if library is None or not library.headrace_has_256():
+        return None
+    attend = "headrace_attend_bfloat16" if bfloat16 and library.headrace_has_bfloat16() else ""
+    bits: Literal[256, 512] = 512 if wide and library.headrace_has_512() else 256
+    int8_bits: Literal[256, 512] = 512 if vnni and library.headrace_has_512_vnni() else 256
+    return Kernels(library, bits, int8_bits, "headrace_attend_bfloat16_emulated" if emulate else attend)
+
+
+def _other_linear(x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
+    """A product in 16 bits by oneDNN, or by weights in 8 bits that are not packed. The sums of a row do not depend on
+    the rows beside it, whichever kernel oneDNN takes."""
+
+    def multiply(rows: Tensor) -> Tensor:
+        if isinstance(weight, Tensor) and weight.is_mkldnn:
+            return onednn.linear(rows, weight, bias)
+        return linear(rows, weight, bias)
+
+    if x.dtype != torch.float32 and onednn.sums_by_rows():
+        if isinstance(weight, Tensor) and not weight.is_mkldnn:
+            weight = onednn.whole_depth(weight)
+        return onednn.in_pieces(x, multiply)
+    if len(x) == 1:  # as one of two: oneDNN has a kernel for one that sums in another order
+        return multiply(torch.cat((x, x)))[:1]
+    return multiply(x)
+
+
+def _dtype(rows: Tensor) -> int:
+    """Number of the dtype in simd.h. Raises ValueError for one that it does not compute with."""
+    _require(rows.dtype in (torch.float32, torch.bfloat16))
+    return POOL_DTYPES[rows.dtype]
+
+
+def _require(condition: bool) -> None:
+    """Check what the kernels do not: with a wrong stride they would write anywhere. Raises ValueError."""
+    if not condition:
+        raise ValueError("a tensor has a dtype, shape or stride that the native kernels do not take")
