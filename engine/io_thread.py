@@ -10,7 +10,7 @@ SendChunk is held here until the Forward that computes its pages is done, and is
 StorePages of pool pages, until all Forwards before it are done. The copy thread of the host and disk tiers
 (kv/tiers/copier.py) takes the orders to copy pages, and has an outbox of its own.
 
-Every order of the stream is counted and hashed (order_check.py). A Heartbeat carries the scheduler's count and digest;
+Every order of the stream is counted and hashed (orders.py). A Heartbeat carries the scheduler's count and digest;
 a stage whose own differ has lost, repeated or changed an order and fails.
 """
 
@@ -54,8 +54,7 @@ from headrace.core.runtime.frames import UNSENT_WAIT_S, ConnectionClosed
 from headrace.core.runtime.progress import PassProgress
 from headrace.core.stats import Sample, Stats, join
 from headrace.engine.kv.tiers.copier import Copier
-from headrace.engine.order_check import OrderCheck, OrderMismatch
-from headrace.engine.order_connection import OrderConnection
+from headrace.engine.orders import OrderCheck, OrderConnection, OrderMismatch
 from headrace.engine.telemetry.meter import ExpertMeter, Meter, PlanRun
 from headrace.engine.telemetry.recorder import Recorder
 from headrace.transfer.data.receiver import Receiver

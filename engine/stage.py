@@ -41,10 +41,11 @@ from headrace.engine.kv.tiers.copier import open_tiers
 from headrace.engine.layers.exchange import Exchange, make_exchange
 from headrace.engine.load_plan import plan_rank
 from headrace.engine.loop import StageLoop
+from headrace.engine.model.config import ModelSpec
 from headrace.engine.model.expert_plan import ExpertPlan, plan_experts
 from headrace.engine.model.source import load_spec, resolve_source
 from headrace.engine.model.stub import is_stub
-from headrace.engine.order_connection import OrderConnection, connect_scheduler
+from headrace.engine.orders import OrderConnection, connect_scheduler
 from headrace.engine.parallel.groups import Groups, join_groups
 from headrace.engine.parallel.layer_split import ranges
 from headrace.engine.parallel.offers import Offer, offer
@@ -86,13 +87,14 @@ def _serve(config: StageConfig, memory: KvMemory, groups: Groups) -> int:
     loading = LoadProgress()
     report = LoadingReport(loading, partial(_send, control), clock, rank=config.rank, epoch=config.epoch)
     with report:  # it has the connection meanwhile
-        runner = _make_runner(config, memory, groups, loading)
+        spec = load_spec(resolve_source(config.model.model))
+        runner = _make_runner(config, spec, memory, groups, loading)
     links = PipelineLinks(config.shared_layout, config.shared_rank, runner.hidden_spec, groups.tokens, config.credits)
     inbox: queue.Queue[AnyOrder] = queue.Queue(QUEUE_LIMIT)
     outbox = EventOutbox(context)
     meter = Meter(config.rank, clock)
     recorder = Recorder(config.rank, meter)
-    offered = _offer(config)
+    offered = _offer(config, spec)
     sender, receiver = _data_sockets(config, runner, memory, recorder, context, offered)
     copies = _start_copies(config, runner, context)
     ready = _ready(
@@ -213,10 +215,11 @@ def _send(control: OrderConnection, event: StageLoading) -> None:
         control.send(Codec[AnyStageEvent](AnyStageEvent).encode(event))
 
 
-def _make_runner(config: StageConfig, memory: KvMemory, groups: Groups, loading: LoadProgress) -> Runner:
+def _make_runner(
+    config: StageConfig, spec: ModelSpec, memory: KvMemory, groups: Groups, loading: LoadProgress
+) -> Runner:
     """A warmed-up runner of this rank's layers and heads. Raises ConfigError, and LinkBroken."""
     stage, tp = config.layout.place(config.rank).stage, groups.tp
-    spec = load_spec(resolve_source(config.model.model))
     experts = plan_experts(config.model, config.engine, config.layout, spec, config.member)
     exchanges = _exchanges(config, experts, groups)
     plan = plan_rank(
@@ -253,11 +256,11 @@ def _exchanges(config: StageConfig, experts: ExpertPlan | None, groups: Groups) 
     return exchange, make_exchange(experts.way, experts.moe, groups.tp, groups.second_dp, groups.second_ep)
 
 
-def _offer(config: StageConfig) -> Offer:
+def _offer(config: StageConfig, spec: ModelSpec) -> Offer:
     """What this rank offers to peers. Raises ConfigError for a model that cannot be split."""
     if config.layout.tp == 1:
         return Offer(config.rank, offers=True)
-    return offer(config.layout, config.rank, load_spec(resolve_source(config.model.model)))
+    return offer(config.layout, config.rank, spec)
 
 
 def _measured_cost(config: StageConfig, runner: Runner, groups: Groups) -> tuple[float, float, float] | None:

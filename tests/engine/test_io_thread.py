@@ -42,7 +42,7 @@ from headrace.engine.kv.pool import KVPool
 from headrace.engine.kv.tiers.copier import Copier
 from headrace.engine.kv.tiers.host_store import HostStore
 from headrace.engine.kv.tiers.pages import PoolPages
-from headrace.engine.order_connection import connect_scheduler
+from headrace.engine.orders import connect_scheduler
 from headrace.engine.telemetry.meter import Meter, PlanRun
 from headrace.engine.telemetry.recorder import Recorder
 from headrace.server.launch.stage_connections import FrameRouter

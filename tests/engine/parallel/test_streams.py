@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from headrace.core.types.ranks.layout import Layout
-from headrace.engine.order_check import OrderMismatch
+from headrace.engine.orders import OrderMismatch
 from tests.e2e.models import StubOracle
 from tests.engine.parallel.thread_ranks import ORDERS, SIZES, Asked, Damage, ThreadServer, serving
 

@@ -45,7 +45,7 @@ from headrace.engine.io_thread import ComputedPlan
 from headrace.engine.load_plan import plan_rank
 from headrace.engine.loop import StageLoop
 from headrace.engine.model.source import load_spec, resolve_source
-from headrace.engine.order_check import OrderCheck
+from headrace.engine.orders import OrderCheck
 from headrace.engine.parallel.layer_split import ranges
 from headrace.engine.parallel.offers import offer
 from headrace.engine.parallel.pipeline import PipelineLinks

@@ -26,8 +26,7 @@ from headrace.core.types.kv.geometry import Geometry
 from headrace.core.types.ranks.coordinate import Agreement
 from headrace.core.types.ranks.expert_load import ExpertLoad
 from headrace.core.types.ranks.layout import Layout
-from headrace.engine.order_check import OrderCheck
-from headrace.engine.order_connection import OrderConnection, connect_scheduler
+from headrace.engine.orders import OrderCheck, OrderConnection, connect_scheduler
 from headrace.server.launch.stage_channel import ChannelEvent, StageChannel
 from headrace.server.launch.stage_connections import FrameRouter, StageRouter, ZmqRouter, order_socket
 from headrace.transfer.sockets.connections import Connections

@@ -8,7 +8,7 @@ import pytest
 from headrace.core.messages.orders import AnyOrder, BeginEpoch, DropPeer, Forward, PlanRow, ReleaseRequest
 from headrace.core.runtime.codec import Codec
 from headrace.core.types.ranks.coordinate import Agreement
-from headrace.engine.order_check import OrderCheck, OrderMismatch
+from headrace.engine.orders import OrderCheck, OrderMismatch
 from headrace.server.launch.stage_channel import ReplicaStreams
 
 ORDERS: Codec[AnyOrder] = Codec(AnyOrder)
