@@ -153,8 +153,8 @@ class TextOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     format: TextFormat | None = None
 
 
-class SamplingBody(msgspec.Struct, frozen=True, kw_only=True):
-    """Fields of all routes but POST /generate. None means the default."""
+class SamplingFields(msgspec.Struct, frozen=True, kw_only=True):
+    """How tokens are chosen and what ends the text: fields that have one name on all routes. None means the default."""
 
     temperature: Temperature | None = None
     top_k: TopK | None = None
@@ -162,7 +162,6 @@ class SamplingBody(msgspec.Struct, frozen=True, kw_only=True):
     top_p: TopP | None = None
     """0 means the most likely token alone, as in OpenAI's API."""
     min_p: MinP | None = None
-    seed: Seed | None = None
     presence_penalty: Penalty | None = None
     """Subtracted from the logits of tokens that were generated before."""
     frequency_penalty: Penalty | None = None
@@ -171,14 +170,20 @@ class SamplingBody(msgspec.Struct, frozen=True, kw_only=True):
     """Logits of tokens of the prompt and of generated ones are divided by it, negative ones multiplied."""
     logit_bias: Biases | None = None
     """Token ids, and what is added to their logits."""
-    max_tokens: MaxTokens | None = None
-    min_tokens: MinTokens | None = None
     stop: Stop | None = None
     """Strings that end the text and are not part of it; an empty one in the place of a list is none."""
     stop_token_ids: StopIds | None = None
     """Tokens that end the text and are not part of it."""
     ignore_eos: bool | None = None
     """Continue after EOS."""
+
+
+class SamplingBody(SamplingFields, frozen=True, kw_only=True):
+    """Fields of all routes but POST /generate. None means the default."""
+
+    seed: Seed | None = None
+    max_tokens: MaxTokens | None = None
+    min_tokens: MinTokens | None = None
     prompt_logprobs: Alternatives | None = None
     """Number of alternatives for each prompt token; None for no logprobs."""
     prompt_logprobs_start: Position | None = None
@@ -350,25 +355,14 @@ class ResponsesBody(OpenAIBody, frozen=True, kw_only=True, forbid_unknown_fields
     """Whether there may be several calls in one answer."""
 
 
-class GenerateSampling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class GenerateSampling(SamplingFields, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """sampling_params of POST /generate."""
 
-    temperature: Temperature | None = None
-    top_k: TopK | None = None
-    top_p: TopP | None = None
-    min_p: MinP | None = None
     sampling_seed: Seed | None = None
-    presence_penalty: Penalty | None = None
-    frequency_penalty: Penalty | None = None
-    repetition_penalty: Repetition | None = None
-    logit_bias: Biases | None = None
     max_new_tokens: MaxTokens | None = None
     min_new_tokens: MinTokens | None = None
-    stop: Stop | None = None
-    stop_token_ids: StopIds | None = None
     no_stop_trim: bool | None = None
     """The stop string or token that ends the text is part of it."""
-    ignore_eos: bool | None = None
     n: Choices | None = None
     json_schema: str | None = None
     """What the text has to match; so do the next two, of which one may be given."""

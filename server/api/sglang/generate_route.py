@@ -17,7 +17,7 @@ from headrace.server.api.request.completion_request import CompletionRequest
 from headrace.server.api.request.constraint import generate_constraint
 from headrace.server.api.request.prompts import MAX_PROMPTS, Prompt, check_model, encode_all
 from headrace.server.api.request.sampling import prefix_salt, request_fields, sampling_params
-from headrace.server.api.request.schema import GenerateBody, GenerateSampling, OpenAIBody
+from headrace.server.api.request.schema import GenerateBody, GenerateSampling, OpenAIBody, SamplingFields
 from headrace.server.api.response.completion_endpoint import CompletionEndpoint
 from headrace.server.api.sglang.generate_format import GenerateFormat, GenerateReply
 from headrace.server.frontend.request.generation_request import GenerationRequest
@@ -153,22 +153,13 @@ def _openai_fields(body: GenerateBody) -> OpenAIBody:
     """The sampling fields under the names of the other routes."""
     given = body.sampling_params or GenerateSampling()
     start = -1 if body.logprob_start_len is None or not body.return_logprob else body.logprob_start_len
+    values = msgspec.structs.asdict(given)
     return OpenAIBody(
-        temperature=given.temperature,
-        top_k=given.top_k,
-        top_p=given.top_p,
-        min_p=given.min_p,
+        **{name: values[name] for name in SamplingFields.__struct_fields__},
         seed=given.sampling_seed,
-        presence_penalty=given.presence_penalty,
-        frequency_penalty=given.frequency_penalty,
-        repetition_penalty=given.repetition_penalty,
-        logit_bias=given.logit_bias,
         max_tokens=given.max_new_tokens,
         min_tokens=given.min_new_tokens,
-        stop=given.stop,
-        stop_token_ids=given.stop_token_ids,
         no_stop_trim=given.no_stop_trim,
-        ignore_eos=given.ignore_eos,
         n=given.n,
         prompt_logprobs=(body.top_logprobs_num or 0) if start >= 0 else None,
         # SGLang's own list begins with the token at logprob_start_len, which has no logprob there.
