@@ -26,7 +26,7 @@ class ServerAddress(msgspec.Struct, frozen=True, kw_only=True):
 
     host: str
     port: int
-    """Of the prefill server's control endpoint, or with `http` of its HTTP server."""
+    """Port of the prefill server's control endpoint, or with `http` of its HTTP server."""
     http: bool = False
     """port is that of the HTTP server, which is asked for the control endpoint."""
 
@@ -44,7 +44,7 @@ class TicketRef(ServerAddress, frozen=True, kw_only=True):
     wait: bool = True
     """The prompt may still be on its way to the prefill server; otherwise an unknown ticket is an error."""
     fingerprint: str = ""
-    """Of the model that computed the KV; "" if unknown."""
+    """Fingerprint of the model that computed the KV; "" if unknown."""
 
 
 class LookUpControlPort(msgspec.Struct, frozen=True, kw_only=True):
@@ -87,7 +87,7 @@ class LoadKv(Command, frozen=True, kw_only=True):
     tokens: int
     """Length of the prompt."""
     prompt_hash: str = ""
-    """Of the prompt (headrace.core.types.packed.prompt_hash), compared by the prefill server; "" skips that."""
+    """Hash of the prompt (headrace.core.types.packed.prompt_hash), compared by the prefill server; "" skips that."""
     draft: DraftTerms = NO_DRAFT
     """Draft data to send along; Loaded.first.draft has what the prefill server had of it."""
 
@@ -117,7 +117,7 @@ class LoadResult(msgspec.Struct, frozen=True, kw_only=True):
     """Base of results."""
 
     id: str
-    """Of the LoadKv or RejectTicket."""
+    """Id of the LoadKv or RejectTicket."""
 
 
 class Loaded(LoadResult, frozen=True, kw_only=True):

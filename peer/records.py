@@ -31,7 +31,7 @@ class PeerLimits(msgspec.Struct, frozen=True, kw_only=True):
     """What a peer may connect to, and its timeouts."""
 
     fingerprint: str
-    """Of the peer's own model."""
+    """Fingerprint of the peer's own model."""
     model: str = ""
     """Its name, for texts of refusals."""
     rules: Rules

@@ -26,7 +26,7 @@ class Refusal(msgspec.Struct, frozen=True):
     limit: str = ""
     """The flag or the bound that it comes from."""
     retry_s: RetryAfter = 1.0
-    """Seconds of Retry-After; None: there is none; predicted: whoever refuses knows."""
+    """Seconds of Retry-After; None: there is none; predicted: computed where it is refused."""
 
     def error(
         self,

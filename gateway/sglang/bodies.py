@@ -23,7 +23,7 @@ class SglangBody(msgspec.Struct, frozen=True):
     room: int | None
     """None: nothing is to be transferred."""
     fields: dict[str, Any]
-    """Of the body for a prefill server, but for kv_transfer_params."""
+    """Fields of the body for a prefill server, but for kv_transfer_params."""
 
     def posted(self, ticket: str) -> bytes:
         """The body for a prefill server, which is to hold the KV under this ticket."""

@@ -24,7 +24,7 @@ class PrefillAnswer(msgspec.Struct, frozen=True):
 
     host: str
     port: int
-    """Of its control endpoint."""
+    """Port of its control endpoint."""
     content: bytes
 
 

@@ -22,7 +22,7 @@ class RoomLimits(msgspec.Struct, frozen=True, kw_only=True):
     forget_s: float = 60.0
     """How long a failed room is remembered for the side that has not come yet."""
     rooms: int = 4096
-    """That have not ended; as many that have are remembered."""
+    """Rooms that have not ended; as many that have are remembered."""
     ranks: int = 1024
     """Decode ranks that may be registered."""
 

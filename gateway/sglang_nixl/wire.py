@@ -43,14 +43,14 @@ class Registration(msgspec.Struct, frozen=True, kw_only=True):
     """Name of its NIXL agent, which rooms refer to."""
     agent_metadata: bytes
     kv_addresses: tuple[int, ...]
-    """Of the keys of all layers, then of the values of all layers."""
+    """Addresses of the keys of all layers, then of the values of all layers."""
     aux_addresses: tuple[int, ...]
-    """Of the metadata buffers, in their fixed order."""
+    """Addresses of the metadata buffers, in their fixed order."""
     gpu: int
     tp_size: int
     tp_rank: int
     page_bytes: tuple[int, ...]
-    """Of one page of each KV buffer."""
+    """Size of one page of each KV buffer."""
     pages: int | None = None
     """Pages of each KV buffer; None where the engine does not tell."""
     memory_kinds: tuple[str, ...] = ()
@@ -69,7 +69,7 @@ class RoomTarget(msgspec.Struct, frozen=True, kw_only=True):
     address: Address
     agent: str
     pages: tuple[int, ...]
-    """Those of positions [prefix, prompt length)."""
+    """Pages of positions [prefix, prompt length)."""
     aux_index: int
     """Metadata row."""
     ranks: int

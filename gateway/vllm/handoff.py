@@ -64,7 +64,7 @@ class KvOffer(msgspec.Struct, frozen=True, kw_only=True):
     params: dict[str, Any]
     """kv_transfer_params."""
     result: GenerationResult
-    """Of the prefill, for the log."""
+    """Result of the prefill, for the log."""
 
 
 class Handoffs:

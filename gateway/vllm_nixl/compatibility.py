@@ -31,9 +31,9 @@ class Factors(msgspec.Struct, frozen=True, kw_only=True):
     model: str
     """As given to the engine's --model."""
     dtype: str
-    """With "torch." before it."""
+    """The dtype with "torch." before it."""
     num_kv_heads: int
-    """Of the whole model."""
+    """KV heads of the whole model."""
     head_size: int
     num_hidden_layers: int
     attn_backend_name: str

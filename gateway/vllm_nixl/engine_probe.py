@@ -48,7 +48,7 @@ class DecodeEngine(msgspec.Struct, frozen=True, kw_only=True):
     url: str
     side_channel: tuple[str, int]
     engine_id: str
-    """Of this run of its engine core."""
+    """Id of this run of its engine core."""
     agent: str
     """Name of its NIXL agent; "" if its metadata does not show it."""
     vllm_version: str
@@ -63,7 +63,7 @@ class DecodeEngine(msgspec.Struct, frozen=True, kw_only=True):
     """KV of the whole model; page_size is the engine's block size."""
     compatibility_hash: str
     metadata: AgentMetadata
-    """Of its first worker."""
+    """Metadata of its first worker."""
 
     def differs_from(self, other: "DecodeEngine") -> str:
         """What keeps two engines from being served with the same KV, with both values; "" if nothing does."""

@@ -50,9 +50,9 @@ class ExporterOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Addresses and times."""
 
     host: str = "127.0.0.1"
-    """Of the side channel, which decode engines are told and which is bound."""
+    """Host of the side channel, which decode engines are told and which is bound."""
     port: int = 0
-    """Of the side channel; 0: a free one."""
+    """Port of the side channel; 0: a free one."""
     lease_s: float = 30.0
     """A lease ends after so long without a sign of its engine."""
     limit_s: float = 600.0

@@ -28,7 +28,7 @@ class AgentMetadata(msgspec.Struct, frozen=True, kw_only=True):
 
     engine_id: str
     agent_metadata: bytes
-    """Of the NIXL agent, which another agent loads."""
+    """Metadata of the NIXL agent, which another agent loads."""
     kv_caches_base_addr: tuple[int, ...]
     """Address of each region."""
     device_id: int

@@ -20,7 +20,7 @@ class KvParams(msgspec.Struct, frozen=True, kw_only=True):
 
     remote_host: Host | None = None
     remote_port: PortNumber | None = None
-    """With remote_host: the control endpoint of the prefill server."""
+    """Port of the control endpoint of the prefill server, with remote_host."""
     remote_bootstrap_addr: Name | None = None
     """Or its HTTP server, http://HOST:PORT, which is asked for the control port."""
     transfer_id: Ticket | None = None
@@ -29,11 +29,11 @@ class KvParams(msgspec.Struct, frozen=True, kw_only=True):
     tickets: tuple[Ticket, ...] | None = None
     """Or one ticket for each prompt of the request."""
     prompt_hashes: tuple[Name, ...] | None = None
-    """Of the prompts, in the order of the tickets (headrace.core.types.packed.prompt_hash)."""
+    """Hashes of the prompts, in the order of the tickets (headrace.core.types.packed.prompt_hash)."""
     remote_num_tokens: Positive | tuple[Positive, ...] | None = None
     """Lengths of the prompts, in the order of the tickets; a number for a single ticket."""
     fingerprint: Name | None = None
-    """Of the prefill server's model."""
+    """Fingerprint of the prefill server's model."""
     wait: bool | None = None
     """The prompt may still be on its way to the prefill server. Default: True unless remote_num_tokens is given, which
     only a computed prompt has."""

@@ -51,7 +51,7 @@ class StepCommands(msgspec.Struct, frozen=True):
 
     commands: tuple[AnyCommand, ...] = ()
     blocks: dict[str, tuple[int, ...]] = {}
-    """By request id: vLLM's block ids for the whole prompt, of requests to be loaded."""
+    """vLLM's block ids for the whole prompt of each request to be loaded, by request id."""
 
 
 class LoadPlanner:

@@ -19,7 +19,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     allow_prefill: tuple[str, ...] = ("127.0.0.0/8", "::1/128", "localhost")
     """Prefill servers that requests may name: hosts, HOST:PORT or networks. Default: loopback."""
     fingerprint: str = ""
-    """Of the model; "" computes it from the model's files."""
+    """Fingerprint of the model; "" computes it from the model's files."""
     staging_tokens: Annotated[int, Meta(ge=0)] = 0
     """Tokens of KV in transfer at a time; 0 takes twice max_model_len."""
     prefill_api_key: str = ""

@@ -50,7 +50,7 @@ class GrammarChecker:
             if key not in self._asked:
                 self._asked[key] = asyncio.create_task(self._find_out(key, request, client))
                 self._asked[key].add_done_callback(lambda done: self._answered(key, done))
-            # A client that gives up takes the answer from nobody who waits for it, too.
+            # A client that gives up does not take the answer from others who wait for it.
             return await asyncio.shield(self._asked[key])
         self._known.move_to_end(key)
         return self._known[key]
@@ -58,7 +58,7 @@ class GrammarChecker:
     def _answered(self, key: _Key, done: asyncio.Task[str]) -> None:
         del self._asked[key]
         if not done.cancelled():
-            done.exception()  # which nobody may be there for
+            done.exception()  # which may have no reader
 
     async def close(self) -> None:
         """End the child."""
