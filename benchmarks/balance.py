@@ -22,6 +22,7 @@ from headrace.core.messages.stage_events import PlanDone, SampledToken, StageRea
 from headrace.core.types.errors import ConfigError
 from headrace.core.types.kv.geometry import Geometry
 from headrace.core.types.requests.request import Discard, SamplingParams
+from headrace.core.types.requests.terms import RequestTerms
 from headrace.scheduler.costs.chunking import Cost
 from headrace.scheduler.scheduler import Effect, Scheduler
 from headrace.testing.world import SchedulerDriver, World
@@ -75,7 +76,13 @@ class Server:
 
     def _submit(self, number: int, request: TraceRequest, pin: int | None) -> None:
         self._arrived[str(number)] = self.world.now
-        submit = Submit(rid=str(number), prompt=prompt(request), sampling=ONE_TOKEN, route=Discard(), replica=pin)
+        submit = Submit(
+            rid=str(number),
+            prompt=prompt(request),
+            sampling=ONE_TOKEN,
+            route=Discard(),
+            terms=RequestTerms(replica=pin),
+        )
         self._driver.handle(submit)
 
     def _perform(self, effects: list[Effect]) -> None:

@@ -51,8 +51,8 @@ class Admission:
         return bind(
             self._state.replicas,
             submit.prompt,
-            submit.cache_salt,
-            pinned=submit.replica,
+            submit.terms.cache_salt,
+            pinned=submit.terms.replica,
             cacheable=submit.sampling.cacheable(packed_length(submit.prompt)),
             to_fetch=isinstance(submit.route, FetchFrom),
         )
@@ -63,10 +63,10 @@ class Admission:
         cached: positions that the prefix cache has of the prompt; None: it was not looked up."""
         cached = replica.queues.cached(submit) if cached is None else cached
         load = Load.between(cached, packed_length(submit.prompt))
-        prediction = replica.predictor.predict(submit.priority, submit.slo_ttft_s, load, cached, now)
+        prediction = replica.predictor.predict(submit.terms.priority, submit.terms.slo_ttft_s, load, cached, now)
         error = self._overload.too_late(submit, replica, prediction)
         admitted = error is None
-        replica.predictor.arrived(submit.priority, submit.slo_ttft_s, load, now, admitted=admitted)
+        replica.predictor.arrived(submit.terms.priority, submit.terms.slo_ttft_s, load, now, admitted=admitted)
         if error is not None:
             self._refuse(submit, error)
             return
@@ -91,8 +91,8 @@ class Admission:
         )
         state.requests.add(request)
         replica.queues.admit(request, now)
-        if submit.deadline_s is not None:
-            state.deadlines.set(RequestTimer(request.arrival), now + submit.deadline_s)
+        if submit.terms.deadline_s is not None:
+            state.deadlines.set(RequestTimer(request.arrival), now + submit.terms.deadline_s)
         if isinstance(route, SendTo):
             self._rendezvous.submitted(request, route, now)
         elif isinstance(route, FetchFrom):
@@ -112,7 +112,7 @@ class Admission:
         if not state.config.optimistic_start or not isinstance(route, SendTo):
             return False
         return state.tickets.early(route.ticket) is None and replica.held.fits(
-            packed_length(submit.prompt), submit.tenant
+            packed_length(submit.prompt), submit.terms.tenant
         )
 
     def _token_limit(self, submit: Submit) -> int:
@@ -140,7 +140,7 @@ class Admission:
         return None
 
     def _no_replica(self, submit: Submit) -> ErrorInfo | None:
-        replica, dp = submit.replica, self._state.config.dp
+        replica, dp = submit.terms.replica, self._state.config.dp
         return None if replica is None or 0 <= replica < dp else no_replica(replica, dp)
 
     def _in_use(self, submit: Submit) -> ErrorInfo | None:
@@ -172,7 +172,7 @@ class Admission:
 
     def _held_too_many(self, submit: Submit, replica: Replica) -> ErrorInfo | None:
         held, length = replica.held, packed_length(submit.prompt)
-        if not self._held_for_later(submit) or held.fits(length, submit.tenant):
+        if not self._held_for_later(submit) or held.fits(length, submit.terms.tenant):
             return None
         pages = replica.cache.pages_for(length)
         return refusals.HELD_PAGES.error(held=held.pages, pages=pages, limit=held.limit)

@@ -31,10 +31,10 @@ class Overload:
         length, limit, unplanned = packed_length(submit.prompt), state.config.max_queued_tokens, state.unplanned
         if unplanned and unplanned + length > limit:
             reason, kind, counted = "tokens", refusals.QUEUED_TOKENS, unplanned
-            admitted = by_tenant.tokens.within_equal_share(submit.tenant, length, limit)
+            admitted = by_tenant.tokens.within_equal_share(submit.terms.tenant, length, limit)
         else:
             reason, kind, counted = "requests", refusals.QUEUED_REQUESTS, by_tenant.requests.total
-            admitted = by_tenant.requests.admits(submit.tenant, 1, state.config.max_queued_requests)
+            admitted = by_tenant.requests.admits(submit.terms.tenant, 1, state.config.max_queued_requests)
         if admitted:
             return None
         excess = max(1, min(unplanned, unplanned + length - limit))
@@ -55,7 +55,7 @@ class Overload:
         if not limit or not queued or queued + own <= limit:
             return None
         tokens, length = self._state.queued_by_tenant.tokens, packed_length(submit.prompt)
-        if tokens.within_equal_share(submit.tenant, length, tokens.total + length):
+        if tokens.within_equal_share(submit.terms.tenant, length, tokens.total + length):
             return None
         self._count("seconds")
         retry_s = _retry(prediction.retry_after_s(min(queued, queued + own - limit)))
@@ -71,7 +71,7 @@ class Overload:
         return refusals.LATE_FOR_SERVER.error(predicted_s=retry_s, predicted=predicted, limit=limit)
 
     def _objective(self, submit: Submit, prediction: Prediction) -> ErrorInfo | None:
-        wanted, predicted, alone = submit.slo_ttft_s, prediction.ttft_s, prediction.alone_s
+        wanted, predicted, alone = submit.terms.slo_ttft_s, prediction.ttft_s, prediction.alone_s
         if wanted is None or not self._state.config.refuse_unreachable or predicted <= wanted:
             return None
         self._count("objective")

@@ -359,5 +359,5 @@ class Scheduler:
                 if not self._handoff.waits_for_peer(request, now):
                     self._stages.answer_timed_out(request, now)
             case RequestTimer():
-                text = f"not done within the deadline of {request.submit.deadline_s:g} s"
+                text = f"not done within the deadline of {request.terms.deadline_s:g} s"
                 self._completion.fail(request, ErrorInfo(code=DEADLINE, message=text, status=504), now)

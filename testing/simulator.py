@@ -20,6 +20,7 @@ from headrace.core.types.errors import ErrorInfo
 from headrace.core.types.kv.backends import SHM, ZMQ
 from headrace.core.types.packed import pack
 from headrace.core.types.requests.request import AnyRoute, DecodeHere, Discard, FetchFrom, SamplingParams, SendTo
+from headrace.core.types.requests.terms import RequestTerms
 from headrace.scheduler.scheduler import Effect
 from headrace.server.routing.failover import PrefillAttempts
 from headrace.testing.engine import NAN_TOKEN, VOCABULARY, EngineOptions
@@ -137,13 +138,15 @@ class Simulation:
             prompt=pack(prompt),
             sampling=sampling,
             route=self._draw_route(number),
-            deadline_s=rng.uniform(0.01, 2.0) if rng.random() < 0.1 else None,
-            cache_salt=rng.choice(["", "", "tenant"]),
+            terms=RequestTerms(
+                deadline_s=rng.uniform(0.01, 2.0) if rng.random() < 0.1 else None,
+                cache_salt=rng.choice(["", "", "tenant"]),
+                priority=number % 5 % 3,
+                tenant=("", "", "other")[number % 3],
+                slo_ttft_s=(None, 0.01, 0.1)[number % 7 % 3],
+                replica=number // 7 % self._scenario.dp if number % 7 == 5 else None,
+            ),
             progress=rng.random() < 0.5,
-            priority=number % 5 % 3,
-            tenant=("", "", "other")[number % 3],
-            slo_ttft_s=(None, 0.01, 0.1)[number % 7 % 3],
-            replica=number // 7 % self._scenario.dp if number % 7 == 5 else None,
         )
         client = SimulatedClient(submit, prompt)
         if pair and self._scenario.rooms and rng.random() < self._scenario.rooms:

@@ -5,6 +5,7 @@ import msgspec
 from headrace.core.types.errors import ErrorInfo
 from headrace.core.types.requests.constraint import Constraint
 from headrace.core.types.requests.request import AnyRoute, DecodeHere, SamplingParams
+from headrace.core.types.requests.terms import RequestTerms
 
 
 class FrontendRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag=True):
@@ -24,24 +25,7 @@ class Submit(FrontendRequest, frozen=True, kw_only=True):
     route: AnyRoute = DecodeHere()
     """Where the KV comes from and where it goes."""
 
-    priority: int = 0
-    """Class of the request: a lower one goes before all higher ones."""
-
-    replica: int | None = None
-    """The data-parallel replica that is to compute it; None: the one with the least load."""
-
-    tenant: str = ""
-    """Name of the API key that it came with; "" for none: those are one tenant, and its parts go by cache salt."""
-
-    slo_ttft_s: float | None = None
-    """Seconds within which the client would like its first token; None: no objective."""
-
-    deadline_s: float | None = None
-    """Seconds that the client waits in all; None: no limit."""
-
-    cache_salt: str = ""
-    """Prompts share cached pages only with prompts of the same salt."""
-
+    terms: RequestTerms = RequestTerms()
     progress: bool = False
     """Send Progress messages."""
 

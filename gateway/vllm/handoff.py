@@ -19,6 +19,7 @@ from headrace.core.types.errors import TOO_LONG, ErrorInfo, HeadraceError, inval
 from headrace.core.types.kv.geometry import ceil_div
 from headrace.core.types.packed import pack, prompt_hash
 from headrace.core.types.requests.request import SamplingParams, Timing, Usage
+from headrace.core.types.requests.terms import RequestTerms
 from headrace.gateway.vllm.kv_loads import KvLoads
 from headrace.peer.commands import Loaded, LoadKv, TicketRef
 from headrace.server.frontend.generation.prefill_failover import PrefillFailover
@@ -117,8 +118,7 @@ class Handoffs:
             rid=f"gw-{secrets.token_hex(16)}",
             prompt=prompt.tokens,
             sampling=SAMPLING,
-            cache_salt=_salt(prompt.cache_salt),
-            priority=prompt.priority,
+            terms=RequestTerms(cache_salt=_salt(prompt.cache_salt), priority=prompt.priority),
             context=prompt.context,
         )
 
@@ -206,9 +206,10 @@ def _body(request: GenerationRequest, ticket: str) -> dict[str, Any]:
         "temperature": request.sampling.temperature,
         "max_tokens": request.sampling.max_tokens,
         "ignore_eos": True,
-        "priority": request.priority,
+        "priority": request.terms.priority,
     }
-    return {**body, "cache_salt": request.cache_salt} if request.cache_salt else body
+    salt = request.terms.cache_salt
+    return {**body, "cache_salt": salt} if salt else body
 
 
 def _salt(given: str) -> str:

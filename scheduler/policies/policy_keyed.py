@@ -115,7 +115,7 @@ class KeyedPolicy:
 
     def _key(self, request: Request, now: float) -> Key:
         key = self._key_of(request, self._work[request.arrival], now)
-        return (request.submit.priority, *key, request.arrival)
+        return (request.terms.priority, *key, request.arrival)
 
     def _advance(
         self,

@@ -103,32 +103,32 @@ class TenantLevels:
 
     def join(self, request: Request) -> None:
         """It is queued."""
-        self._names.join(request.submit.tenant)
-        if not request.submit.tenant:
-            self._salts.join(request.submit.cache_salt)
+        self._names.join(request.terms.tenant)
+        if not request.terms.tenant:
+            self._salts.join(request.terms.cache_salt)
 
     def leave(self, request: Request) -> None:
         """It is queued no more. Raises KeyError for a tenant without requests queued."""
-        self._names.leave(request.submit.tenant)
-        if not request.submit.tenant:
-            self._salts.leave(request.submit.cache_salt)
+        self._names.leave(request.terms.tenant)
+        if not request.terms.tenant:
+            self._salts.leave(request.terms.cache_salt)
 
     def charge(self, request: Request, seconds: float) -> None:
         """Work of it was planned. Raises KeyError for a tenant without requests queued."""
-        self._names.charge(request.submit.tenant, seconds)
-        if not request.submit.tenant:
-            self._salts.charge(request.submit.cache_salt, seconds)
+        self._names.charge(request.terms.tenant, seconds)
+        if not request.terms.tenant:
+            self._salts.charge(request.terms.cache_salt, seconds)
 
     def groups(self, request: Request) -> tuple[str, ...]:
         """Names of what it belongs to: its key, and the salt if the key has no name."""
         submit = request.submit
-        return (f"key {submit.tenant}",) if submit.tenant else ("key ", f"salt {submit.cache_salt}")
+        return (f"key {submit.terms.tenant}",) if submit.terms.tenant else ("key ", f"salt {submit.terms.cache_salt}")
 
     def ahead(self, request: Request) -> tuple[int, str]:
         """How far its groups are ahead of others of their levels: 0, 1 (its salt), 2 (its key) or 3 (both). And the
         last of its groups that is; "" for none."""
         submit = request.submit
-        key = 2 * self._names.ahead(submit.tenant)
-        if not submit.tenant and self._salts.ahead(submit.cache_salt):
+        key = 2 * self._names.ahead(submit.terms.tenant)
+        if not submit.terms.tenant and self._salts.ahead(submit.terms.cache_salt):
             return key + 1, self.groups(request)[-1]
         return key, self.groups(request)[0] if key else ""

@@ -45,12 +45,12 @@ class HeldPages:
     def add(self, request: Request) -> None:
         """Count a request that is going to be computed before its peer reserves."""
         self._requests[request.arrival] = request
-        self._pages.add(request.submit.tenant, self._cache.pages_for(request.prompt_tokens))
+        self._pages.add(request.terms.tenant, self._cache.pages_for(request.prompt_tokens))
 
     def remove(self, request: Request) -> None:
         """A peer has reserved, or the request has ended. Does nothing for a request that is not counted."""
         if self._requests.pop(request.arrival, None) is not None:
-            self._pages.add(request.submit.tenant, -self._cache.pages_for(request.prompt_tokens))
+            self._pages.add(request.terms.tenant, -self._cache.pages_for(request.prompt_tokens))
 
     def check(self, requests: Iterable[Request]) -> Iterator[str]:
         """Requests that should be counted and are not, or the other way round."""

@@ -32,8 +32,8 @@ class QueuedShares:
     def count(self, request: Request, sign: int) -> None:
         """A request enters its phase (1), or leaves it (-1)."""
         if request.phase in QUEUED:
-            self.requests.add(request.submit.tenant, sign)
-            self.tokens.add(request.submit.tenant, sign * request.prompt_tokens)
+            self.requests.add(request.terms.tenant, sign)
+            self.tokens.add(request.terms.tenant, sign * request.prompt_tokens)
 
     def check(self, requests: Iterable[Request]) -> Iterator[str]:
         """Counts that are wrong."""
@@ -144,7 +144,7 @@ class Queues:
     def cached(self, submit: Submit) -> int:
         """Positions of a prompt that is not admitted yet which the prefix cache has."""
         cacheable = submit.sampling.cacheable(packed_length(submit.prompt))
-        return self._cache.cached_positions(submit.prompt, submit.cache_salt, cacheable)
+        return self._cache.cached_positions(submit.prompt, submit.terms.cache_salt, cacheable)
 
     def move(self, request: Request, phase: Phase, now: float) -> float:
         """Move a request to another phase, and into the queue of that phase. Returns the seconds that it spent in the
@@ -303,8 +303,11 @@ class Queues:
 
     def _rank(self, request: Request, load: Load) -> None:
         """Count a request's load under the rank that it has with it."""
-        submit, entry = request.submit, request.queued
-        old, entry.rank = entry.rank, self._rank_of(submit.priority, submit.slo_ttft_s, self._costs.key_s(load))
+        terms, entry = request.terms, request.queued
+        old, entry.rank = (
+            entry.rank,
+            self._rank_of(terms.priority, terms.slo_ttft_s, self._costs.key_s(load)),
+        )
         self.backlog.move(old, entry.load, entry.rank, load)
 
     def _push(self, request: Request, now: float) -> None:

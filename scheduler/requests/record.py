@@ -21,6 +21,7 @@ from headrace.core.types.requests.request import (
     TokenLogprob,
     Usage,
 )
+from headrace.core.types.requests.terms import RequestTerms
 from headrace.scheduler.costs.cost_model import NOTHING, Load
 from headrace.scheduler.kv.kv_cache import Lease
 from headrace.scheduler.requests.parts import OnStages, PromptResult, QueueEntry, SpanLog
@@ -113,6 +114,9 @@ class Request:
     route: AnyRoute = field(init=False)
     """submit.route"""
 
+    terms: RequestTerms = field(init=False)
+    """submit.terms"""
+
     decodes_here: bool = field(init=False)
     """Tokens after the first one are generated here (kept, since every row of a plan needs it)."""
 
@@ -120,7 +124,7 @@ class Request:
     """submit.sampling.penalizes (kept likewise)"""
 
     def __post_init__(self) -> None:
-        self.route = self.submit.route
+        self.route, self.terms = self.submit.route, self.submit.terms
         self.decodes_here = self.route.decodes_here
         self.penalizes = self.submit.sampling.penalizes
         self.since = self.arrived
@@ -192,7 +196,7 @@ class Request:
     @property
     def objective(self) -> float | None:
         """Time by which its first token should be known; None: no time is better than another."""
-        return None if self.submit.slo_ttft_s is None else self.arrived + self.submit.slo_ttft_s
+        return None if self.terms.slo_ttft_s is None else self.arrived + self.terms.slo_ttft_s
 
     @property
     def load(self) -> Load:
@@ -214,7 +218,7 @@ class Request:
     @property
     def salt(self) -> str:
         """Prompts share cached pages only under the same salt."""
-        return self.submit.cache_salt
+        return self.terms.cache_salt
 
     def packed(self, start: int, end: int) -> bytes:
         """Token ids [start, end), packed."""

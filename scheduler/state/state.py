@@ -120,7 +120,7 @@ class State:
             self.replicas,
             request.tokens,
             request.salt,
-            pinned=request.submit.replica,
+            pinned=request.terms.replica,
             cacheable=request.cacheable,
             to_fetch=request.to_fetch,
         )

@@ -68,7 +68,7 @@ class Measurements:
 
     def served(self, request: Request, seconds: float) -> None:
         """Predicted seconds of a request's prefill are in a plan."""
-        tenant = request.submit.tenant or (SALTED if request.submit.cache_salt else ANONYMOUS)
+        tenant = request.terms.tenant or (SALTED if request.terms.cache_salt else ANONYMOUS)
         self.counters.add("tenant_seconds_total", seconds, (tenant,), MAX_TENANTS)
 
     def failed(self, phase: str, error: ErrorInfo) -> None:

@@ -24,6 +24,7 @@ from headrace.core.types.peers.session_terms import PeerTerms, PrefillTerms
 from headrace.core.types.requests.draft import NO_DRAFT, DraftTerms
 from headrace.core.types.requests.request import SamplingParams
 from headrace.core.types.requests.reservation import Reservation
+from headrace.core.types.requests.terms import RequestTerms
 from headrace.scheduler.scheduler import Effect, Event, Scheduler
 
 E = TypeVar("E")
@@ -94,8 +95,11 @@ class Bench:
 
     def submit(self, rid: str = "a", tokens: int | list[int] = 10, **fields: object) -> list[Effect]:
         prompt = list(range(tokens)) if isinstance(tokens, int) else tokens
-        sampling = SamplingParams(**{k: fields.pop(k) for k in list(fields) if k in SamplingParams.__struct_fields__})  # type: ignore[arg-type]
-        return self.do(Submit(rid=rid, prompt=pack(prompt), sampling=sampling, **fields))  # type: ignore[arg-type]
+        sampling, terms = (
+            kind(**{name: fields.pop(name) for name in list(fields) if name in kind.__struct_fields__})
+            for kind in (SamplingParams, RequestTerms)
+        )
+        return self.do(Submit(rid=rid, prompt=pack(prompt), sampling=sampling, terms=terms, **fields))  # type: ignore[arg-type]
 
     def abort(self, rid: str = "a", finish: bool = False) -> list[Effect]:
         return self.do(Abort(rid=rid, finish=finish))

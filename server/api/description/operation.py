@@ -9,7 +9,7 @@ from fastapi import APIRouter
 from fastapi.routing import APIRoute
 from starlette.routing import BaseRoute
 
-from headrace.server.api.request.client_terms import REPLICA_HEADER, SLO_HEADER
+from headrace.server.api.request.terms import REPLICA_HEADER, SLO_HEADER
 from headrace.server.http.audience import Audience, Audiences
 from headrace.server.http.ranges import ObjectiveMs, Replica
 

@@ -15,13 +15,13 @@ from headrace.core.types.errors import UNKNOWN_RID, ErrorInfo, invalid, shown
 from headrace.core.types.kv.geometry import CacheShape
 from headrace.core.types.requests.request import FinishReason
 from headrace.server.api.description.operation import GENERATION_ERRORS, GENERATION_HEADERS, Parameter, described
-from headrace.server.api.request.client_terms import client_of, tenant_of, with_client_terms
 from headrace.server.api.request.constraint import body_constraint
 from headrace.server.api.request.parse import decode_body
 from headrace.server.api.request.prompts import check_model, encode_any
 from headrace.server.api.request.refusal import notify_peers_on_refusal
 from headrace.server.api.request.sampling import check_logprobs_start, request_fields, sampling_params
 from headrace.server.api.request.schema import PrefillBody
+from headrace.server.api.request.terms import client_of, tenant_of, with_client_terms
 from headrace.server.api.response.hidden_format import DraftReply, HiddenStatesReply, base64_object, draft_object
 from headrace.server.api.response.usage import Count, Handoff, TimingMs, handoff_report, timing_report
 from headrace.server.frontend.generation.completions import Completions

@@ -19,7 +19,6 @@ from headrace.server.api.openai.choices_format import ChoicesFormat
 from headrace.server.api.openai.echo import Echo, check_echo
 from headrace.server.api.openai.responses_format import ResponsesFormat, refuse_unsupported_responses
 from headrace.server.api.openai.tool_chat_form import ToolChatForm
-from headrace.server.api.request.client_terms import client_of
 from headrace.server.api.request.completion_request import CompletionRequest
 from headrace.server.api.request.constraint import body_constraint
 from headrace.server.api.request.prompts import (
@@ -38,6 +37,7 @@ from headrace.server.api.request.sampling import (
     sampling_params,
 )
 from headrace.server.api.request.schema import ChatBody, CompletionBody, OpenAIBody, ResponsesBody, StreamOptions
+from headrace.server.api.request.terms import client_of
 from headrace.server.api.request.tools import (
     ToolUse,
     forced_calls,

@@ -12,6 +12,7 @@ from headrace.core.config.server import Role
 from headrace.core.stats import Stats, join
 from headrace.core.types.peers.addresses import url
 from headrace.core.types.requests.request import SamplingParams
+from headrace.core.types.requests.terms import RequestTerms
 from headrace.core.version import headrace_version
 from headrace.server.api.description.operation import WORK_ERRORS, described
 from headrace.server.api.operations.health import StatusReply
@@ -119,10 +120,10 @@ def load_routes(readiness: Readiness, completions: Completions, stats: StatsColl
     @router.get("/health_generate", openapi_extra=_HEALTH_GENERATE)
     async def health_generate() -> Response:
         """200 if one token could be computed just now; its KV is dropped."""
-        deadline_s = min(PROBE_TIMEOUT_S, config.scheduler.stage_timeout_s)
+        terms = RequestTerms(deadline_s=min(PROBE_TIMEOUT_S, config.scheduler.stage_timeout_s))
         sampling = SamplingParams(temperature=0.0, max_tokens=1)
         rid = f"health-{secrets.token_hex(16)}"
-        probe = GenerationRequest(rid=rid, prompt=(0,), sampling=sampling, deadline_s=deadline_s)
+        probe = GenerationRequest(rid=rid, prompt=(0,), sampling=sampling, terms=terms)
 
         async def work() -> StatusReply:
             await completions.prefill(probe, discard_events)

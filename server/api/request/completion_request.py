@@ -52,11 +52,12 @@ class CompletionRequest(msgspec.Struct, frozen=True):
 
     def requests(self, max_model_len: int) -> list[GenerationRequest]:
         """One generation request for each prompt and choice, ordered prompt by prompt."""
-        salts = self.salts or [self.base.cache_salt] * len(self.prompts)
+        terms = self.base.terms
+        each_terms = [msgspec.structs.replace(terms, cache_salt=salt) for salt in self.salts]
         rids = self.rids or [self.base.rid] * len(self.prompts)
         bases = [
-            msgspec.structs.replace(self.base, prompt=prompt, cache_salt=salt, rid=rid)
-            for prompt, salt, rid in zip(self.prompts, salts, rids, strict=True)
+            msgspec.structs.replace(self.base, prompt=prompt, terms=own, rid=rid)
+            for prompt, own, rid in zip(self.prompts, each_terms or [terms] * len(rids), rids, strict=True)
         ]
         requests = [_choice(base, max_model_len, choice) for base in bases for choice in range(self.choices)]
         if len(requests) == 1:

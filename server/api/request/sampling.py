@@ -1,6 +1,5 @@
 """Sampling fields of a body as SamplingParams. Their types have bounded them; what goes with others is checked here."""
 
-import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -16,6 +15,7 @@ from headrace.server.api.request.schema import (
     ResponsesBody,
     SamplingBody,
 )
+from headrace.server.api.request.terms import body_terms
 from headrace.server.http.ranges import MAX_INT64
 
 MAX_ID_DIGITS = 18
@@ -101,21 +101,8 @@ def request_fields(body: SamplingBody) -> dict[str, Any]:
         "stop": ends.stop,
         "keep_stop": bool(keeps),
         "ignore_eos": ends.ignore_eos,
-        "priority": body.priority or 0,
-        "slo_ttft_s": None if body.slo_ttft_ms is None else body.slo_ttft_ms / 1000,
-        "deadline_s": body.deadline_s,
-        "replica": body.data_parallel_rank,
-        "cache_salt": prefix_salt(body.cache_salt, body.extra_key),
+        "terms": body_terms(body),
     }
-
-
-def prefix_salt(cache_salt: str | None, extra_key: str | None) -> str:
-    """The salt of the prefix cache for a request with these fields; another pair of them gives another salt. With an
-    extra_key it is a digest of both, so that it is no longer than a client's salt may be."""
-    salt = cache_salt or ""
-    if not extra_key:
-        return salt
-    return hashlib.sha256(f"{len(salt)}:{salt}{extra_key}".encode()).hexdigest()
 
 
 def chat_logprobs_wanted(body: ChatBody) -> int | None:

@@ -14,11 +14,11 @@ from starlette.responses import Response
 from headrace.core.config import ServerConfig
 from headrace.core.messages.replies import Progress
 from headrace.core.types.errors import ErrorInfo
-from headrace.server.api.request.client_terms import with_client_terms
 from headrace.server.api.request.completion_request import CompletionRequest, decode_requests, prefill_requests
 from headrace.server.api.request.parse import decode_body
 from headrace.server.api.request.refusal import notify_peers_on_refusal
 from headrace.server.api.request.schema import GenerateBody, OpenAIBody
+from headrace.server.api.request.terms import with_client_terms
 from headrace.server.api.response.choices import Choice, Output, collect_choices, run_choices
 from headrace.server.api.response.handoff_response import prefill_choices, transfer_params
 from headrace.server.frontend.generation.completions import Completions

@@ -27,7 +27,7 @@ async def prefill_choices(
     HeadraceError of the first one that fails, after cancelling the others, held ones too."""
     with ExitStack() as on_failure:
         for request in requests:
-            on_failure.callback(completions.cancel, request.rid, request.tenant)
+            on_failure.callback(completions.cancel, request.rid, request.terms.tenant)
         done = await run_all(completions.prefill(request, discard_events) for request in requests)
         on_failure.pop_all()
     return [_output(tokenizer, *each) for each in done]

@@ -12,12 +12,12 @@ from starlette.responses import Response
 
 from headrace.core.types.errors import HeadraceError, invalid
 from headrace.server.api.description.operation import GENERATION_ERRORS, GENERATION_HEADERS, described
-from headrace.server.api.request.client_terms import client_of
 from headrace.server.api.request.completion_request import CompletionRequest
 from headrace.server.api.request.constraint import generate_constraint
 from headrace.server.api.request.prompts import MAX_PROMPTS, Prompt, check_model, encode_all
-from headrace.server.api.request.sampling import prefix_salt, request_fields, sampling_params
+from headrace.server.api.request.sampling import request_fields, sampling_params
 from headrace.server.api.request.schema import GenerateBody, GenerateSampling, OpenAIBody, SamplingFields
+from headrace.server.api.request.terms import client_of, prefix_salt
 from headrace.server.api.response.completion_endpoint import CompletionEndpoint
 from headrace.server.api.sglang.generate_format import GenerateFormat, GenerateReply
 from headrace.server.frontend.request.generation_request import GenerationRequest

@@ -110,7 +110,9 @@ class Completions:
         servers, which get it in the body, their events, and the choice among them."""
         if self._share_prefixes:
             return request
-        return msgspec.structs.replace(request, cache_salt=tenant_salt(request.tenant, request.cache_salt))
+        terms = request.terms
+        own = msgspec.structs.replace(terms, cache_salt=tenant_salt(terms.tenant, terms.cache_salt))
+        return msgspec.structs.replace(request, terms=own)
 
     def _admit(self, request: GenerationRequest, generated: int) -> None:
         """Raises HeadraceError (503, 429) if the request cannot start now, after notifying the peer of its ticket.

@@ -29,14 +29,14 @@ def prefill_body(request: GenerationRequest, ticket: str, *, knows_start: bool) 
         "prompt_token_ids": request.prompt,
         "stop": request.stop,
         "ignore_eos": request.ignore_eos,
-        "priority": request.priority,
-        "cache_salt": request.cache_salt,
+        "priority": request.terms.priority,
+        "cache_salt": request.terms.cache_salt,
         "stream": request.progress,
         **_constraint_fields(request.constraint),
     }
     limits = {
-        "deadline_s": request.deadline_s,
-        "slo_ttft_ms": None if request.slo_ttft_s is None else request.slo_ttft_s * 1000,
+        "deadline_s": request.terms.deadline_s,
+        "slo_ttft_ms": None if request.terms.slo_ttft_s is None else request.terms.slo_ttft_s * 1000,
     }
     return body | {name: limit for name, limit in limits.items() if limit is not None}
 

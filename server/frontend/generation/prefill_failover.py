@@ -74,7 +74,7 @@ class PrefillFailover:
     ) -> Result | None:
         """The result; None if the chosen server, or the KV from it, failed the request. Raises HeadraceError for all
         other failures."""
-        with self._pool.chosen(request.prompt, request.cache_salt, attempts.servers, request.needs) as choice:
+        with self._pool.chosen(request.prompt, request.terms.cache_salt, attempts.servers, request.needs) as choice:
             try:
                 return await attempt(request, choice, bool(attempts.failures))
             except HeadraceError as error:
@@ -107,7 +107,7 @@ def remaining(
 ) -> GenerationRequest:
     """The request with the time that is left of its deadline and its objective. One that a server had accepted has no
     objective any more, for which others might refuse it. Raises HeadraceError (504) if the deadline has passed."""
-    deadline, objective = request.deadline_s, request.slo_ttft_s
+    deadline, objective = request.terms.deadline_s, request.terms.slo_ttft_s
     if deadline is not None:
         deadline -= elapsed_s
         if deadline <= 0:
@@ -116,9 +116,10 @@ def remaining(
         objective -= elapsed_s
         if objective <= 0 or not all(failure.reason in REFUSALS for failure in failures):
             objective = None
-    return msgspec.structs.replace(request, deadline_s=deadline, slo_ttft_s=objective)
+    terms = msgspec.structs.replace(request.terms, deadline_s=deadline, slo_ttft_s=objective)
+    return msgspec.structs.replace(request, terms=terms)
 
 
 def _deadline_error(request: GenerationRequest) -> ErrorInfo:
-    text = f"not done within the deadline of {request.deadline_s:g} s"
+    text = f"not done within the deadline of {request.terms.deadline_s:g} s"
     return ErrorInfo(code=DEADLINE, message=text, status=504)

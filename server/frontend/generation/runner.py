@@ -238,7 +238,7 @@ class GenerationRunner:
         ended here then, and may move to another prefill server."""
         if request.constraint is None or not tokens:
             return
-        if problem := await self._model.grammars.problem(request.constraint, tokens[0], client=request.tenant):
+        if problem := await self._model.grammars.problem(request.constraint, tokens[0], client=request.terms.tenant):
             message = f"the prefill server has not kept to the constraint of this request: {problem}"
             error = ErrorInfo(code=GRAMMAR_REJECTED, message=message, status=502)
             await call.end(error)
@@ -307,12 +307,7 @@ def _submit(request: GenerationRequest, sampling: SamplingParams, route: AnyRout
         sampling=sampling,
         constraint=constraint,
         route=route,
-        priority=request.priority,
-        replica=request.replica,
-        tenant=request.tenant,
-        slo_ttft_s=request.slo_ttft_s,
-        deadline_s=request.deadline_s,
-        cache_salt=request.cache_salt,
+        terms=request.terms,
         progress=request.progress,
         traceparent=request.context.parent,
         moved=moved,

@@ -50,7 +50,7 @@ class Call:
         self._open = False  # from the submission until the context is left; then the rid may be another call's
         self._lost: ErrorInfo | None = None
         self.rid = submit.rid
-        self.tenant = submit.tenant
+        self.tenant = submit.terms.tenant
         self.ended = False
         """RequestFinished or RequestFailed has come: the scheduler knows nothing of the request any more."""
         self.kept = False

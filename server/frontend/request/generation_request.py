@@ -10,6 +10,7 @@ from headrace.core.types.errors import ErrorInfo
 from headrace.core.types.requests.constraint import Constraint
 from headrace.core.types.requests.draft import HiddenStates
 from headrace.core.types.requests.request import FinishReason, HandoffStats, SamplingParams, Timing, TokenLogprob, Usage
+from headrace.core.types.requests.terms import RequestTerms
 from headrace.server.frontend.request.request_context import RequestContext
 from headrace.server.upstream.discovery_client import Feature
 from headrace.server.upstream.handoff_params import KvSource
@@ -58,18 +59,7 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     """The stop string or token that ends the text is part of it."""
     ignore_eos: bool = False
     """Continue after EOS."""
-    priority: int = 0
-    """Lower ones go first, except under --policy fcfs."""
-    tenant: str = ""
-    """Name of the API key that it came with, if that has one."""
-    slo_ttft_s: float | None = None
-    """Seconds within which the client would like the first token, None for no objective."""
-    replica: int | None = None
-    """The data-parallel replica of this server that is to compute it; None for the one with the least load."""
-    deadline_s: float | None = None
-    """Seconds after which the request fails, None for no limit of its own."""
-    cache_salt: str = ""
-    """Requests share cached prefixes only with requests of the same salt."""
+    terms: RequestTerms = RequestTerms()
     prompt_only: bool = False
     """The prompt's KV or scores alone are wanted: of what is generated, one token, nothing is returned."""
     progress: bool = False

@@ -9,6 +9,7 @@ from headrace.core.messages.replies import RequestFinished
 from headrace.core.messages.stage_events import PlanDone, SampledToken, StageReady
 from headrace.core.types.packed import pack
 from headrace.core.types.requests.request import DecodeHere, Discard, SamplingParams
+from headrace.core.types.requests.terms import RequestTerms
 from headrace.scheduler.costs.chunking import Cost
 from headrace.scheduler.scheduler import Effect, Scheduler
 from tests.scheduler.bench import config, geometry
@@ -96,9 +97,7 @@ def run(prompts: list[Prompt], limit: int = 3000, generate: int = 0, cost: Cost 
                 prompt=pack([index % 1000] * prompt.length),
                 sampling=sampling,
                 route=route,
-                priority=prompt.priority,
-                tenant=prompt.tenant,
-                slo_ttft_s=prompt.slo_ttft_s,
+                terms=RequestTerms(priority=prompt.priority, tenant=prompt.tenant, slo_ttft_s=prompt.slo_ttft_s),
             )
             take(bench.handle(submit, now))
         forward = take(bench.plan(now))

@@ -4,6 +4,7 @@ from itertools import count
 
 from headrace.core.messages.frontend import Submit
 from headrace.core.types.requests.request import Discard, SamplingParams
+from headrace.core.types.requests.terms import RequestTerms
 from headrace.scheduler.policies.tenants import TenantLevels
 from headrace.scheduler.requests.phase import Phase
 from headrace.scheduler.requests.record import Request
@@ -20,9 +21,8 @@ class Queue:
 
     def put(self, name: str = "", salt: str = "", seconds: float = 0.0) -> Request:
         number = next(self._numbers)
-        submit = Submit(
-            rid=str(number), prompt=b"", sampling=SamplingParams(), route=Discard(), tenant=name, cache_salt=salt
-        )
+        terms = RequestTerms(tenant=name, cache_salt=salt)
+        submit = Submit(rid=str(number), prompt=b"", sampling=SamplingParams(), route=Discard(), terms=terms)
         request = Request(submit, number, number, 0.0, 1, Phase.WAITING)
         self.levels.join(request)
         self.levels.charge(request, seconds)

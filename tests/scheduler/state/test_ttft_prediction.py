@@ -11,6 +11,7 @@ from headrace.core.messages.orders import Forward
 from headrace.core.messages.stage_events import PlanDone, SampledToken, StageReady
 from headrace.core.types.packed import pack
 from headrace.core.types.requests.request import Discard, SamplingParams
+from headrace.core.types.requests.terms import RequestTerms
 from headrace.scheduler.costs.chunking import Cost
 from headrace.scheduler.scheduler import Scheduler
 from headrace.scheduler.state.ttft_prediction import RHO_LIMIT, Pace, wait_and_work_s
@@ -117,7 +118,7 @@ class Queue:
                     prompt=pack([1] * tokens),
                     sampling=SamplingParams(max_tokens=1),
                     route=Discard(),
-                    priority=priority,
+                    terms=RequestTerms(priority=priority),
                 )
                 self.scheduler.handle(submit, now)
                 request = self.state.requests.live(rid)

@@ -76,7 +76,7 @@ async def test_health_generate_computes_a_token(tokenizer: Tokenizer) -> None:
     async with running(link, tokenizer, role="prefill") as service, client(service) as http:
         assert (await http.get("/health_generate")).status_code == 200
         (submit,) = link.of(Submit)
-        assert (submit.route, submit.sampling.max_tokens, submit.deadline_s) == (Discard(), 1, 20.0)
+        assert (submit.route, submit.sampling.max_tokens, submit.terms.deadline_s) == (Discard(), 1, 20.0)
         link.script = failing(ErrorInfo(code="deadline_exceeded", message="not done in time", status=504))
         assert (await http.get("/health_generate")).status_code == 504
         link.say(EngineState(ready=False, reason="stage 0 died"))

@@ -85,7 +85,7 @@ async def test_every_prompt_has_its_cache_salt(tokenizer: Tokenizer, body: dict[
     link = FakeLink(saying(tokenizer, "hello"))
     async with running(link, tokenizer) as service, client(service) as http:
         assert (await http.post("/generate", json=body)).status_code == 200
-    assert [submit.cache_salt for submit in link.of(Submit)] == salts
+    assert [submit.terms.cache_salt for submit in link.of(Submit)] == salts
 
 
 @in_loop
@@ -125,7 +125,7 @@ async def test_tenants_differ_in_cache_salt_or_extra_key(tokenizer: Tokenizer) -
         ):
             for fields in asked:
                 assert (await http.post(path, json={**prompt, **fields})).status_code == 200
-    salts = [submit.cache_salt for submit in link.of(Submit)]
+    salts = [submit.terms.cache_salt for submit in link.of(Submit)]
     assert salts == salts[: len(pairs)] * 6
     assert len(set(salts)) == len(pairs)
     assert all(len(salt) <= 256 for salt in salts), "a prefill server takes them from a decode server"

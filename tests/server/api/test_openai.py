@@ -61,7 +61,7 @@ async def test_every_sampling_field_reaches_the_scheduler(tokenizer: Tokenizer) 
     assert (sampling.stop_token_ids, sampling.logprobs, sampling.prompt_logprobs) == ((7,), 2, 0)
     assert (sampling.presence_penalty, sampling.frequency_penalty, sampling.repetition_penalty) == (-2, 1.5, 1.25)
     assert sampling.logit_bias == ((7, -1.0),)
-    assert (submit.priority, submit.deadline_s, submit.cache_salt) == (3, 2.5, "mine")
+    assert (submit.terms.priority, submit.terms.deadline_s, submit.terms.cache_salt) == (3, 2.5, "mine")
 
 
 @in_loop

@@ -116,7 +116,7 @@ async def test_cached_prefixes_are_a_tenants_own(path: str, body: dict[str, Any]
         link = FakeLink(saying(tokenizer, "hello"))
         async with running(link, tokenizer, **config) as service, client(service) as http:
             assert (await http.post(path, json=body, headers=headers)).status_code == 200
-        return [submit.cache_salt for submit in link.of(Submit)]
+        return [submit.terms.cache_salt for submit in link.of(Submit)]
 
     alone = await salts({})
     assert await salts(BOSS, **KEYS) == alone, "without a tenant a salt is the client's"
@@ -134,7 +134,7 @@ async def test_both_servers_of_a_handoff_have_the_same_salt(tokenizer: Tokenizer
         assert (await http.post("/v1/completions", json={"prompt": "x"}, headers=ANNA)).status_code == 200
     (submit,) = link.of(Submit)
     ((_, posted, _),) = prefills.posts
-    assert submit.cache_salt == posted["cache_salt"] == tenant_salt("anna", "")
+    assert submit.terms.cache_salt == posted["cache_salt"] == tenant_salt("anna", "")
 
 
 def test_no_salt_of_one_tenant_is_that_of_another() -> None:

@@ -71,7 +71,7 @@ async def test_a_prefill_server_takes_exactly_what_a_decode_server_sends(tokeniz
         assert there.prompt == here.prompt
         assert there.sampling == here.sampling
         assert isinstance(here.route, FetchFrom)
-        assert (there.route, there.cache_salt) == (SendTo(here.route.ticket), "s")
+        assert (there.route, there.terms.cache_salt) == (SendTo(here.route.ticket), "s")
 
 
 @in_loop

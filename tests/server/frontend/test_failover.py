@@ -266,7 +266,7 @@ async def test_the_time_that_is_left_goes_on(answer: Answer, objective: float | 
     async with three(tokenizer, prefills, clock=clock) as (link, http, _):
         body = {"prompt": "x", "deadline_s": 4, "slo_ttft_ms": 2000}
         assert (await http.post("/v1/completions", json=body)).status_code == 200
-        first, second = link.of(Submit)
+        first, second = (submit.terms for submit in link.of(Submit))
         assert (first.deadline_s, second.deadline_s) == (4, 2.5)
         assert (first.slo_ttft_s, second.slo_ttft_s) == (2.0, objective)
         assert [sent["deadline_s"] for _, sent, _ in prefills.posts] == [4, 2.5]

@@ -3,6 +3,7 @@
 import msgspec
 
 from headrace.core.types.requests.request import SamplingParams
+from headrace.core.types.requests.terms import RequestTerms
 from headrace.server.api.request.sampling import sampling_params
 from headrace.server.api.request.schema import PrefillBody
 from headrace.server.frontend.generation.prefill_body import prefill_body
@@ -22,9 +23,8 @@ def test_every_field_is_one_that_this_release_knows_and_says_the_same_there() ->
         logprobs=1, prompt_logprobs=1, prompt_logprobs_start=1, presence_penalty=-0.5, frequency_penalty=2.0,
         repetition_penalty=1.5, logit_bias=((5, -100.0), (7, 0.25)),
     )  # fmt: skip
-    request = GenerationRequest(
-        rid="r", prompt=(1, 2), sampling=sampling, stop=("x",), slo_ttft_s=1.0, deadline_s=2.0, cache_salt="s"
-    )
+    terms = RequestTerms(slo_ttft_s=1.0, deadline_s=2.0, cache_salt="s")
+    request = GenerationRequest(rid="r", prompt=(1, 2), sampling=sampling, stop=("x",), terms=terms)
     body = prefill_body(request, "t", knows_start=True)
     there = msgspec.convert(body, PrefillBody)
     assert there.rid == "r"

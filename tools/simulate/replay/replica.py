@@ -15,6 +15,7 @@ from headrace.core.types.packed import ITEM_BYTES, pack
 from headrace.core.types.peers.session_terms import PeerTerms
 from headrace.core.types.requests.request import Discard, SamplingParams, SendTo
 from headrace.core.types.requests.reservation import Reservation
+from headrace.core.types.requests.terms import RequestTerms
 from headrace.scheduler.costs.chunking import Cost
 from headrace.scheduler.scheduler import Effect, Scheduler
 from headrace.server.routing.replica_load import LoadReport
@@ -105,7 +106,13 @@ class ReplayReplica:
             )
             self._driver.handle(PeerReserved(session=PEER, reservation=reservation))
         self._driver.handle(
-            Submit(rid=rid, prompt=prompt, sampling=sampling, route=route, tenant=tenant, slo_ttft_s=slo_ttft_s)
+            Submit(
+                rid=rid,
+                prompt=prompt,
+                sampling=sampling,
+                route=route,
+                terms=RequestTerms(tenant=tenant, slo_ttft_s=slo_ttft_s),
+            )
         )
 
     def _uncached_s(self, prompt: bytes) -> float:

@@ -1,4 +1,7 @@
-"""What holds for all requests of a client beside what its bodies say: tenant, range of priorities, headers."""
+"""The terms of a request: what its body says, and what holds for all requests of its client (tenant, range of
+priorities, headers)."""
+
+import hashlib
 
 import msgspec
 from starlette.requests import Request
@@ -6,6 +9,8 @@ from starlette.requests import Request
 from headrace.core.config import ServerConfig
 from headrace.core.types.errors import invalid, shown
 from headrace.core.types.requests.tenants import priority_ranges
+from headrace.core.types.requests.terms import RequestTerms
+from headrace.server.api.request.schema import SamplingBody
 from headrace.server.frontend.request.generation_request import GenerationRequest
 from headrace.server.frontend.request_log import RequestRecord
 from headrace.server.http.ranges import MAX_INT32, MAX_OBJECTIVE_MS
@@ -19,21 +24,42 @@ REPLICA_HEADER = "x-data-parallel-rank"
 MAX_HEADER_CHARS = 32
 
 
+def body_terms(body: SamplingBody) -> RequestTerms:
+    """The terms that a body names."""
+    return RequestTerms(
+        priority=body.priority or 0,
+        slo_ttft_s=None if body.slo_ttft_ms is None else body.slo_ttft_ms / 1000,
+        deadline_s=body.deadline_s,
+        replica=body.data_parallel_rank,
+        cache_salt=prefix_salt(body.cache_salt, body.extra_key),
+    )
+
+
+def prefix_salt(cache_salt: str | None, extra_key: str | None) -> str:
+    """The salt of the prefix cache for a request with these fields; another pair of them gives another salt. With an
+    extra_key it is a digest of both, so that it is no longer than a client's salt may be."""
+    salt = cache_salt or ""
+    if not extra_key:
+        return salt
+    return hashlib.sha256(f"{len(salt)}:{salt}{extra_key}".encode()).hexdigest()
+
+
 def with_client_terms(request: GenerationRequest, http: Request, config: ServerConfig) -> GenerationRequest:
     """The request, with its ids on other servers, the tenant of its API key, its priority cut to the range that the
     tenant may use, and the objective and the data-parallel rank of the headers if the body has none. Raises
     HeadraceError (400) for a header that is no number."""
     tenant = tenant_of(http)
-    ranges = priority_ranges(config.priority_ranges)
-    low, high = ranges.get(tenant) or ranges.get("") or (request.priority, request.priority)
-    objective = request.slo_ttft_s
+    terms, ranges = request.terms, priority_ranges(config.priority_ranges)
+    low, high = ranges.get(tenant) or ranges.get("") or (terms.priority, terms.priority)
+    objective = terms.slo_ttft_s
     if objective is None and (header := http.headers.get(SLO_HEADER)) is not None:
         objective = _header_objective(header)
-    replica = request.replica
+    replica = terms.replica
     if replica is None and (header := http.headers.get(REPLICA_HEADER)) is not None:
         replica = _header_replica(header)
-    priority = min(max(request.priority, low), high)
-    request = msgspec.structs.replace(request, tenant=tenant, priority=priority, slo_ttft_s=objective, replica=replica)
+    priority = min(max(terms.priority, low), high)
+    terms = msgspec.structs.replace(terms, tenant=tenant, priority=priority, slo_ttft_s=objective, replica=replica)
+    request = msgspec.structs.replace(request, terms=terms)
     record: RequestRecord | None = http.scope.get("state", {}).get("record")
     return request if record is None else msgspec.structs.replace(request, context=record.context, observer=record)
 

@@ -7,6 +7,7 @@ import pytest
 from headrace.core.messages.frontend import Submit
 from headrace.core.types.errors import ConfigError
 from headrace.core.types.requests.tenants import priority_ranges, tenant_keys
+from headrace.core.types.requests.terms import RequestTerms
 from headrace.text.tokenizer import Tokenizer
 from tests.server.fakes import FakeLink, client, in_loop, json_of, running, saying
 
@@ -29,11 +30,11 @@ async def test_every_form_of_request_carries_priority_objective_and_tenant(
     settings = {"tenant_keys": ("acme=k1", "zeta=k2"), "api_keys": ("k0",), "priority_ranges": ("0:9", "acme=-5:5")}
     async with running(link, tokenizer, **settings) as service, client(service) as http:
 
-        async def post(key: str, slo: str | None, **more: Any) -> Submit:
+        async def post(key: str, slo: str | None, **more: Any) -> RequestTerms:
             headers = {"Authorization": f"Bearer {key}"} | ({} if slo is None else {"x-llm-d-slo-ttft-ms": slo})
             response = await http.post(path, json=body | more, headers=headers)
             assert response.status_code == 200, response.text
-            return link.of(Submit)[-1]
+            return link.of(Submit)[-1].terms
 
         plain = await post("k0", None)
         assert (plain.tenant, plain.priority, plain.slo_ttft_s) == ("", 0, None)
@@ -53,7 +54,7 @@ async def test_every_form_of_request_may_name_a_replica(tokenizer: Tokenizer, pa
             headers = {} if header is None else {"X-data-parallel-rank": header}
             response = await http.post(path, json=body | more, headers=headers)
             assert response.status_code == 200, response.text
-            assert link.of(Submit)[-1].replica == replica
+            assert link.of(Submit)[-1].terms.replica == replica
         sent = len(link.of(Submit))
         for rank in (-1, 1 << 80, "one", 0.5):
             response = await http.post(path, json=body | {"data_parallel_rank": rank})
@@ -91,7 +92,7 @@ async def test_without_a_range_any_priority_passes_and_a_wrong_key_has_no_tenant
         ).status_code == 401
         good = await http.post("/v1/completions", json=body, headers={"Authorization": "Bearer k1"})
         assert good.status_code == 200
-    assert link.of(Submit)[0].priority == -(1 << 31)
+    assert link.of(Submit)[0].terms.priority == -(1 << 31)
 
 
 def test_settings_of_tenants_are_parsed_or_refused() -> None:

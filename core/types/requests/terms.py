@@ -1,0 +1,25 @@
+"""Request terms: what a client, a router or its API key says of how a request is scheduled."""
+
+import msgspec
+
+
+class RequestTerms(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Terms of one request, carried unchanged from its checked body to the scheduler's record of it."""
+
+    priority: int = 0
+    """Class of the request: a lower one goes before all higher ones, except under --policy fcfs."""
+
+    tenant: str = ""
+    """Name of the API key that it came with; "" for none: those are one tenant, and its parts go by cache salt."""
+
+    replica: int | None = None
+    """The data-parallel replica that is to compute it; None: the one with the least load."""
+
+    slo_ttft_s: float | None = None
+    """Seconds within which the client would like its first token; None: no objective."""
+
+    deadline_s: float | None = None
+    """Seconds that the client waits in all; None: no limit."""
+
+    cache_salt: str = ""
+    """Prompts share cached pages only with prompts of the same salt."""
