@@ -7,7 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import pytest
 
@@ -42,7 +42,10 @@ def states(parent: int) -> list[str]:
         children = file.read().split()
     found = []
     for child in children:
-        with open(f"/proc/{child}/stat") as file:
+        with (
+            suppress(FileNotFoundError, ProcessLookupError),
+            open(f"/proc/{child}/stat") as file,
+        ):  # it was reaped since
             found.append(file.read().rpartition(")")[2].split()[0])
     return found
 

@@ -182,11 +182,15 @@ def test_a_process_with_few_descriptors_gets_them_back(context: Context) -> None
             connection.connect_ex(("127.0.0.1", port))
             made.append(connection)
         peer = context.socket(zmq.DEALER)
-        peer.rcvtimeo = 20_000
         peer.connect(f"tcp://127.0.0.1:{port}")
-        peer.send(b"let me in")
         try:
-            assert peer.recv() == b"let me in"
+            for _ in range(
+                20
+            ):  # connections whose handshake the kernel repeats are newer: the peer's may be shed first
+                peer.send(b"let me in")
+                if peer.poll(1000):
+                    break
+            assert peer.recv(zmq.NOBLOCK) == b"let me in"
             assert child.wait(20) == 0
         finally:
             child.kill()
