@@ -7,7 +7,6 @@ import os
 import subprocess
 import sys
 import termios
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -52,9 +51,13 @@ def test_a_pipe_that_nobody_reads_stops_neither_the_program_nor_its_end() -> Non
 
 @pytest.mark.parametrize("form", ["text", "json"])
 def test_lost_lines_are_counted_in_their_place_once_the_reader_is_back(form: str) -> None:
-    code = FLOOD + 'sys.stdin.readline()\ntime.sleep(0.5)\nlog.warning("the reader is back")'
-    with program(code, form, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE) as made:
-        time.sleep(1.0)
+    reader, writer = os.pipe()
+    code = FLOOD + f'os.write({writer}, b"!")\nsys.stdin.readline()\ntime.sleep(0.5)\nlog.warning("the reader is back")'
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "pass_fds": (writer,)}
+    with program(code, form, **pipes) as made:
+        os.close(writer)
+        assert os.read(reader, 1) == b"!", "the flood is over"
+        os.close(reader)
         assert made.stdin is not None
         assert made.stderr is not None
         made.stdin.write(b"\n")
