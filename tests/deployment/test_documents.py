@@ -35,6 +35,18 @@ def test_files_exist(name: str) -> None:
     assert not dangling, f"{name} links to files that are not there: {dangling}"
 
 
+def test_the_way_of_a_prompt_to_the_scheduler_is_eight_files_that_import_each_other() -> None:
+    section = (
+        text("docs/architecture.md").partition("A prompt's way from its route to `Submit`")[2].partition("\n\nA ")[0]
+    )
+    files = re.findall(r"^\d+\. `([\w/]+)\.py`", section, re.MULTILINE)
+    assert 1 < len(files) <= 8
+    for index, file in enumerate(files[1:], 1):
+        module = re.compile(rf"^from headrace\.{file.replace('/', '.')} import ", re.MULTILINE)
+        assert any(module.search(text(f"{before}.py")) for before in files[:index]), f"nothing before imports {file}"
+    assert "return Submit(" in text(f"{files[-1]}.py")
+
+
 @pytest.mark.parametrize("name", DOCUMENTS)
 def test_make_targets_and_benchmarks_exist(name: str) -> None:
     targets = set(re.findall(r"^([a-z-]+):", text("Makefile"), re.MULTILINE))

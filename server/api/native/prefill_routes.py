@@ -19,9 +19,9 @@ from headrace.server.api.request.constraint import body_constraint
 from headrace.server.api.request.parse import decode_body
 from headrace.server.api.request.prompts import check_model, encode_any
 from headrace.server.api.request.refusal import notify_peers_on_refusal
-from headrace.server.api.request.sampling import check_logprobs_start, request_fields, sampling_params
+from headrace.server.api.request.sampling import check_logprobs_start, sampling_params
 from headrace.server.api.request.schema import PrefillBody
-from headrace.server.api.request.terms import client_of, tenant_of, with_client_terms
+from headrace.server.api.request.terms import base_request, client_of, tenant_of, with_client_terms
 from headrace.server.api.response.hidden_format import DraftReply, HiddenStatesReply, base64_object, draft_object
 from headrace.server.api.response.usage import Count, Handoff, TimingMs, handoff_report, timing_report
 from headrace.server.frontend.generation.completions import Completions
@@ -211,24 +211,16 @@ async def _request(model: ServedModel, config: ServerConfig, client: str, body: 
     constraint = await body_constraint(model, client, body)
     if body.prompt_only:
         constraint = None
-    fields = request_fields(body)
     sampling = sampling_params(body, logprobs=body.logprobs, max_tokens=16, vocab_size=model.vocab_size)
     sampling = msgspec.structs.replace(sampling, hidden_states=body.hidden_states, draft_top_k=body.draft_top_k or 0)
     prompt = await encode_any(model, body)
     check_logprobs_start(sampling, [prompt])
     if sampling.hidden_states is not None:
         model.hidden.check("hidden_states", len(prompt) if sampling.hidden_states == "all" else 1)
-    return GenerationRequest(
-        rid=body.rid or f"pf-{secrets.token_hex(16)}",
-        prompt=prompt,
-        sampling=sampling,
-        constraint=constraint,
-        ticket=ticket,
-        hold=body.handoff == "hold",
-        prompt_only=body.prompt_only,
-        progress=bool(body.stream),
-        **fields,
-    )
+    rid = body.rid or f"pf-{secrets.token_hex(16)}"
+    base = base_request(rid, body, sampling, constraint, progress=bool(body.stream))
+    hold = body.handoff == "hold"
+    return msgspec.structs.replace(base, prompt=prompt, ticket=ticket, hold=hold, prompt_only=body.prompt_only)
 
 
 def _ticket(config: ServerConfig, body: PrefillBody) -> str | None:

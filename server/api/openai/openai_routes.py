@@ -33,11 +33,10 @@ from headrace.server.api.request.sampling import (
     chat_logprobs_wanted,
     check_logprobs_start,
     generated_choices,
-    request_fields,
     sampling_params,
 )
 from headrace.server.api.request.schema import ChatBody, CompletionBody, OpenAIBody, ResponsesBody, StreamOptions
-from headrace.server.api.request.terms import client_of
+from headrace.server.api.request.terms import base_request, client_of
 from headrace.server.api.request.tools import (
     ToolUse,
     forced_calls,
@@ -212,11 +211,5 @@ def _base_request(
 ) -> GenerationRequest:
     """What all choices of one response have in common."""
     options = body.stream_options or StreamOptions()
-    return GenerationRequest(
-        rid=f"{prefix}-{secrets.token_hex(16)}",
-        prompt=(),
-        sampling=sampling,
-        constraint=constraint,
-        progress=bool(body.stream and options.include_progress),
-        **request_fields(body),
-    )
+    progress = bool(body.stream and options.include_progress)
+    return base_request(f"{prefix}-{secrets.token_hex(16)}", body, sampling, constraint, progress=progress)

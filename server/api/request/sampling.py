@@ -1,7 +1,6 @@
 """Sampling fields of a body as SamplingParams. Their types have bounded them; what goes with others is checked here."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
 
 import msgspec
 
@@ -15,7 +14,6 @@ from headrace.server.api.request.schema import (
     ResponsesBody,
     SamplingBody,
 )
-from headrace.server.api.request.terms import body_terms
 from headrace.server.http.ranges import MAX_INT64
 
 MAX_ID_DIGITS = 18
@@ -91,18 +89,6 @@ def stop_strings(body: SamplingBody) -> tuple[str, ...]:
     """Stop strings of a body."""
     given = [body.stop] if isinstance(body.stop, str) else body.stop or []
     return tuple(dict.fromkeys(filter(None, given)))
-
-
-def request_fields(body: SamplingBody) -> dict[str, Any]:
-    """Fields of a GenerationRequest beside its prompt and sampling."""
-    ends = ending(body)
-    keeps = isinstance(body, OpenAIBody) and (body.include_stop_str_in_output or body.no_stop_trim)
-    return {
-        "stop": ends.stop,
-        "keep_stop": bool(keeps),
-        "ignore_eos": ends.ignore_eos,
-        "terms": body_terms(body),
-    }
 
 
 def chat_logprobs_wanted(body: ChatBody) -> int | None:

@@ -8,9 +8,12 @@ from starlette.requests import Request
 
 from headrace.core.config import ServerConfig
 from headrace.core.types.errors import invalid, shown
+from headrace.core.types.requests.constraint import Constraint
+from headrace.core.types.requests.request import SamplingParams
 from headrace.core.types.requests.tenants import priority_ranges
 from headrace.core.types.requests.terms import RequestTerms
-from headrace.server.api.request.schema import SamplingBody
+from headrace.server.api.request.sampling import ending
+from headrace.server.api.request.schema import OpenAIBody, SamplingBody
 from headrace.server.frontend.request.generation_request import GenerationRequest
 from headrace.server.frontend.request_log import RequestRecord
 from headrace.server.http.ranges import MAX_INT32, MAX_OBJECTIVE_MS
@@ -24,14 +27,29 @@ REPLICA_HEADER = "x-data-parallel-rank"
 MAX_HEADER_CHARS = 32
 
 
-def body_terms(body: SamplingBody) -> RequestTerms:
-    """The terms that a body names."""
-    return RequestTerms(
+def base_request(
+    rid: str, body: SamplingBody, sampling: SamplingParams, constraint: Constraint | None, *, progress: bool = False
+) -> GenerationRequest:
+    """What all prompts and choices of a body have in common; its prompt is empty."""
+    ends = ending(body)
+    keeps = isinstance(body, OpenAIBody) and (body.include_stop_str_in_output or body.no_stop_trim)
+    terms = RequestTerms(
         priority=body.priority or 0,
         slo_ttft_s=None if body.slo_ttft_ms is None else body.slo_ttft_ms / 1000,
         deadline_s=body.deadline_s,
         replica=body.data_parallel_rank,
         cache_salt=prefix_salt(body.cache_salt, body.extra_key),
+    )
+    return GenerationRequest(
+        rid=rid,
+        prompt=(),
+        sampling=sampling,
+        constraint=constraint,
+        terms=terms,
+        stop=ends.stop,
+        keep_stop=bool(keeps),
+        ignore_eos=ends.ignore_eos,
+        progress=progress,
     )
 
 

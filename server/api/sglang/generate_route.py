@@ -15,9 +15,9 @@ from headrace.server.api.description.operation import GENERATION_ERRORS, GENERAT
 from headrace.server.api.request.completion_request import CompletionRequest
 from headrace.server.api.request.constraint import generate_constraint
 from headrace.server.api.request.prompts import MAX_PROMPTS, Prompt, check_model, encode_all
-from headrace.server.api.request.sampling import request_fields, sampling_params
+from headrace.server.api.request.sampling import sampling_params
 from headrace.server.api.request.schema import GenerateBody, GenerateSampling, OpenAIBody, SamplingFields
-from headrace.server.api.request.terms import client_of, prefix_salt
+from headrace.server.api.request.terms import base_request, client_of, prefix_salt
 from headrace.server.api.response.completion_endpoint import CompletionEndpoint
 from headrace.server.api.sglang.generate_format import GenerateFormat, GenerateReply
 from headrace.server.frontend.request.generation_request import GenerationRequest
@@ -77,13 +77,7 @@ async def _check_generate(model: ServedModel, client: str, body: GenerateBody) -
         tokens = await encode_all(model, given, field, indexed=is_batch)
         _check_start(body, tokens)
         rids = _rids(body, len(prompts))
-        base = GenerationRequest(
-            rid=rids[0],
-            prompt=(),
-            sampling=sampling,
-            constraint=constraint,
-            **request_fields(fields),
-        )
+        base = base_request(rids[0], fields, sampling, constraint)
         count = fields.n or 1
         salts = _salts(body, len(prompts))
         if body.return_hidden_states:
