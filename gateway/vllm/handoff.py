@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 import msgspec
 
+from headrace.core.messages.http_prefill import PrefillRequest
 from headrace.core.runtime.clock import Clock
 from headrace.core.types.errors import TOO_LONG, ErrorInfo, HeadraceError, invalid
 from headrace.core.types.kv.geometry import ceil_div
@@ -197,19 +198,18 @@ def _ignore(_progress: PrefillProgress) -> None:
     """A gateway reports no progress."""
 
 
-def _body(request: GenerationRequest, ticket: str) -> dict[str, Any]:
+def _body(request: GenerationRequest, ticket: str) -> PrefillRequest:
     """Body of POST /v1/prefill: what it samples is not looked at."""
-    body = {
-        "rid": request.rid,
-        "ticket": ticket,
-        "prompt_token_ids": request.prompt,
-        "temperature": request.sampling.temperature,
-        "max_tokens": request.sampling.max_tokens,
-        "ignore_eos": True,
-        "priority": request.terms.priority,
-    }
-    salt = request.terms.cache_salt
-    return {**body, "cache_salt": salt} if salt else body
+    return PrefillRequest(
+        rid=request.rid,
+        ticket=ticket,
+        prompt_token_ids=request.prompt,
+        temperature=request.sampling.temperature,
+        max_tokens=request.sampling.max_tokens,
+        ignore_eos=True,
+        priority=request.terms.priority,
+        cache_salt=request.terms.cache_salt or None,
+    )
 
 
 def _salt(given: str) -> str:

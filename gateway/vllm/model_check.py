@@ -6,11 +6,11 @@ Equal geometry and an equal name do not say that the weights are equal: KV of ot
 import asyncio
 import logging
 from collections.abc import Sequence
-from typing import Any
 
 import httpx
 import msgspec
 
+from headrace.core.messages.http_prefill import JSON_HEADERS, PREFILL_PATH, PrefillRequest
 from headrace.core.runtime.codec import NO_MESSAGE
 from headrace.core.types.errors import ConfigError, HeadraceError
 from headrace.gateway.vllm.engine_client import EngineClient
@@ -93,9 +93,9 @@ def _shown(logprobs: Logprobs) -> str:
 
 async def _prefilled(url: str, api_key: str, prompt: Sequence[int]) -> Logprobs:
     """Raises HeadraceError, httpx.HTTPError."""
-    body = {**_body(prompt, "prompt_token_ids"), "handoff": "none"}
+    body = PrefillRequest(prompt_token_ids=prompt, handoff="none", max_tokens=1, temperature=0.0, logprobs=ALTERNATIVES)
     async with direct_async_client(headers=bearer(api_key), timeout=TIMEOUT_S) as http:
-        answer = await http.post(f"{url}/v1/prefill", json=body)
+        answer = await http.post(url + PREFILL_PATH, content=body.encoded(), headers=JSON_HEADERS)
     answer.raise_for_status()
     try:
         tops = msgspec.json.decode(answer.content, type=_Prefilled).first_token.top_logprobs
@@ -106,7 +106,8 @@ async def _prefilled(url: str, api_key: str, prompt: Sequence[int]) -> Logprobs:
 
 async def _completed(client: EngineClient, prompt: Sequence[int]) -> Logprobs:
     """Raises HeadraceError, httpx.HTTPError."""
-    body = {**_body(prompt, "prompt"), "return_tokens_as_token_ids": True}
+    body = {"prompt": prompt, "max_tokens": 1, "temperature": 0, "logprobs": ALTERNATIVES}
+    body["return_tokens_as_token_ids"] = True
     try:
         completion = msgspec.json.decode(await client.complete(body), type=_Completion)
         tops = completion.choices[0].logprobs.top_logprobs[0]
@@ -114,10 +115,6 @@ async def _completed(client: EngineClient, prompt: Sequence[int]) -> Logprobs:
     except (*NO_MESSAGE, IndexError, ValueError) as error:
         raise httpx.DecodingError(f"POST /v1/completions of {client.url}: {error}") from error
     return _sorted(found, f"decode engine {client.url}")
-
-
-def _body(prompt: Sequence[int], field: str) -> dict[str, Any]:
-    return {field: prompt, "max_tokens": 1, "temperature": 0, "logprobs": ALTERNATIVES}
 
 
 def _sorted(logprobs: Logprobs, where: str) -> Logprobs:

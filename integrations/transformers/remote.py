@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from headrace.core.config import TransferConfig
+from headrace.core.messages.http_prefill import JSON_HEADERS, PREFILL_PATH, PrefillRequest
 from headrace.core.types.errors import ConfigError, ErrorInfo, HeadraceError, invalid
 from headrace.core.types.kv.geometry import Geometry
 from headrace.core.types.packed import pack, prompt_hash
@@ -111,8 +112,10 @@ class RemotePrefill:
         input_ids: int64 [1, tokens]. Raises HeadraceError.
         """
         ticket = f"transformers-{secrets.token_hex(16)}"
-        body = {"prompt_token_ids": _tokens(input_ids), "ticket": ticket, "handoff": "hold"}
-        answer = self._http.post("/v1/prefill", json={**body, "max_tokens": 2, "ignore_eos": True})
+        body = PrefillRequest(
+            prompt_token_ids=_tokens(input_ids), ticket=ticket, handoff="hold", max_tokens=2, ignore_eos=True
+        )
+        answer = self._http.post(PREFILL_PATH, content=body.encoded(), headers=JSON_HEADERS)
         if answer.status_code != 200:
             text = f"the prefill server answered {answer.status_code}: {answer.text}"
             raise HeadraceError(ErrorInfo(code="prefill_failed", message=text, status=answer.status_code))

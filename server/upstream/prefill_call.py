@@ -6,11 +6,12 @@ import logging
 import re
 from collections.abc import Callable
 from types import TracebackType
-from typing import Annotated, Any, Literal, Protocol, Self, TypeVar
+from typing import Annotated, Literal, Protocol, Self, TypeVar
 
 import httpx
 import msgspec
 
+from headrace.core.messages.http_prefill import JSON_HEADERS, PREFILL_PATH, PrefillRequest
 from headrace.core.runtime.codec import NO_MESSAGE
 from headrace.core.types.errors import (
     CANCELLED,
@@ -36,10 +37,6 @@ RESPONSE_TIMEOUT_S = 1.0  # the response follows the last byte of the KV within 
 LARGE_TIMEOUT_S = 30.0  # with logprobs or hidden states of a long prompt it is many megabytes
 LARGE_BYTES = 1 << 16  # of a response that a thread decodes, and not the event loop
 CLIENT_STATUSES = (400, 413, 422, 429, 499, 503, 504)  # mean the same to our client
-_PROMPT_RESULTS = {
-    "prompt_logprobs": "logprobs",
-    "hidden_states": "hidden states",
-}  # by field of the body
 _SECONDS = re.compile(r"[0-9]{1,5}")
 
 
@@ -106,7 +103,7 @@ class PrefillCall:
         self,
         http: httpx.AsyncClient,
         url: str,
-        body: dict[str, Any],
+        body: PrefillRequest,
         observer: CallObserver,
         *,
         posted: Callable[[], None],
@@ -144,10 +141,11 @@ class PrefillCall:
     async def response(self) -> PrefillResponse | None:
         """The prefill server's response; None if it does not follow the KV in time. Raises HeadraceError (502) if it
         does not, and has logprobs or hidden states of the prompt."""
-        wanted = [name for name in _PROMPT_RESULTS if self._body.get(name) is not None]
-        await self._settle(LARGE_TIMEOUT_S if wanted else RESPONSE_TIMEOUT_S)
-        if wanted and self._response is None:
-            message = f"prefill server {self._url} has not sent the {_PROMPT_RESULTS[wanted[0]]} of the prompt"
+        wanted = "logprobs" if self._body.prompt_logprobs is not None else "hidden states"
+        needed = self._body.prompt_logprobs is not None or self._body.hidden_states is not None
+        await self._settle(LARGE_TIMEOUT_S if needed else RESPONSE_TIMEOUT_S)
+        if needed and self._response is None:
+            message = f"prefill server {self._url} has not sent the {wanted} of the prompt"
             raise HeadraceError(self._error or ErrorInfo(code=PREFILL_LOST, message=message, status=502))
         return self._response
 
@@ -192,11 +190,11 @@ class PrefillCall:
 
     async def _send(self, on_progress: Callable[[PrefillProgress], None], extensions: Extensions) -> PrefillResponse:
         """Raises HeadraceError for an error response, httpx.HTTPError."""
-        url, headers = f"{self._url}/v1/prefill", self._observer.headers()
-        async with self._http.stream("POST", url, json=self._body, headers=headers, extensions=extensions) as response:
+        url, headers, content = self._url + PREFILL_PATH, self._observer.headers() | JSON_HEADERS, self._body.encoded()
+        async with self._http.stream("POST", url, content=content, headers=headers, extensions=extensions) as response:
             if response.status_code != 200:
                 raise HeadraceError(response_error(response.status_code, await response.aread(), response.headers))
-            if not self._body.get("stream"):
+            if not self._body.stream:
                 return await _decode_response(await response.aread())
             return await _read_events(response, on_progress)
 

@@ -13,13 +13,13 @@ import contextlib
 import logging
 import random
 from collections.abc import AsyncIterator, Callable, Collection, Container, Iterator
-from typing import Any
 
 import httpx
 import msgspec
 
 from headrace.core.config import Routing
 from headrace.core.messages.frontend import AddPrefill, RemovePrefill
+from headrace.core.messages.http_prefill import PrefillRequest
 from headrace.core.messages.replies import PrefillState
 from headrace.core.runtime.background import keep_running
 from headrace.core.runtime.clock import Clock, SystemClock
@@ -250,7 +250,7 @@ class PrefillPool:
         if server.target is not None:
             self._post(RemovePrefill(name=server.url))
 
-    def prefill_call(self, choice: PrefillChoice, body: dict[str, Any], observer: CallObserver) -> PrefillCall:
+    def prefill_call(self, choice: PrefillChoice, body: PrefillRequest, observer: CallObserver) -> PrefillCall:
         """A prompt to send to the server that was chosen for it."""
         router, sent = self._router, choice.sent
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 import msgspec
 
+from headrace.core.messages.http_prefill import PrefillRequest
 from headrace.core.runtime.clock import Clock
 from headrace.tools.bench.http_client import ConnectionLost, HttpClient
 from headrace.tools.bench.outcome import INTERRUPTED, BenchOutcome
@@ -145,15 +146,20 @@ class BenchRunner:
 
     def _body(self, request: PlannedRequest) -> bytes:
         load = self._load
-        common = {"model": load.model, "temperature": load.temperature}
         if load.path == PREFILL:
-            prompt = (
-                {"prompt_token_ids": token_ids(request, load.seed)} if request.segments else {"prompt": request.text}
-            )
-            return msgspec.json.encode({**common, **prompt, "max_tokens": 1, "handoff": "none"})
+            ids, text = (token_ids(request, load.seed), None) if request.segments else (None, request.text)
+            return PrefillRequest(
+                model=load.model,
+                temperature=load.temperature,
+                prompt_token_ids=ids,
+                prompt=text,
+                max_tokens=1,
+                handoff="none",
+            ).encoded()
         return msgspec.json.encode(
             {
-                **common,
+                "model": load.model,
+                "temperature": load.temperature,
                 "prompt": token_ids(request, load.seed) if request.segments else request.text,
                 "max_tokens": request.output_tokens,
                 "ignore_eos": load.ignore_eos,

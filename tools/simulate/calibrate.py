@@ -16,6 +16,7 @@ from typing import Any
 import httpx
 import msgspec
 
+from headrace.core.messages.http_prefill import JSON_HEADERS, PREFILL_PATH, PrefillRequest
 from headrace.core.types.errors import ConfigError
 from headrace.engine.telemetry.speed import fit_terms
 from headrace.integrations.http_client import bearer, direct_client
@@ -186,9 +187,9 @@ def _record(
 def _prefill(client: httpx.Client, draw: random.Random, tokens: int) -> tuple[str, float]:
     rid = f"calibrate-{draw.randrange(1 << 62):x}"
     ids = [draw.randrange(1, TOKEN_IDS) for _ in range(tokens)]
-    body = {"rid": rid, "prompt_token_ids": ids, "handoff": "none", "temperature": 0, "max_tokens": 1}
+    body = PrefillRequest(rid=rid, prompt_token_ids=ids, handoff="none", temperature=0.0, max_tokens=1)
     started = time.monotonic()
-    _checked(client.post("/v1/prefill", json=body))
+    _checked(client.post(PREFILL_PATH, content=body.encoded(), headers=JSON_HEADERS))
     return rid, time.monotonic() - started
 
 

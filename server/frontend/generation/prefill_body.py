@@ -5,6 +5,7 @@ from typing import Any
 
 import msgspec
 
+from headrace.core.messages.http_prefill import PrefillRequest
 from headrace.core.types.errors import PREFILL_FAILED, ErrorInfo, HeadraceError
 from headrace.core.types.requests.constraint import Constraint
 from headrace.core.types.requests.draft import HiddenStates
@@ -14,31 +15,27 @@ from headrace.server.frontend.request.hidden_states import joined
 from headrace.server.upstream.prefill_call import PrefillResponse
 
 
-def prefill_body(request: GenerationRequest, ticket: str, *, knows_start: bool) -> dict[str, Any]:
+def prefill_body(request: GenerationRequest, ticket: str, *, knows_start: bool) -> PrefillRequest:
     """Body of POST /v1/prefill. The prefill server has the same tokenizer, so it merges stop strings as we do.
     knows_start: it takes prompt_logprobs_start, and does not compute the logprobs before it."""
-    sampling = {key: value for key, value in msgspec.to_builtins(request.sampling).items() if value is not None}
+    sampling, terms = msgspec.structs.asdict(request.sampling), request.terms
+    sampling["logit_bias"] = {str(token): bias for token, bias in request.sampling.logit_bias}
     if not knows_start:
-        sampling.pop("prompt_logprobs_start", None)
-    if request.sampling.logit_bias:
-        sampling["logit_bias"] = {str(token): bias for token, bias in request.sampling.logit_bias}
-    body = {
+        del sampling["prompt_logprobs_start"]
+    return PrefillRequest(
         **sampling,
-        "rid": request.rid,
-        "ticket": ticket,
-        "prompt_token_ids": request.prompt,
-        "stop": request.stop,
-        "ignore_eos": request.ignore_eos,
-        "priority": request.terms.priority,
-        "cache_salt": request.terms.cache_salt,
-        "stream": request.progress,
-        **_constraint_fields(request.constraint),
-    }
-    limits = {
-        "deadline_s": request.terms.deadline_s,
-        "slo_ttft_ms": None if request.terms.slo_ttft_s is None else request.terms.slo_ttft_s * 1000,
-    }
-    return body | {name: limit for name, limit in limits.items() if limit is not None}
+        rid=request.rid,
+        ticket=ticket,
+        prompt_token_ids=request.prompt,
+        stop=request.stop,
+        ignore_eos=request.ignore_eos,
+        priority=terms.priority,
+        cache_salt=terms.cache_salt,
+        stream=request.progress,
+        deadline_s=terms.deadline_s,
+        slo_ttft_ms=None if terms.slo_ttft_s is None else terms.slo_ttft_s * 1000,
+        structured_outputs=_structured_outputs(request.constraint),
+    )
 
 
 def with_prefill_response(
@@ -88,9 +85,8 @@ def _hidden(
     return joined(parts, length + (generated.count if generated is not None else 0))
 
 
-def _constraint_fields(constraint: Constraint | None) -> dict[str, Any]:
-    """The field of POST /v1/prefill that has the constraint."""
+def _structured_outputs(constraint: Constraint | None) -> dict[str, Any] | None:
+    """The field that has the constraint."""
     if constraint is None:
-        return {}
-    text = json.loads(constraint.text) if constraint.kind == "choice" else constraint.text
-    return {"structured_outputs": {constraint.kind: text}}
+        return None
+    return {constraint.kind: json.loads(constraint.text) if constraint.kind == "choice" else constraint.text}

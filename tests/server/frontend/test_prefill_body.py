@@ -2,19 +2,23 @@
 
 import msgspec
 
+from headrace.core.messages.http_prefill import PrefillRequest
 from headrace.core.types.requests.request import SamplingParams
 from headrace.core.types.requests.terms import RequestTerms
+from headrace.server.api.native.prefill_routes import PrefillReply
 from headrace.server.api.request.sampling import sampling_params
 from headrace.server.api.request.schema import PrefillBody
+from headrace.server.api.response.hidden_format import HiddenStatesReply
 from headrace.server.frontend.generation.prefill_body import prefill_body
 from headrace.server.frontend.request.generation_request import GenerationRequest
+from headrace.server.upstream.prefill_call import HiddenField, PrefillResponse
 
 FIRST_RELEASE = {"rid", "ticket", "prompt_token_ids", "stop", "ignore_eos", "priority", "cache_salt", "stream"}
 
 
 def test_a_request_without_parameters_needs_no_field_that_was_added_later() -> None:
     body = prefill_body(GenerationRequest(rid="r", prompt=(1, 2), sampling=SamplingParams()), "t", knows_start=True)
-    assert body.keys() <= FIRST_RELEASE
+    assert msgspec.json.decode(body.encoded()).keys() <= FIRST_RELEASE
 
 
 def test_every_field_is_one_that_this_release_knows_and_says_the_same_there() -> None:
@@ -26,7 +30,14 @@ def test_every_field_is_one_that_this_release_knows_and_says_the_same_there() ->
     terms = RequestTerms(slo_ttft_s=1.0, deadline_s=2.0, cache_salt="s")
     request = GenerationRequest(rid="r", prompt=(1, 2), sampling=sampling, stop=("x",), terms=terms)
     body = prefill_body(request, "t", knows_start=True)
-    there = msgspec.convert(body, PrefillBody)
+    there = msgspec.json.decode(body.encoded(), type=PrefillBody)
     assert there.rid == "r"
     assert sampling_params(there, logprobs=there.logprobs, max_tokens=16, vocab_size=9) == sampling
-    assert body.keys() > FIRST_RELEASE
+    assert msgspec.json.decode(body.encoded()).keys() > FIRST_RELEASE
+
+
+def test_what_clients_may_send_and_read_is_what_servers_read_and_send() -> None:
+    internal = {"grammar"}  # of stages
+    assert set(PrefillRequest.__struct_fields__) - internal <= set(PrefillBody.__struct_fields__)
+    assert set(PrefillResponse.__struct_fields__) <= set(PrefillReply.__struct_fields__)
+    assert set(HiddenField.__struct_fields__) == set(HiddenStatesReply.__struct_fields__)

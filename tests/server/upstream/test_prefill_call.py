@@ -8,6 +8,7 @@ from typing import Any
 
 import httpx
 
+from headrace.core.messages.http_prefill import PrefillRequest
 from headrace.core.runtime.clock import SystemClock
 from headrace.core.types.errors import ErrorInfo
 from headrace.server.frontend.request.request_context import CallSpan, RequestContext
@@ -17,7 +18,7 @@ from tests.server.fakes import in_loop
 
 def _call(http: httpx.AsyncClient, url: str) -> PrefillCall:
     span = CallSpan(RequestContext("an id"), url, SystemClock(), lambda _span: None)
-    return PrefillCall(http, url, {}, span, posted=lambda: None, answered=lambda: None, running=set())
+    return PrefillCall(http, url, PrefillRequest(), span, posted=lambda: None, answered=lambda: None, running=set())
 
 
 async def _post(http: httpx.AsyncClient, url: str) -> ErrorInfo | None:
