@@ -1,6 +1,7 @@
 """The constraint of a body, in whichever of the APIs' fields it is given: structured output."""
 
 import json
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
@@ -39,12 +40,9 @@ async def body_constraint(
         found.append(("tool_choice", calls))
     if isinstance(body, OpenAIBody):
         found += _response_format("response_format", body.response_format)
-        if body.json_schema is not None:
-            found.append(("json_schema", _schema("json_schema", body.json_schema)))
-        if body.regex is not None:
-            found.append(("regex", Constraint("regex", body.regex)))
-        if body.ebnf is not None:
-            found.append(("ebnf", Constraint("grammar", body.ebnf)))
+        found += _found(
+            ("json_schema", _schema, body.json_schema), ("regex", _regex, body.regex), ("ebnf", _grammar, body.ebnf)
+        )
     if isinstance(body, ResponsesBody) and body.text is not None:
         found += _text_format("text.format", body.text.format)
     return await _checked(model, client, found, ignore_eos=bool(body.ignore_eos))
@@ -52,13 +50,11 @@ async def body_constraint(
 
 async def generate_constraint(model: ServedModel, client: str, given: GenerateSampling) -> Constraint | None:
     """The same of SGLang's sampling_params."""
-    found: list[Found] = []
-    if given.json_schema is not None:
-        found.append(("sampling_params.json_schema", Constraint("json", given.json_schema)))
-    if given.regex is not None:
-        found.append(("sampling_params.regex", Constraint("regex", given.regex)))
-    if given.ebnf is not None:
-        found.append(("sampling_params.ebnf", Constraint("grammar", given.ebnf)))
+    found = _found(
+        ("sampling_params.json_schema", _schema, given.json_schema),
+        ("sampling_params.regex", _regex, given.regex),
+        ("sampling_params.ebnf", _grammar, given.ebnf),
+    )
     return await _checked(
         model, client, found, ignore_eos=bool(given.ignore_eos), ignore_field="sampling_params.ignore_eos"
     )
@@ -95,33 +91,31 @@ def _refused(field: str, why: str) -> HeadraceError:
     return invalid(field, f"{field} cannot be used: {why}", code=INVALID_CONSTRAINT)
 
 
+def _found(*fields: tuple[str, Callable[[str, Any], Constraint], Any]) -> list[Found]:
+    """The constraints of those fields that are given. fields: name, what makes a constraint of the value, the value."""
+    return [(field, make(field, value)) for field, make, value in fields if value is not None]
+
+
 def _shared(body: SamplingBody) -> list[Found]:
     """vLLM's fields: structured_outputs, and those of its earlier versions."""
-    found = _structured("structured_outputs", body.structured_outputs)
-    if body.guided_json is not None:
-        found.append(("guided_json", _schema("guided_json", body.guided_json)))
-    if body.guided_regex is not None:
-        found.append(("guided_regex", Constraint("regex", body.guided_regex)))
-    if body.guided_choice is not None:
-        found.append(("guided_choice", _choice("guided_choice", body.guided_choice)))
-    if body.guided_grammar is not None:
-        found.append(("guided_grammar", Constraint("grammar", body.guided_grammar)))
-    return found
+    return _structured("structured_outputs", body.structured_outputs) + _found(
+        ("guided_json", _schema, body.guided_json),
+        ("guided_regex", _regex, body.guided_regex),
+        ("guided_choice", _choice, body.guided_choice),
+        ("guided_grammar", _grammar, body.guided_grammar),
+    )
 
 
 def _structured(name: str, given: StructuredOutputs | None) -> list[Found]:
     """Raises HeadraceError (400) for an object that has no constraint."""
     if given is None:
         return []
-    found: list[Found] = []
-    if given.json is not None:
-        found.append((f"{name}.json", _schema(f"{name}.json", given.json)))
-    if given.regex is not None:
-        found.append((f"{name}.regex", Constraint("regex", given.regex)))
-    if given.choice is not None:
-        found.append((f"{name}.choice", _choice(f"{name}.choice", given.choice)))
-    if given.grammar is not None:
-        found.append((f"{name}.grammar", Constraint("grammar", given.grammar)))
+    found = _found(
+        (f"{name}.json", _schema, given.json),
+        (f"{name}.regex", _regex, given.regex),
+        (f"{name}.choice", _choice, given.choice),
+        (f"{name}.grammar", _grammar, given.grammar),
+    )
     if given.json_object:
         found.append((f"{name}.json_object", Constraint("json", JSON_OBJECT)))
     if not found:
@@ -178,6 +172,14 @@ def _schema(field: str, given: Any) -> Constraint:
         return Constraint("json", msgspec.json.encode(given).decode())
     except RecursionError as error:
         raise _refused(field, "it is nested too deeply") from error
+
+
+def _regex(_field: str, given: str) -> Constraint:
+    return Constraint("regex", given)
+
+
+def _grammar(_field: str, given: str) -> Constraint:
+    return Constraint("grammar", given)
 
 
 def _choice(field: str, given: list[str]) -> Constraint:
