@@ -23,6 +23,7 @@ from headrace.core.types.packed import ITEM_BYTES, pack
 from headrace.core.types.peers.session_terms import PeerTerms
 from headrace.core.types.requests.request import SamplingParams, SendTo
 from headrace.core.types.requests.reservation import Reservation
+from headrace.core.types.requests.terms import RequestTerms
 from headrace.scheduler.costs.chunking import Cost
 from headrace.scheduler.scheduler import Effect, Scheduler
 from headrace.testing.world import SchedulerDriver, World
@@ -109,7 +110,8 @@ class Server:
         tokens = number.to_bytes(ITEM_BYTES, "little") + bytes(ITEM_BYTES * (prompt.tokens - 1))
         submit = Submit(rid=rid, prompt=tokens, sampling=SamplingParams(max_tokens=2), route=SendTo(rid))
         salt = None if prompt.owner == "honest" else self.salt_of(number)
-        self.driver.handle(replace(submit, **({"tenant": prompt.owner} if salt is None else {"cache_salt": salt})))
+        terms = RequestTerms(tenant=prompt.owner) if salt is None else RequestTerms(cache_salt=salt)
+        self.driver.handle(replace(submit, terms=terms))
 
     def reserve(self, owner: str, ticket: str, tokens: int) -> None:
         pages = pack(range(-(-tokens // PAGE)))

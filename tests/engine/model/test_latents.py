@@ -64,14 +64,14 @@ def test_as_on_a_gpu(saved: Models, name: str, form: str, monkeypatch: pytest.Mo
 def test_rows_of_both_forms_in_one_plan(saved: Models, form: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Chunks and decoding rows of several prompts; by length some are expanded and others are not."""
     found: list[int] = []
-    begin = headrace.engine.attention.latent.LatentAttention.begin
+    call = headrace.engine.attention.latent.LatentAttention.__call__
 
     def counted(self: Any, spans: Any) -> Any:
-        made = begin(self, spans)
+        made = call(self, spans)
         found.append(len(made.parts))
         return made
 
-    monkeypatch.setattr(headrace.engine.attention.latent.LatentAttention, "begin", counted)
+    monkeypatch.setattr(headrace.engine.attention.latent.LatentAttention, "__call__", counted)
     model = saved("deepseek-v3")
     runner = make_runner(model.folder, mla=form)
     GOLD.check_mixed(runner, model)
