@@ -86,11 +86,9 @@ class EvictionQueue:
 
     def offer(self, node: Node, holders: int) -> None:
         """Make the node a candidate, if it may be evicted. holders: nodes that hold something, which bound the size."""
-        number = node.number
-        if number in self._queued or not self._evictable(node):
+        if node.number in self._queued or not self._evictable(node):
             return
-        self._queued.add(number)
-        heapq.heappush(self._heap, (node.rank, node.used, number, node))
+        self._push(node)
         if len(self._heap) > 2 * holders + SPARE:  # most nodes have left otherwise than by eviction
             self._heap = [entry for entry in self._heap if self._holds(entry[3])]
             self._queued = {entry[2] for entry in self._heap}
@@ -98,22 +96,22 @@ class EvictionQueue:
 
     def pop(self) -> Node | None:
         """Take out the candidate that is evicted next; None when there is none."""
-        heap = self._heap
-        while heap:
-            _, used, number, node = heapq.heappop(heap)
+        while self._heap:
+            _, used, number, node = heapq.heappop(self._heap)
+            self._queued.discard(number)
             if self._evictable(node):
                 if node.used == used:
-                    self._queued.discard(number)
                     return node
-                heapq.heappush(heap, (node.rank, node.used, number, node))
-            else:
-                self._queued.discard(number)
+                self._push(node)
         return None
 
     def first(self) -> Node | None:
         """The candidate that is evicted next, which stays; None when there is none."""
         node = self.pop()
         if node is not None:
-            self._queued.add(node.number)
-            heapq.heappush(self._heap, (node.rank, node.used, node.number, node))
+            self._push(node)
         return node
+
+    def _push(self, node: Node) -> None:
+        self._queued.add(node.number)
+        heapq.heappush(self._heap, (node.rank, node.used, node.number, node))

@@ -141,10 +141,10 @@ class PrefillCall:
     async def response(self) -> PrefillResponse | None:
         """The prefill server's response; None if it does not follow the KV in time. Raises HeadraceError (502) if it
         does not, and has logprobs or hidden states of the prompt."""
-        wanted = "logprobs" if self._body.prompt_logprobs is not None else "hidden states"
-        needed = self._body.prompt_logprobs is not None or self._body.hidden_states is not None
-        await self._settle(LARGE_TIMEOUT_S if needed else RESPONSE_TIMEOUT_S)
-        if needed and self._response is None:
+        wanted = "hidden states" if self._body.hidden_states is not None else ""
+        wanted = "logprobs" if self._body.prompt_logprobs is not None else wanted
+        await self._settle(LARGE_TIMEOUT_S if wanted else RESPONSE_TIMEOUT_S)
+        if wanted and self._response is None:
             message = f"prefill server {self._url} has not sent the {wanted} of the prompt"
             raise HeadraceError(self._error or ErrorInfo(code=PREFILL_LOST, message=message, status=502))
         return self._response
