@@ -11,7 +11,8 @@ from typing import Any, NoReturn
 
 from headrace.core.config import Config, EngineConfig
 from headrace.core.runtime.output import complain, prepare_output
-from headrace.core.runtime.process import CONFIGURATION_MISTAKE
+from headrace.core.runtime.process import CONFIGURATION_MISTAKE, MISTAKE
+from headrace.core.runtime.signals import INTERRUPTED_BY
 from headrace.core.types.errors import ConfigError
 from headrace.core.version import headrace_version
 from headrace.server.cluster import options as cluster_options
@@ -25,9 +26,8 @@ from headrace.server.config.values import nearest
 from headrace.server.stage_group import rank_info
 from headrace.tools.simulate import options as simulate_options
 
-MISTAKE = 2  # exit status for a wrong flag, file or model, but of `headrace stage`: CONFIGURATION_MISTAKE
-INTERRUPTED = 128 + signal.SIGINT
-BROKEN_PIPE = 128 + signal.SIGPIPE
+INTERRUPTED = INTERRUPTED_BY + signal.SIGINT
+BROKEN_PIPE = INTERRUPTED_BY + signal.SIGPIPE
 DESCRIPTION = "A standalone prefill server: computes prompts and hands the KV cache to decode servers."
 SERVE = "run a server until SIGTERM or Ctrl-C, which lets open requests finish"
 GATEWAY = (

@@ -14,6 +14,7 @@ from headrace.core.runtime.signals import ending, meaningless
 RESERVED_DESCRIPTORS = 256  # for the process's own files, pipes and connections
 ZMQ_LISTENERS = 4  # the most that one process has: control endpoint, joining stages, KV events, their replay
 SHORTAGES = frozenset((errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EAGAIN))  # trying again may help
+MISTAKE = 2  # exit status of a command for a wrong flag, file or model
 # Exit statuses of the processes that a server starts, and of `headrace stage`. Numbers of sysexits.h that no library
 # ends a process with: oneMKL does with 2, others with 1 and 3.
 CONFIGURATION_MISTAKE = 78  # it cannot run with its configuration, however often it is started

@@ -30,7 +30,7 @@ _OWN = (
     *("SIGPIPE", "SIGXFSZ"),  # ignored by Python: the write fails
 )
 FIRST = 1
-_SIGNALLED = 128  # plus the number of the signal that has ended the command
+INTERRUPTED_BY = 128  # plus the number of a signal: exit status of a program that the signal has ended
 
 
 def ending() -> tuple[signal.Signals, ...]:
@@ -84,7 +84,7 @@ def _reap(command: int) -> int | None:
         while (ended := os.waitpid(-1, os.WNOHANG))[0]:
             if ended[0] == command:
                 status = os.waitstatus_to_exitcode(ended[1])
-                found = status if status >= 0 else _SIGNALLED - status
+                found = status if status >= 0 else INTERRUPTED_BY - status
     return found
 
 

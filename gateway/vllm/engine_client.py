@@ -10,13 +10,13 @@ import msgspec
 from headrace.core.runtime.codec import NO_MESSAGE
 from headrace.core.types.errors import ErrorInfo, HeadraceError, shown
 from headrace.server.http.ranges import TokenId
+from headrace.server.upstream.bounded_response import PLAIN, read_bounded
 
 T = TypeVar("T")
 TIMEOUT_S = 30.0  # of an answer that takes no computation on the engine's device
 METRICS_TIMEOUT_S = 2.0
 MAX_BYTES = 64 << 20
 LARGE_BYTES = 1 << 16  # of an answer that a thread decodes, and not the event loop
-PLAIN = {"Accept-Encoding": "identity"}  # a small encoded answer may be a huge one
 DECODE_UNREACHABLE = "decode_unreachable"
 DECODE_FAILED = "decode_failed"
 
@@ -82,22 +82,15 @@ class EngineClient:
     async def _send(self, method: str, path: str, body: bytes | None, timeout_s: float) -> tuple[int, bytes]:
         """Status and content. Raises HeadraceError (502) if there is no answer, or a larger one than is taken."""
         headers = {**PLAIN, "Content-Type": "application/json"} if body is not None else PLAIN
-        content = bytearray()
         try:
             async with (
                 asyncio.timeout(timeout_s),
                 self._http.stream(method, f"{self.url}{path}", content=body, headers=headers) as response,
             ):
-                if "content-encoding" in response.headers:
-                    raise ValueError("an encoding that was not asked for")
-                async for part in response.aiter_bytes():
-                    content += part
-                    if len(content) > MAX_BYTES:
-                        raise ValueError(f"more than {MAX_BYTES} bytes")
+                return response.status_code, await read_bounded(response, MAX_BYTES)
         except (httpx.HTTPError, TimeoutError, ValueError) as error:
             text = f"decode engine {self.url}: {method} {path}: {type(error).__name__} {error}".rstrip()
             raise HeadraceError(ErrorInfo(code=DECODE_UNREACHABLE, message=text, status=502)) from error
-        return response.status_code, bytes(content)
 
     async def _decoded(self, path: str, content: bytes, kind: type[T]) -> T:
         try:

@@ -21,7 +21,7 @@ from collections.abc import Mapping, Sequence
 from headrace.core.config import STAGE_KEY_VARIABLE, Config
 from headrace.core.config.stages import GroupConfig
 from headrace.core.runtime.logs import configure_logging
-from headrace.core.runtime.process import CONFIGURATION_MISTAKE, module_command
+from headrace.core.runtime.process import CONFIGURATION_MISTAKE, MISTAKE, module_command
 from headrace.core.runtime.rate_limit import Backoff
 from headrace.core.runtime.signals import ending, meaningless, signal_name
 from headrace.core.types.peers.addresses import host_port
@@ -32,7 +32,6 @@ from headrace.server.stage_group.rank_info import LAUNCHER_VARIABLE, RAY
 
 log = logging.getLogger(__name__)
 
-MISTAKE = 2  # exit status where a rank cannot run with its configuration
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 10.0  # before ranks are started again
 STEADY_S = 60.0  # ranks that have run for so long did not fail at their start
 GROUP_END_S = 30.0  # for the other ranks, once one has ended

@@ -9,11 +9,9 @@ from contextlib import contextmanager
 from types import FrameType
 
 from headrace.core.runtime.output import say
-from headrace.core.runtime.signals import ending, meaningless, signal_name
+from headrace.core.runtime.signals import INTERRUPTED_BY, ending, meaningless, signal_name
 
 log = logging.getLogger(__name__)
-
-INTERRUPTED_BY = 128  # plus the number of a signal: exit status of a program that a signal has ended
 
 
 class StopSignals:

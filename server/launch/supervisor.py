@@ -19,7 +19,7 @@ from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
 from headrace.core.messages.replies import StageDown
-from headrace.core.runtime.process import CONFIGURATION_MISTAKE, GROUP_ENDED_STATUS
+from headrace.core.runtime.process import CONFIGURATION_MISTAKE, GROUP_ENDED_STATUS, MISTAKE
 from headrace.core.runtime.rate_limit import Backoff, LogThrottle
 from headrace.core.types.ranks.external import ExternalMember
 from headrace.core.types.ranks.layout import Layout
@@ -31,7 +31,6 @@ MAX_RESTARTS = 5  # in a row, of groups that completed no plan
 FIRST_PAUSE_S = 0.25
 LONGEST_PAUSE_S = 10.0  # between starts that fail
 STAGE_DOWN_TIMEOUT_S = 1.0  # for the scheduler's StageDown about a lost group
-MISTAKE = 2  # exit status of the server where a child cannot run with its configuration
 
 OnStageLost = Callable[[int, str], Awaitable[None]]
 

@@ -25,7 +25,7 @@ from headrace.core.runtime.cpu import usable_cores
 from headrace.core.runtime.logs import configure_logging
 from headrace.core.runtime.output import complain, exit_now
 from headrace.core.runtime.process import die_with_parent, raise_descriptor_limit
-from headrace.core.runtime.signals import ending, meaningless, signal_name
+from headrace.core.runtime.signals import INTERRUPTED_BY, ending, meaningless, signal_name
 from headrace.core.types.errors import ConfigError
 from headrace.core.version import headrace_version
 from headrace.engine.collectives.operations import LinkBroken
@@ -36,8 +36,6 @@ from headrace.server.stage_group.join_client import JoinClient, MembershipOver
 from headrace.server.stage_group.rank_info import RankInfo, read_rank_info
 
 log = logging.getLogger(__name__)
-
-INTERRUPTED_BY = 128  # plus the number of a signal: exit status
 
 
 def main(given: argparse.Namespace, environ: Mapping[str, str]) -> int:

@@ -11,11 +11,11 @@ from headrace.core.runtime.codec import NO_MESSAGE
 from headrace.core.types import refusals
 from headrace.core.types.errors import shown
 from headrace.core.types.peers.discovery import parse_query
+from headrace.server.upstream.bounded_response import PLAIN, read_bounded
 
 TIMEOUT_S = 5.0  # for a whole response
 MAX_BYTES = 1 << 20
 MAX_WORDS = 300  # of a server's refusal that are repeated
-PLAIN = {"Accept-Encoding": "identity"}
 
 
 Feature = Literal["structured_outputs", "penalties", "hidden_states"]
@@ -85,20 +85,13 @@ class DiscoveryClient:
     async def _get(self, url: str, path: str, key: bool) -> tuple[int, bytes]:
         """Status and content. Raises HeadraceError (503) if there is no response, or one that is too large."""
         http = self._with_key if key else self._without_key
-        content = bytearray()
         try:
             async with asyncio.timeout(TIMEOUT_S), http.stream("GET", f"{url}{path}", headers=PLAIN) as response:
-                if "content-encoding" in response.headers:  # 1 MiB of gzip may be a gigabyte
-                    raise ValueError("an encoding that was not asked for")
-                async for part in response.aiter_bytes():
-                    content += part
-                    if len(content) > MAX_BYTES:
-                        raise ValueError(f"more than {MAX_BYTES} bytes")
+                return response.status_code, await read_bounded(response, MAX_BYTES)
         except Exception as error:  # not only httpx's: if its task ended, the server would never be found again
             raise refusals.DISCOVERY_FAILED.raised(
                 path=path, error=f"{type(error).__name__} {error}".rstrip()
             ) from error
-        return response.status_code, bytes(content)
 
 
 def _required(path: str, status: int, content: bytes) -> bytes:

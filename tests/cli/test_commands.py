@@ -11,7 +11,7 @@ import pytest
 
 from headrace.cli import commands as cli
 from headrace.core.config import Config
-from headrace.core.runtime.process import CONFIGURATION_MISTAKE
+from headrace.core.runtime.process import CONFIGURATION_MISTAKE, MISTAKE
 from headrace.server.config.load import CPUINFO_VARIABLE, load
 from tests.cpus import KINDS, cpuinfo
 from tests.engine.model.test_tokenizer_store import byte_level
@@ -141,7 +141,7 @@ def test_a_file_without_the_flags_of_a_cpu_is_a_mistake(
     if content is not None:
         path.write_text(content)
     monkeypatch.setenv(CPUINFO_VARIABLE, str(path))
-    assert cli.main(command) == (CONFIGURATION_MISTAKE if command[0] == "stage" else cli.MISTAKE)
+    assert cli.main(command) == (CONFIGURATION_MISTAKE if command[0] == "stage" else MISTAKE)
     assert f"{CPUINFO_VARIABLE}: expected a file like /proc/cpuinfo" in capsys.readouterr().err
 
 

@@ -11,6 +11,7 @@ import pytest
 
 from headrace.cli import commands as cli
 from headrace.core.config import ServerConfig
+from headrace.core.runtime.process import MISTAKE
 from tests.deployment.files import ROOT
 
 FOLDER = ROOT / "deploy/systemd"
@@ -64,7 +65,7 @@ def test_a_drain_fits_into_the_time_to_stop() -> None:
 
 
 def test_a_wrong_configuration_is_not_started_again() -> None:
-    assert service()["RestartPreventExitStatus"] == str(cli.MISTAKE)
+    assert service()["RestartPreventExitStatus"] == str(MISTAKE)
 
 
 def test_the_command_is_the_server_s() -> None:

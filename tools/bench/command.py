@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from headrace.core.runtime.clock import SystemClock
 from headrace.core.runtime.output import complain, say
-from headrace.core.runtime.signals import ending
+from headrace.core.runtime.signals import INTERRUPTED_BY, ending
 from headrace.core.types.errors import ConfigError
 from headrace.integrations.http_client import bearer
 from headrace.server.config.load import load
@@ -23,7 +23,6 @@ from headrace.tools.output import ProgressLine, check_plotting, write_json
 
 NONE_OK = 1  # exit status when no request was answered
 PROGRESS_S = 0.5  # between two updates of the line
-INTERRUPTED_BY = 128  # plus the number of a signal: exit status of a program that a signal has ended
 
 
 def main(given: argparse.Namespace, environ: Mapping[str, str]) -> int:

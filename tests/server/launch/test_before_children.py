@@ -13,6 +13,7 @@ import pytest
 from fastapi import FastAPI
 
 from headrace.cli import commands as cli
+from headrace.core.runtime.process import MISTAKE
 from headrace.core.types.errors import ConfigError
 from headrace.server.http.connections import HttpConnections
 from headrace.server.http.listeners import bind
@@ -50,7 +51,7 @@ def test_a_port_that_is_taken_ends_the_start_before_a_process_is_started(
     status = cli.main(["serve", "--role", "prefill", "--model", "stub:layers=1", "--dtype", "float32", *flags])
     line = f"cannot listen on http://127.0.0.1:{taken}: address already in use; write another --{flag}"
     assert capsys.readouterr().err == f"headrace: {line}, or end what listens there\n"
-    assert status == cli.MISTAKE
+    assert status == MISTAKE
     with socket.create_server(("127.0.0.1", ports["port"] if flag == "bootstrap-port" else free_port())):
         pass  # the port that was free is free again
 

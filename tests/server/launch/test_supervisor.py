@@ -14,12 +14,12 @@ import psutil
 import pytest
 
 from headrace.core.messages.replies import StageDown
-from headrace.core.runtime.process import CONFIGURATION_MISTAKE, GROUP_ENDED_STATUS
+from headrace.core.runtime.process import CONFIGURATION_MISTAKE, GROUP_ENDED_STATUS, MISTAKE
 from headrace.core.types.ranks.external import ExternalMember
 from headrace.core.types.ranks.layout import Layout
 from headrace.server.launch import supervisor as module
 from headrace.server.launch.child_process import END_TIMEOUT_S, SPINS, Child, StartFailed
-from headrace.server.launch.supervisor import MAX_RESTARTS, MISTAKE, Supervisor
+from headrace.server.launch.supervisor import MAX_RESTARTS, Supervisor
 from tests.scarcity import no_descriptors
 from tests.server.launch.child import Script
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from headrace.cli import commands as cli
+from headrace.core.runtime.process import MISTAKE
 from headrace.tools.bench.outcome import BenchOutcome
 from tests.tools.bench.event_server import (
     STREAM,
@@ -35,7 +36,7 @@ def bench(server: EventServer, folder: Path, *flags: str, status: int = 0) -> di
 
 
 def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    assert cli.main(["bench", "serve", *arguments]) == cli.MISTAKE
+    assert cli.main(["bench", "serve", *arguments]) == MISTAKE
     out, err = capsys.readouterr()
     assert out == ""
     assert err.count("\n") == 1, err
