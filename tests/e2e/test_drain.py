@@ -20,7 +20,8 @@ SLOW = 2.5e6  # bytes per second: the KV of LENGTHS takes seconds
 STOPPED = 5e2  # it takes longer than any of these tests
 PATIENT = ("--transfer-timeout", "60", "--drain-timeout", "60")
 LONG = 3000  # tokens of a text that does not end by itself
-ENDLESS = {"max_new_tokens": LONG, "ignore_eos": True}
+ENDLESS = {"model": NAME, "max_tokens": LONG, "temperature": 0, "ignore_eos": True}
+GENERATE = {"sampling_params": {"max_new_tokens": LONG, "temperature": 0, "ignore_eos": True}}
 
 
 class Site:
@@ -43,9 +44,8 @@ class Site:
             text = self.pair.texts.after(prompt, TOKENS)
             self.asked.ask(self.pair.decode.url, body_of(prompt, TOKENS), text)
 
-    def stream(self, path: str = "/v1/completions", **more: Any) -> Stream:
+    def stream(self, path: str, **body: Any) -> Stream:
         """A text that goes on for long, of which the first token has come."""
-        body = {"model": NAME, "max_tokens": LONG, "temperature": 0, "ignore_eos": True, **more}
         stream = Stream(self.pair.decode.url, path, body)
         wait_until(lambda: len(stream.events) > 1, 30, "the text has begun")
         return stream
@@ -103,7 +103,7 @@ def test_a_pair_is_stopped(site: Site) -> None:
     """A rolling restart kills no request: the prefill server is not ready at once, and ends when its last chunk is
     acknowledged. A second signal fails fast: the decode server's text is cut short, and its client is told."""
     prefill, decode = site.pair.servers
-    stream = site.stream(prompt=site.prompt(20))
+    stream = site.stream("/v1/completions", prompt=site.prompt(20), **ENDLESS)
     site.pair.network.slow(SLOW)
     site.ask()
     site.in_flight()
@@ -187,9 +187,9 @@ def test_a_second_signal_to_a_decode_server(site: Site) -> None:
     """Streams of every kind end with an error event, and the prefill server is told what is not wanted any more."""
     prefill, decode = site.ready()
     streams = [
-        site.stream(prompt=site.prompt(20)),
-        site.stream("/v1/chat/completions", messages=[{"role": "user", "content": "Go on."}]),
-        site.stream("/generate", input_ids=site.prompt(20), sampling_params=ENDLESS),
+        site.stream("/v1/completions", prompt=site.prompt(20), **ENDLESS),
+        site.stream("/v1/chat/completions", messages=[{"role": "user", "content": "Go on."}], **ENDLESS),
+        site.stream("/generate", input_ids=site.prompt(20), **GENERATE),
     ]
     site.pair.network.slow(STOPPED)
     site.ask()

@@ -58,8 +58,8 @@ def test_two_replicas_hand_over_to_two() -> None:
 )
 def test_death_and_silence_of_a_rank(number: int, rank: int, pinned: dict[str, int]) -> None:
     """It ends the requests of all replicas, also when it had none itself; all ranks come back."""
-    prompt = STUB.story()[:1900]
-    body = {"model": NAME, "temperature": 0, "max_tokens": 400, **pinned}
+    prompt = STUB.story()[:900]
+    body = {"model": NAME, "temperature": 0, "max_tokens": 1100, **pinned}  # longer than the stage timeout
     with serving("--role", "colocated", "--pp", "2", "--stage-timeout", "4", *FLAGS, *STUB.flags) as server:
         old = ranks_of(server)
         assert len(old) == 4
