@@ -33,7 +33,7 @@ def check(server: Server, stages: int) -> None:
     assert values["headrace_orders_total"] > 100
     assert sum(name.startswith("headrace_stage_orders_total") for name in values) == stages
     reasons = {name for name, value in values.items() if name.startswith("headrace_requests_total") and value}
-    expected = ("cancelled", "length", "handoff")
+    expected = ("cancelled", "length", "handoff", "discarded")
     assert not [name for name in reasons if not any(f'reason="{reason}"' in name for reason in expected)], reasons
     assert any('reason="cancelled"' in name for name in reasons)
     assert values["headrace_checksum_failures_total"] == 0
