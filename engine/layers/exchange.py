@@ -38,8 +38,8 @@ class Mixture(Protocol):
         """Weighted sums of the results of this rank's experts: float32 [tokens, hidden size]."""
         ...
 
-    def add_shared(self, x: Tensor, sums: Tensor) -> None:
-        """Add the results of the shared experts to float32 sums [tokens, hidden size], in place."""
+    def shared(self, x: Tensor) -> Tensor | None:
+        """Results of the shared experts [tokens, hidden size], in the dtype of x; None where there are none."""
         ...
 
 
@@ -83,8 +83,7 @@ class NoExchange:
         """See Exchange."""
         yield from ()  # nothing travels
         sums = mixture.compute(x, mixture.route(x))
-        mixture.add_shared(x, sums)
-        return sums
+        return sums if (shared := mixture.shared(x)) is None else sums.add_(shared)
 
 
 def pack(x: Tensor, choice: ExpertChoice, rows: int = 0) -> Tensor:
@@ -125,11 +124,10 @@ class Replicated:
         """See Exchange."""
         if not len(x):
             return x.new_empty(x.shape, dtype=torch.float32)
-        sums = mixture.compute(x, mixture.route(x))
-        add_shared(x, mixture, sums, self._tp)
-        summed = self._tp.all_reduce(sums)
+        shared = SharedResults(x, mixture, self._tp)
+        summed = self._tp.all_reduce(mixture.compute(x, mixture.route(x)))
         yield
-        return summed.wait()
+        return shared.add_to(summed.wait())
 
 
 def shard_rows(tokens: int, shards: int, shard: int) -> slice:
@@ -137,10 +135,44 @@ def shard_rows(tokens: int, shards: int, shard: int) -> slice:
     return slice(tokens * shard // shards, tokens * (shard + 1) // shards)
 
 
-def add_shared(x: Tensor, mixture: Mixture, sums: Tensor, tp: Collectives) -> None:
-    """Add the shared experts' results to this shard's rows of sums, which are added over all shards afterwards."""
-    mine = shard_rows(len(x), tp.size, tp.rank)
-    mixture.add_shared(x[mine], sums[mine])
+class GatheredRows:
+    """Rows of which each shard gives those of its slice of a replica's tokens, on their way to all shards; a Pending.
+
+    They travel as bytes, filled up to the longest slice.
+    """
+
+    def __init__(self, mine: Tensor, tokens: int, tp: Collectives) -> None:
+        """mine: rows [rows, elements] of this shard, whose size in bytes is a multiple of 4. tokens: of the replica."""
+        self._slices = [shard_rows(tokens, tp.size, shard) for shard in range(tp.size)]
+        self._longest = max(len(range(tokens)[rows]) for rows in self._slices)
+        self._dtype = mine.dtype
+        words = mine.contiguous().view(torch.int32)
+        padded = words.new_zeros(self._longest, words.shape[1])
+        padded[: len(words)] = words
+        self._gathered = tp.all_gather(padded)
+
+    def wait(self) -> Tensor:
+        """The rows of all tokens, in order. See Pending."""
+        parts = torch.split(self._gathered.wait(), self._longest)
+        rows = [part[: each.stop - each.start] for part, each in zip(parts, self._slices, strict=True)]
+        return torch.cat(rows).view(self._dtype)
+
+
+class SharedResults:
+    """Results of the shared experts for a replica's tokens, each computed by one shard; on their way to all of them.
+
+    They are added once the experts' sums are summed over the shards: a term added before would take its place in the
+    order of float additions by its row's place in the pass.
+    """
+
+    def __init__(self, x: Tensor, mixture: Mixture, tp: Collectives) -> None:
+        """x: the replica's rows [tokens, hidden size], one or more."""
+        mine = mixture.shared(x[shard_rows(len(x), tp.size, tp.rank)])
+        self._rows = None if mine is None else GatheredRows(mine, len(x), tp)
+
+    def add_to(self, sums: Tensor) -> Tensor:
+        """Add them to float32 sums [tokens, hidden size], which are returned. Raises LinkBroken, see Pending."""
+        return sums if self._rows is None else sums.add_(self._rows.wait())
 
 
 class AllGather:
@@ -167,14 +199,14 @@ class AllGather:
     def run(self, x: Tensor, mixture: Mixture) -> Steps[Tensor]:
         """See Exchange."""
         sums = x.new_empty(x.shape, dtype=torch.float32)
+        shared = SharedResults(x, mixture, self._tp) if len(x) else None
         for first in range(0, self._padded, self._tile):
             rows = slice(first, first + self._tile)
             part = yield from self._exchange(x[rows], min(self._tile, self._padded - first), mixture)
             sums[rows] = part[: len(sums[rows])]
-        if not len(x):
+        if shared is None:
             return sums  # the other shards of an idle replica know it too
-        add_shared(x, mixture, sums, self._tp)
-        return self._tp.all_reduce(sums).wait()
+        return shared.add_to(self._tp.all_reduce(sums).wait())
 
     def _exchange(self, x: Tensor, padded: int, mixture: Mixture) -> Steps[Tensor]:
         """This rank's part of the sums for rows x of its replica, filled up to a padded count."""
@@ -215,8 +247,9 @@ class AllToAll:
         for first in range(0, self._longest, self._tile):
             rows = slice(first, first + self._tile)
             yield from self._exchange(mine[rows], mixture, sums[rows])
-        mixture.add_shared(mine, sums)
-        return self._all_rows(sums, len(x))
+        if (shared := mixture.shared(mine)) is not None:
+            sums.add_(shared)
+        return GatheredRows(sums, len(x), self._tp).wait() if len(x) else sums
 
     def _exchange(self, x: Tensor, mixture: Mixture, sums: Tensor) -> Steps[None]:
         """Add the results of all ranks' experts for rows x to their sums."""
@@ -240,18 +273,6 @@ class AllToAll:
         by_rank = zip(torch.split(tokens, counts), torch.split(combined.wait(), counts), strict=True)
         for rows, of_rank in by_rank:
             sums.index_add_(0, rows, of_rank)  # rank by rank, so that the order of additions is fixed
-
-    def _all_rows(self, sums: Tensor, tokens: int) -> Tensor:
-        """The sums of all shards' slices of the replica's tokens, in order."""
-        if self._tp.size == 1 or not tokens:
-            return sums
-        shards = self._tp.size
-        slices = [len(range(tokens)[shard_rows(tokens, shards, shard)]) for shard in range(shards)]
-        longest = max(slices)
-        padded = sums.new_zeros(longest, sums.shape[1])
-        padded[: len(sums)] = sums
-        gathered = torch.split(self._tp.all_gather(padded).wait(), longest)
-        return torch.cat([rows[:count] for rows, count in zip(gathered, slices, strict=True)])
 
 
 def begin_pass(exchanges: Sequence[Exchange], tokens: Sequence[int], padded: int, cut: int = 0) -> None:

@@ -131,10 +131,11 @@ class MoeMlp:
         """See Mixture."""
         return self._experts.compute(x, choice)
 
-    def add_shared(self, x: Tensor, sums: Tensor) -> None:
+    def shared(self, x: Tensor) -> Tensor | None:
         """See Mixture."""
-        if self._shared is not None and len(x):
-            sums.add_(self._shared.compute(x))
+        if self._shared is None:
+            return None
+        return self._shared.compute(x) if len(x) else torch.empty_like(x)
 
 
 class SharedExperts:

@@ -62,12 +62,14 @@ def exchange_bytes(
     # A tile of one expert's rows: hidden states, gate and up, their product, result, and result in float32.
     tile = TILE_ROWS * (item_bytes * (2 * hidden + 3 * moe.intermediate_size) + row_sum)
     sums = tokens * row_sum
+    # Rows of the shared experts' results, as they arrive from the shards and in their order.
+    shared = 2 * tokens * hidden * item_bytes if moe.shared_size and tp > 1 else 0
     match way:
         case "replicated":
-            return tile + sums
+            return tile + sums + shared
         case "allgather":
             rows = _exchanged(tokens, halved)
-            return tile + sums + rows * (1 + dp) * (parcel + row_sum)
+            return tile + sums + shared + rows * (1 + dp) * (parcel + row_sum)
         case "alltoall":
             own = -(-tokens // tp)
             rows = _exchanged(own, halved)

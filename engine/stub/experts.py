@@ -130,7 +130,7 @@ class StubMixture:
         self._clock.compute(self._seconds)
         return self.sums(x, choice, self._own)
 
-    def add_shared(self, x: Tensor, sums: Tensor) -> None:
+    def shared(self, x: Tensor) -> None:
         """See Mixture. There are none."""
 
     def sums(self, x: Tensor, choice: ExpertChoice, held: range) -> Tensor:

@@ -123,6 +123,21 @@ def test_rows_do_not_depend_on_what_other_replicas_send() -> None:
         assert torch.equal(exchanged(moe, by_all_to_all, 3, 1, rows)[0], alone)
 
 
+@needs_kernels
+@pytest.mark.parametrize("way", [*WAYS, "replication"])
+@pytest.mark.parametrize("tp", [2, 3])
+@pytest.mark.parametrize("name", ["qwen3", "deepseek-v2", "deepseek-v3"])
+def test_rows_do_not_depend_on_their_place(name: str, tp: int, way: str) -> None:
+    """Another place in the pass puts a row into another shard's slice."""
+    moe, make = SPECS[name], {**WAYS, "replication": by_replication}[way]
+    x = random_rows(7)
+    alone = exchanged(moe, make, 1, tp, [x])[0]
+    for before, after in ((1, 0), (0, 9), (5, 30)):
+        rows = torch.cat([random_rows(before, 1), x, random_rows(after, 2)])
+        found = exchanged(moe, make, 1, tp, [rows])[0]
+        assert torch.equal(found[before : before + len(x)], alone)
+
+
 def test_a_token_goes_once_to_each_rank_that_has_its_experts() -> None:
     """Rows computed over all ranks are k for each token; rows sent are one for each rank with any of its experts."""
     moe, counts = SPECS["deepseek-v2"], (6, 0, 19)

@@ -65,7 +65,7 @@ class AllToFirst:
         """See Mixture."""
         return self._mixture.compute(x, choice)
 
-    def add_shared(self, x: torch.Tensor, sums: torch.Tensor) -> None:
+    def shared(self, x: torch.Tensor) -> None:
         """See Mixture."""
 
 
