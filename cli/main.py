@@ -1,9 +1,13 @@
 """The entry point of the command `headrace`."""
 
-import signal
 import sys
 
-from headrace.core.runtime.signals import fork_from_init
+try:
+    import signal
+
+    from headrace.core.runtime.signals import fork_from_init
+except KeyboardInterrupt:  # Ctrl-C before main() takes care of it
+    sys.exit(130)
 
 
 def main() -> int:
