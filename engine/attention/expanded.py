@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from headrace.engine.attention.native import NativeWork, Rows
+from headrace.engine.attention.native import NativeWork, PagedRows
 from headrace.engine.attention.paged import AttentionSpan, SlotWriter, slot_index
 from headrace.engine.kv.pool import KVPool
 from headrace.engine.model.mla_spec import MlaSpec
@@ -90,17 +90,13 @@ class NativeDense:
     def attend(self, query: Tensor, expanded: Tensor, rotated: Tensor, nope_dim: int) -> Tensor:
         """See DenseAttention."""
         positions, heads, both = expanded.shape
-        value_dim = both - nope_dim
-        width = max(query.shape[2], value_dim)  # keys and values lie in rows of one width
-        memory = expanded.new_zeros(2, heads, positions, width)
-        memory[0, :, :, :nope_dim] = expanded[..., :nope_dim].transpose(0, 1)
-        memory[0, :, :, nope_dim : query.shape[2]] = rotated
-        memory[1, :, :, :value_dim] = expanded[..., nope_dim:].transpose(0, 1)
-        padded = F.pad(query, (0, width - query.shape[2])).contiguous()
-        block = positions * width
-        rows = Rows(memory, positions, 0, 0, block, heads * block, kv_heads=heads, width=width, value_width=value_dim)
+        keys = expanded.new_empty(1, 1, heads, positions, query.shape[2])  # of one page and layer
+        keys[..., :nope_dim] = expanded[..., :nope_dim].transpose(0, 1)
+        keys[..., nope_dim:] = rotated
+        values = expanded[..., nope_dim:].transpose(0, 1).contiguous()[None, None]
         span = AttentionSpan(positions - len(query), len(query), np.zeros(1, np.int64))
-        return NativeWork(self._kernels, [span], rows, self._scale).attend(0, padded)
+        rows = PagedRows(keys, values, both - nope_dim)
+        return NativeWork(self._kernels, [span], rows, self._scale).attend(0, query.contiguous())
 
 
 class SdpaDense:

@@ -15,13 +15,26 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from headrace.core.types.kv.geometry import ceil_div
 from headrace.engine.attention.paged import AttentionSpan, SlotWriter, first_slots
 from headrace.engine.kv.pool import KVPool
-from headrace.engine.native.kernel_calls import ALL_SEGMENTS, POOL_DTYPES, ItemRecord, Kernels, PassRecord, SpanRecord
+from headrace.engine.native.kernel_calls import (
+    ALL_SEGMENTS,
+    POOL_DTYPES,
+    ItemRecord,
+    Kernels,
+    PassRecord,
+    RowsRecord,
+    ScoringRecord,
+    SpanRecord,
+)
+
+LOG2_E = math.log2(math.e)  # the kernels' powers are of 2
 
 # Query rows of a work item: more reuse each tile more often, fewer balance the threads better.
 ITEM_ROWS = (768, 384, 192, 96)
@@ -45,34 +58,32 @@ class Item(NamedTuple):
     partial: int = 0
 
 
-class Rows(NamedTuple):
-    """Where the kernels find keys and values in a pool. Strides are in elements; widths are of a slot."""
+class PagedRows(NamedTuple):
+    """Keys and values as the kernels find them: [pages, layers, kv_heads, page_size, width] each."""
 
-    memory: Tensor
-    page_size: int
-    page_stride: int
-    layer_stride: int
-    head_stride: int
-    """From one KV head to the next; 0 where all heads have the same keys and values."""
-    to_value: int
-    """From a key to its value; 0 where the value is the first elements of the key."""
-    kv_heads: int
-    """0 where query heads may be grouped in any way."""
-    width: int
+    keys: Tensor
+    values: Tensor | None
+    """None where a value is the first elements of its key, which all heads share: a latent."""
     value_width: int
 
+    @classmethod
+    def of_pool(cls, pool: KVPool) -> "PagedRows":
+        """The keys and values of a pool."""
+        keys, values = pool.tensor.unbind(2)
+        return cls(keys, values, values.shape[-1])
 
-def rows_of(pool: KVPool, value_width: int = 0) -> Rows:
-    """Keys and values of a pool, or the latents that are both. value_width: of a latent, how much of it is the
-    value."""
-    width, head = pool.slots.shape[1], pool.page_size * pool.slots.shape[1]
-    strides = pool.page_size, pool.blocks_per_page * head, pool.blocks_per_layer * head
-    if value_width:
-        return Rows(pool.tensor, *strides, head_stride=0, to_value=0, kv_heads=0, width=width, value_width=value_width)
-    heads = pool.geometry.kv_heads
-    return Rows(
-        pool.tensor, *strides, head_stride=head, to_value=heads * head, kv_heads=heads, width=width, value_width=width
-    )
+    @classmethod
+    def of_latents(cls, pool: KVPool, value_width: int) -> "PagedRows":
+        """The latents of a pool, whose first elements are values."""
+        return cls(pool.tensor[:, :, 0], None, value_width)
+
+
+class Ranges(NamedTuple):
+    """The positions [begin, end) that each row of a batch attends to: int32 [rows] each, on the host. Neither decreases
+    from a row of a request to the next."""
+
+    begins: NDArray[np.int32]
+    ends: NDArray[np.int32]
 
 
 class NativePass:
@@ -93,12 +104,12 @@ class NativePass:
     ) -> None:
         """Prepare the records of all rows. pool: on the CPU, of any dtype. scale: of the scores, by default 1 /
         sqrt(head_dim). value_width: of latents, how much of each is the value."""
-        rows = rows_of(pool, value_width)
+        rows = PagedRows.of_latents(pool, value_width) if value_width else PagedRows.of_pool(pool)
         self._pool = pool
         self._kernels = kernels
         self._spans = spans
         self._slots = first_slots(pool, spans, prefixes=False)
-        self._work = NativeWork(kernels, spans, rows, scale or 1 / math.sqrt(rows.width))
+        self._work = NativeWork(kernels, spans, rows, scale or 1 / math.sqrt(rows.keys.shape[-1]))
 
     def attend(self, layer: int, query: Tensor, keys_values: Tensor) -> Tensor:
         """See AttentionPass."""
@@ -116,12 +127,23 @@ class NativePass:
 class NativeWork:
     """Kernel calls over keys and values that are in memory already, by work items that are planned once."""
 
-    def __init__(self, kernels: Kernels, spans: Sequence[AttentionSpan], rows: Rows, scale: float) -> None:
-        """Prepare the records of all rows. scale: of the scores."""
+    def __init__(
+        self,
+        kernels: Kernels,
+        spans: Sequence[AttentionSpan],
+        rows: PagedRows,
+        scale: float,
+        *,
+        softcap: float = 0.0,
+        ranges: Ranges | None = None,
+    ) -> None:
+        """Prepare the records of all rows. scale: of the scores. softcap: c of scores that become c * tanh(score / c),
+        0 for none. ranges: what each row attends to; None: causally, all up to itself."""
         self._kernels = kernels
         self._spans = spans
         self._rows = rows
-        self._scale = math.log2(math.e) * scale
+        self._ranges = ranges
+        self._scoring = ScoringRecord(LOG2_E * scale, LOG2_E * softcap, None)
         self._records = (SpanRecord * len(spans))()
         row = 0
         for record, span in zip(self._records, spans, strict=True):
@@ -129,18 +151,21 @@ class NativeWork:
             row += span.count
         self._pass: PassRecord | None = None  # made by the first attend(), which knows the number of query heads
 
-    def attend(self, layer: int, query: Tensor) -> Tensor:
-        """Causal attention: query [tokens, heads, width] → [tokens, heads, value_width]."""
+    def attend(self, layer: int, query: Tensor, sinks: Tensor | None = None) -> Tensor:
+        """Attention: query [tokens, heads, width] → [tokens, heads, value_width]. sinks: one more score of each head
+        [heads], which has no value."""
         if self._pass is None:
             self._pass = self._plan(query.shape[1])
-        if self._kernels.attends(self._pass, query):
-            return self._kernels.attend(self._pass, layer, query, self._scale)
-        return self._kernels.attend(self._pass, layer, query.float(), self._scale).to(query.dtype)
+        of_layer = None if sinks is None else (sinks.float() * LOG2_E).contiguous()
+        self._scoring.sinks = None if of_layer is None else of_layer.data_ptr()
+        if self._kernels.attends(self._pass, query, self._scoring):
+            return self._kernels.attend(self._pass, layer, query, self._scoring)
+        return self._kernels.attend(self._pass, layer, query.float(), self._scoring).to(query.dtype)
 
     def _plan(self, heads: int) -> PassRecord:
         """The work items of a layer, the most expensive first. heads: of the queries."""
-        rows = self._rows
-        group = heads // rows.kv_heads if rows.kv_heads else _divisor(heads, PARTIAL_ROWS)
+        keys, values, value_width = self._rows
+        group = heads // keys.shape[2] if values is not None else _divisor(heads, PARTIAL_ROWS)
         self._kv_heads = heads // group
         tokens = max(1, self._item_rows(group) // group)
         items, merges = self._split(list(self._items(tokens)), group)
@@ -148,17 +173,14 @@ class NativeWork:
         self._item_records = (ItemRecord * len(items))(*(ItemRecord(*item) for item in items))
         self._merge_records = (ItemRecord * len(merges))(*(ItemRecord(*merge) for merge in merges))
         return PassRecord(
-            pool=rows.memory.data_ptr(),
-            dtype=POOL_DTYPES[rows.memory.dtype],
-            page_size=rows.page_size,
-            page_stride=rows.page_stride,
+            keys=_record(keys) if values is not None else _record(keys, shared=True),
+            values=RowsRecord(width=value_width) if values is None else _record(values),
+            dtype=POOL_DTYPES[keys.dtype],
+            page_size=keys.shape[3],
             kv_heads=self._kv_heads,
             group=group,
-            width=rows.width,
-            value_width=rows.value_width,
-            layer_stride=rows.layer_stride,
-            head_stride=rows.head_stride,
-            to_value=rows.to_value,
+            begins=None if self._ranges is None else self._ranges.begins.ctypes.data,
+            ends=None if self._ranges is None else self._ranges.ends.ctypes.data,
             spans=ctypes.addressof(self._records),
             items=ctypes.addressof(self._item_records),
             item_count=len(items),
@@ -166,14 +188,14 @@ class NativeWork:
             segment=SEGMENT,
             merges=ctypes.addressof(self._merge_records),
             merge_count=len(merges),
-            partial_count=sum(merge.segment for merge in merges),
+            partial_count=self._partials,
         )
 
     def _item_rows(self, group: int) -> int:
         """The most rows of ITEM_ROWS that leave enough items for every thread."""
         rows = sum(span.count for span in self._spans) * group * self._kv_heads
         items = ITEMS_PER_THREAD * torch.get_num_threads()
-        most = ITEM_BYTES // (4 * (self._rows.width + 2 * self._rows.value_width))
+        most = ITEM_BYTES // (4 * (self._rows.keys.shape[-1] + 2 * self._rows.value_width))
         return next((size for size in ITEM_ROWS if rows >= items * size and size <= most), ITEM_ROWS[-1])
 
     def _items(self, tokens: int) -> Iterator[Item]:
@@ -189,21 +211,40 @@ class NativeWork:
         found: list[Item] = []
         merges: list[Item] = []
         few = torch.get_num_threads() > 1 and len(items) < ITEMS_PER_THREAD * torch.get_num_threads()
-        partials = 0
+        self._partials = 0
         for item in items:
-            segments = ceil_div(self._spans[item.span].start + item.first + item.tokens, SEGMENT)
-            if few and segments > 1 and item.tokens * group <= PARTIAL_ROWS:
-                merges.append(item._replace(segment=segments, partial=partials))
-                found += [item._replace(segment=each, partial=partials + each) for each in range(segments)]
-                partials += segments
+            begin, end = self._seen(item)
+            segments = range(begin // SEGMENT, ceil_div(end, SEGMENT))
+            if few and len(segments) > 1 and item.tokens * group <= PARTIAL_ROWS:
+                merges.append(item._replace(segment=segments.stop, partial=self._partials))
+                found += [item._replace(segment=each, partial=self._partials + at) for at, each in enumerate(segments)]
+                self._partials += len(segments)
             else:
                 found.append(item)
         return found, merges
 
+    def _seen(self, item: Item) -> tuple[int, int]:
+        """The positions [begin, end) that rows of an item attend to."""
+        last = item.first + item.tokens - 1
+        if self._ranges is None:
+            return 0, self._spans[item.span].start + last + 1
+        row = self._records[item.span].row
+        return int(self._ranges.begins[row + item.first]), int(self._ranges.ends[row + last])
+
     def _cost(self, item: Item) -> int:
         """Scores to compute, per head of the group."""
-        end = self._spans[item.span].start + item.first + item.tokens
-        return (end if item.segment == ALL_SEGMENTS else min(SEGMENT, end - item.segment * SEGMENT)) * item.tokens
+        begin, end = self._seen(item)
+        if item.segment != ALL_SEGMENTS:
+            begin, end = max(begin, item.segment * SEGMENT), min(end, (item.segment + 1) * SEGMENT)
+        return (end - begin) * item.tokens
+
+
+def _record(rows: Tensor, *, shared: bool = False) -> RowsRecord:
+    """Where rows [pages, layers, kv_heads, page_size, width] are. shared: by all heads."""
+    pages, layers, heads, slots, _ = rows.stride()
+    if slots != rows.shape[4] or rows.stride(4) != 1:
+        raise ValueError("rows of a page do not lie one after the other")
+    return RowsRecord(rows.data_ptr(), pages, layers, 0 if shared else heads, rows.shape[4])
 
 
 def _divisor(number: int, most: int) -> int:

@@ -25,29 +25,45 @@ struct item {
 
 #define ALL_SEGMENTS -1
 
-/* One forward pass. group: query heads per KV head; page_stride: elements of a page; most_tokens: of any item.
+/* Keys, or values, of a pool: [pages, layers, heads, page_size, width], in any order of layers and heads. Strides are in
+ * elements; head_stride 0: all heads have the same. */
+struct rows {
+    const void *memory;
+    int64_t page_stride, layer_stride, head_stride, width;
+};
+
+/* One forward pass. group: query heads per KV head; most_tokens: of any item.
+ *
+ * A row attends to positions [begin, end): causally from 0 on where begins is NULL. Begins and ends never decrease from
+ * a row of a span to the next, so an item reads nothing before the begin of its first row: those pages may be others'.
  *
  * What a row sums starts anew with every segment, which begins at a multiple of `segment` positions, and segments are
  * merged in their order. So a row has the same bits whether one thread visits all of its segments or several do. */
 struct pass {
-    const void *pool; /* [pages, layers, 2, kv_heads, page_size, width], or latents: [pages, layers, page_size, width] */
-    int64_t dtype, page_size, page_stride, kv_heads, group, width;
-    int64_t value_width; /* of values and results; width, or less where values are the first elements of their keys */
-    int64_t layer_stride, head_stride, to_value; /* elements; head_stride 0: all heads have the same keys and values */
+    struct rows keys, values; /* values.memory NULL: a value is the first elements of its key, as of latents */
+    int64_t dtype, page_size, kv_heads, group;
+    const int32_t *begins, *ends; /* [rows of the batch] */
     const struct span *spans;
     const struct item *items; /* the most expensive first */
     int64_t item_count, most_tokens;
     int64_t segment;           /* positions, a multiple of every kernel's tile */
-    const struct item *merges; /* items that were split: `segment` partials from `partial` on */
+    const struct item *merges; /* items that were split: partials of all segments up to `segment` */
     int64_t merge_count, partial_count;
 };
 
-/* Index in the pool of a position's key. */
-static inline int64_t key_index(const struct pass *pass, const struct span *span, int64_t layer, int64_t head,
-                                int64_t position)
+/* How scores of queries and keys become weights. */
+struct scoring {
+    float scale;        /* of the scores, times log2(e) */
+    float cap;          /* 0, or scores become cap * tanh(scores / cap): times log2(e), too */
+    const float *sinks; /* NULL, or [heads]: one more score of each head, times log2(e), that has no value */
+};
+
+/* Index of a position's key or value. */
+static inline int64_t row_index(const struct pass *pass, const struct rows *rows, const struct span *span, int64_t layer,
+                                int64_t head, int64_t position)
 {
     const int64_t page = span->pages[position / pass->page_size], slot = position % pass->page_size;
-    return page * pass->page_stride + layer * pass->layer_stride + head * pass->head_stride + slot * pass->width;
+    return page * rows->page_stride + layer * rows->layer_stride + head * rows->head_stride + slot * rows->width;
 }
 
 /* How many positions from this one on, up to `count`, have their keys one after the other in the same page. */
@@ -60,8 +76,22 @@ static inline int64_t run_length(const struct pass *pass, int64_t position, int6
 /* One past the last position that a row of an item attends to; lanes behind the rows are as the last one. */
 static inline int32_t end_of(const struct pass *pass, const struct item *item, int64_t row)
 {
-    const int64_t last = item->count * pass->group - 1, token = (row < last ? row : last) / pass->group;
-    return (int32_t)(pass->spans[item->span].start + item->first + token + 1);
+    const int64_t last = item->count * pass->group - 1, token = item->first + (row < last ? row : last) / pass->group;
+    const struct span *span = &pass->spans[item->span];
+    return pass->ends ? pass->ends[span->row + token] : (int32_t)(span->start + token + 1);
+}
+
+/* The first position that it attends to. */
+static inline int32_t begin_of(const struct pass *pass, const struct item *item, int64_t row)
+{
+    const int64_t last = item->count * pass->group - 1, token = item->first + (row < last ? row : last) / pass->group;
+    return pass->begins ? pass->begins[pass->spans[item->span].row + token] : 0;
+}
+
+/* Whether it attends to any position of the segment that begins at `from`. */
+static inline int sees_segment(const struct pass *pass, const struct item *item, int64_t row, int64_t from)
+{
+    return end_of(pass, item, row) > from && begin_of(pass, item, row) < from + pass->segment;
 }
 
 /* Working memory for every thread that OpenMP may start, *bytes each, rounded up to whole cache lines, and `shared` bytes

@@ -16,18 +16,20 @@
 
 #include "bfloat16_panel.h"
 
-/* Finds the keys of positions [from, from + count) and interleaves their values. Keys are read STEP by STEP, so the last
- * may be of slots that are not written yet; no row attends to those. */
+/* Finds the keys of positions [from, from + count) and interleaves their values, with zeros in place of those before
+ * `first`. Keys are read STEP by STEP, so the last may be of slots that are not written yet; no row attends to those. */
 static void prepare_tile(const struct pass *pass, const struct span *span, int64_t layer, int64_t head, int64_t from,
-                         int64_t count, struct scratch *own)
+                         int64_t count, int64_t first, struct scratch *own)
 {
-    const bfloat16 *pool = pass->pool, *values[TILE + 1];
-    const int64_t width = pass->width, in_place = pass->page_size % STEP == 0;
+    const bfloat16 *values[TILE + 1];
+    const int64_t width = pass->keys.width, in_place = pass->page_size % STEP == 0;
     for (int64_t j = 0, run; j < count; j += run) {
         run = run_length(pass, from + j, count - j);
-        const bfloat16 *keys = pool + key_index(pass, span, layer, head, from + j);
+        const bfloat16 *keys = pass->keys.memory, *of = pass->values.memory;
+        keys += row_index(pass, &pass->keys, span, layer, head, from + j);
+        of += row_index(pass, &pass->values, span, layer, head, from + j);
         for (int64_t i = 0; i < run; i++)
-            values[j + i] = keys + pass->to_value + i * width;
+            values[j + i] = from + j + i < first ? own->zeros : of + i * width;
         for (int64_t i = 0; i < run && in_place; i += STEP)
             own->keys[(j + i) / STEP] = (const uint32_t *)(keys + i * width);
         if (!in_place)
@@ -47,7 +49,7 @@ static void prepare_tile(const struct pass *pass, const struct span *span, int64
 static void pack_queries(const struct pass *pass, int64_t rows, const bfloat16 *query, int64_t query_stride,
                          struct scratch *own)
 {
-    const int64_t width = pass->width, group = pass->group;
+    const int64_t width = pass->keys.width, group = pass->group;
     for (int64_t v = 0; v < (rows + WIDE - 1) / WIDE; v++) {
         uint32_t *to = own->queries + v / VECTORS * (width / 2) * LANES + v % VECTORS * WIDE;
         for (int64_t d = 0; d < width; d += 32) {
@@ -73,11 +75,11 @@ static struct sums sums_at(float *from, int64_t lanes, int64_t width)
 static __attribute__((noinline)) void merge_segment(const struct pass *pass, const struct item *item,
                                                     struct sums before, struct sums now, int64_t from)
 {
-    const int64_t width = pass->width, rows = item->count * pass->group;
+    const int64_t width = pass->keys.width, rows = item->count * pass->group;
     for (int64_t lane = 0; lane < rows; lane += WIDE) {
         ivec sees;
         for (int i = 0; i < WIDE; i++)
-            sees[i] = end_of(pass, item, lane + i) > from ? -1 : 0;
+            sees[i] = sees_segment(pass, item, lane + i, from) ? -1 : 0;
         vec *top = (vec *)(before.tops + lane), *sum = (vec *)(before.sums + lane);
         const vec other = *(vec *)(now.tops + lane), higher = blend((other > *top) & sees, other, *top);
         const vec keep = blend(higher == *top, splat(1), exp2_approx(*top - higher));
@@ -92,13 +94,21 @@ static __attribute__((noinline)) void merge_segment(const struct pass *pass, con
     }
 }
 
-/* Divides outputs by their sums and stores them row by row. output: of the item's first token and head. */
-static void unpack_outputs(const struct pass *pass, int64_t rows, bfloat16 *output, struct sums all)
+/* Divides outputs by their sums and stores them row by row. sinks: NULL, or of the item's first head. output: of its first
+ * token and head. */
+static void unpack_outputs(const struct pass *pass, int64_t rows, const float *sinks, bfloat16 *output, struct sums all)
 {
-    const int64_t width = pass->width, group = pass->group, stride = pass->kv_heads * group * width;
+    const int64_t width = pass->keys.width, group = pass->group, stride = pass->kv_heads * group * width;
     for (int64_t v = 0; v < (rows + WIDE - 1) / WIDE; v++) {
         const float *from = all.outputs + v / VECTORS * width * LANES + v % VECTORS * WIDE;
-        const vec share = 1.0f / *(vec *)(all.sums + v * WIDE);
+        vec sum = *(vec *)(all.sums + v * WIDE);
+        if (sinks) {
+            vec sink;
+            for (int i = 0; i < WIDE; i++)
+                sink[i] = sinks[(v * WIDE + i) % group];
+            sum += exp2_approx(sink - *(vec *)(all.tops + v * WIDE));
+        }
+        const vec share = 1.0f / sum;
         for (int64_t d = 0; d < width; d += 32) {
             const int64_t here = width - d < 32 ? width - d : 32;
             pairs r[WIDE] = {};
@@ -115,86 +125,107 @@ static void unpack_outputs(const struct pass *pass, int64_t rows, bfloat16 *outp
     }
 }
 
+/* Those of an item's heads, or NULL. */
+static inline const float *sinks_of(const struct pass *pass, const struct scoring *scoring, const struct item *item)
+{
+    return scoring->sinks ? scoring->sinks + item->head * pass->group : NULL;
+}
+
 /* Sums over the keys of one segment. */
 static void attend_segment(const struct pass *pass, const struct item *item, int64_t layer, int64_t segment,
                            float scale, struct scratch *own)
 {
     const struct span *span = &pass->spans[item->span];
-    const int64_t width = pass->width, vectors = (item->count * pass->group + WIDE - 1) / WIDE;
+    const int64_t width = pass->keys.width, vectors = (item->count * pass->group + WIDE - 1) / WIDE;
     const int64_t panels = (vectors + VECTORS - 1) / VECTORS, after = (segment + 1) * pass->segment;
-    const int64_t last = span->start + item->first + item->count, end = after < last ? after : last;
-    const bfloat16 *first_key = (const bfloat16 *)pass->pool + key_index(pass, span, layer, item->head, 0);
+    const int64_t last = own->ends[vectors * WIDE - 1], end = after < last ? after : last, begin = own->begins[0];
 
     memset(own->now.outputs, 0, panels * width * LANES * sizeof(float));
     memset(own->now.sums, 0, panels * LANES * sizeof(float));
     for (int64_t v = 0; v < vectors; v++) {
         const uint32_t *queries = own->queries + v / VECTORS * (width / 2) * LANES + v % VECTORS * WIDE;
-        vec top[16] = {};
-        multiply(1, 1, top, (const uint32_t *)first_key, width / 2, 1, queries, width / 2);
-        *(vec *)(own->now.tops + v * WIDE) = top[0] * scale;
+        const int32_t *begins = own->begins + v * WIDE;
+        for (int i = 0; i < WIDE; i++)
+            if (i == 0 || begins[i] != begins[i - 1]) {
+                const bfloat16 *key = pass->keys.memory;
+                key += row_index(pass, &pass->keys, span, layer, item->head, begins[i]);
+                vec top[16] = {}, *tops = (vec *)(own->now.tops + v * WIDE);
+                multiply(1, 1, top, (const uint32_t *)key, width / 2, 1, queries, width / 2);
+                *tops = blend(*(const ivec *)begins == begins[i], top[0] * scale, *tops);
+            }
     }
     for (int64_t from = segment * pass->segment; from < end; from += TILE) {
         const int64_t count = end - from < TILE ? end - from : TILE;
-        prepare_tile(pass, span, layer, item->head, from, count, own);
+        if (from + count <= begin)
+            continue;
+        prepare_tile(pass, span, layer, item->head, from, count, begin, own);
         for (int64_t panel = 0; panel < panels; panel++) {
-            const int32_t *ends = own->ends + panel * LANES;
+            const int32_t *ends = own->ends + panel * LANES, *begins = own->begins + panel * LANES;
             const int64_t seen = ends[LANES - 1] - from < count ? ends[LANES - 1] - from : count;
             const int64_t n = vectors - panel * VECTORS < VECTORS ? vectors - panel * VECTORS : VECTORS;
-            const int masked = from + (seen + STEP - 1) / STEP * STEP > ends[0];
-            if (seen > 0)
+            const int masked = from + (seen + STEP - 1) / STEP * STEP > ends[0] || begins[LANES - 1] > from;
+            if (seen > 0 && begins[0] < from + seen)
                 attend_panel(n, masked, own, panel, width, from, seen, scale);
         }
     }
 }
 
 /* Attention of one work item over all segments, or what it sums over one. query, output: of its first token and head. */
-static void attend_item(const struct pass *pass, const struct item *item, int64_t layer, const bfloat16 *query,
-                        int64_t query_stride, bfloat16 *output, float scale, struct scratch *own, float *partials)
+static void attend_item(const struct pass *pass, const struct scoring *scoring, const struct item *item, int64_t layer,
+                        const bfloat16 *query, int64_t query_stride, bfloat16 *output, struct scratch *own,
+                        float *partials)
 {
-    const int64_t rows = item->count * pass->group, end = end_of(pass, item, rows), panel = LANES * (pass->width + 2);
+    const int64_t rows = item->count * pass->group, end = end_of(pass, item, rows);
+    const int64_t panel = LANES * (pass->keys.width + 2);
     const int whole = item->segment == ALL_SEGMENTS;
     struct scratch first = *own;
-    first.now = whole ? own->before : sums_at(partials + item->partial * panel, LANES, pass->width);
-    for (int64_t r = 0; r < (rows + LANES - 1) / LANES * LANES; r++)
+    first.now = whole ? own->before : sums_at(partials + item->partial * panel, LANES, pass->keys.width);
+    for (int64_t r = 0; r < (rows + LANES - 1) / LANES * LANES; r++) {
+        own->begins[r] = begin_of(pass, item, r);
         own->ends[r] = end_of(pass, item, r);
+    }
     pack_queries(pass, rows, query, query_stride, own);
-    attend_segment(pass, item, layer, whole ? 0 : item->segment, scale, &first);
+    int64_t segment = whole ? own->begins[0] / pass->segment : item->segment;
+    attend_segment(pass, item, layer, segment, scoring->scale, &first);
     if (!whole)
         return;
-    for (int64_t segment = 1; segment * pass->segment < end; segment++) {
-        attend_segment(pass, item, layer, segment, scale, own);
+    while (++segment * pass->segment < end) {
+        attend_segment(pass, item, layer, segment, scoring->scale, own);
         merge_segment(pass, item, own->before, own->now, segment * pass->segment);
     }
-    unpack_outputs(pass, rows, output, own->before);
+    unpack_outputs(pass, rows, sinks_of(pass, scoring, item), output, own->before);
 }
 
 /* Merges what was summed over the segments of an item. output: of its first token and head. */
-static void merge_item(const struct pass *pass, const struct item *item, bfloat16 *output, float *partials)
+static void merge_item(const struct pass *pass, const struct scoring *scoring, const struct item *item,
+                       bfloat16 *output, float *partials)
 {
-    const int64_t panel = LANES * (pass->width + 2);
-    const struct sums all = sums_at(partials + item->partial * panel, LANES, pass->width);
-    for (int64_t segment = 1; segment < item->segment; segment++)
-        merge_segment(pass, item, all, sums_at(partials + (item->partial + segment) * panel, LANES, pass->width),
-                      segment * pass->segment);
-    unpack_outputs(pass, item->count * pass->group, output, all);
+    const int64_t width = pass->keys.width, panel = LANES * (width + 2);
+    const int64_t first = begin_of(pass, item, 0) / pass->segment;
+    float *of = partials + item->partial * panel;
+    const struct sums all = sums_at(of, LANES, width);
+    for (int64_t segment = first + 1; segment < item->segment; segment++)
+        merge_segment(pass, item, all, sums_at(of + (segment - first) * panel, LANES, width), segment * pass->segment);
+    unpack_outputs(pass, item->count * pass->group, sinks_of(pass, scoring, item), output, all);
 }
 
 /* Elements of a batch's queries, or of its outputs, before the first token and head of an item; a token has `stride`. */
 static int64_t before_item(const struct pass *pass, const struct item *item, int64_t stride)
 {
-    return (pass->spans[item->span].row + item->first) * stride + item->head * pass->group * pass->width;
+    return (pass->spans[item->span].row + item->first) * stride + item->head * pass->group * pass->keys.width;
 }
 
-/* Causal attention of all work items over what the pool holds of each request: the keys and values of the pass itself
- * have been written there, too. query: [tokens, heads, width], rows query_stride elements apart; output: [tokens,
- * heads, width], dense; both and the pool in bfloat16, width a multiple of STEP. scale: of the scores, times log2(e).
- * Returns -1 when memory ran out, else 0. */
+/* Attention of all work items over what the pool holds of each request: the keys and values of the pass itself have been
+ * written there, too. query: [tokens, heads, width], rows query_stride elements apart; output: [tokens, heads, width],
+ * dense; both and the pool in bfloat16, values as wide as keys, a multiple of STEP; scores without a cap. Returns -1
+ * when memory ran out, else 0. */
 int ATTEND(const struct pass *pass, int64_t layer, const bfloat16 *query, int64_t query_stride, bfloat16 *output,
-           float scale)
+           const struct scoring *scoring)
 {
-    const int64_t width = pass->width, lanes = (pass->most_tokens * pass->group + LANES - 1) / LANES * LANES;
+    const int64_t width = pass->keys.width, lanes = (pass->most_tokens * pass->group + LANES - 1) / LANES * LANES;
     const int64_t copied = pass->page_size % STEP ? TILE * (width / 2) : 0, stride = pass->kv_heads * pass->group * width;
-    int64_t bytes = (lanes * (width / 2 + 2 * width + 5) + TILE / 2 * (width + LANES) + copied) * sizeof(float);
+    int64_t bytes = lanes * (width / 2 + 2 * width + 6) + TILE / 2 * (width + LANES) + copied + width / 2;
+    bytes *= sizeof(float);
     char *memory = new_scratch(&bytes, pass->partial_count * LANES * (width + 2) * sizeof(float));
     if (!memory)
         return -1;
@@ -204,20 +235,23 @@ int ATTEND(const struct pass *pass, int64_t layer, const bfloat16 *query, int64_
         struct scratch own;
         own.now = sums_at((float *)(memory + omp_get_thread_num() * bytes), lanes, width);
         own.before = sums_at(own.now.outputs + lanes * (width + 2), lanes, width);
-        own.ends = (int32_t *)(own.before.outputs + lanes * (width + 2));
+        own.begins = (int32_t *)(own.before.outputs + lanes * (width + 2));
+        own.ends = own.begins + lanes;
         own.queries = (uint32_t *)(own.ends + lanes);
         own.values = own.queries + lanes * (width / 2);
         own.powers = own.values + TILE / 2 * width;
         own.copies = own.powers + TILE / 2 * LANES;
+        own.zeros = (bfloat16 *)(own.copies + copied);
+        memset(own.zeros, 0, width * sizeof(bfloat16));
 #pragma omp for schedule(dynamic, 1)
         for (int64_t i = 0; i < pass->item_count; i++) {
             const struct item *item = &pass->items[i];
-            attend_item(pass, item, layer, query + before_item(pass, item, query_stride), query_stride,
-                        output + before_item(pass, item, stride), scale, &own, partials);
+            attend_item(pass, scoring, item, layer, query + before_item(pass, item, query_stride), query_stride,
+                        output + before_item(pass, item, stride), &own, partials);
         }
 #pragma omp for schedule(dynamic, 1)
         for (int64_t i = 0; i < pass->merge_count; i++)
-            merge_item(pass, &pass->merges[i], output + before_item(pass, &pass->merges[i], stride), partials);
+            merge_item(pass, scoring, &pass->merges[i], output + before_item(pass, &pass->merges[i], stride), partials);
     }
     free(memory);
     return 0;

@@ -14,11 +14,17 @@ struct sums {
     float *maxima, *sums; /* [panels, LANES]: running maximum of the scores, and sum of their exponentials */
 };
 
+/* The positions that the lanes of a vector attend to. */
+struct ranges {
+    ivec begins, ends;
+};
+
 /* Working memory of one thread. */
 struct scratch {
+    struct ranges *ranges;    /* [panels, 2]: of an item's rows */
     float *queries;           /* [panels, width, LANES] */
     struct sums now, before;  /* over a segment, and over those before it */
-    float *keys, *values;     /* [TILE, width]; the same where values are the first elements of their keys */
+    float *keys, *values;     /* [TILE, width of them]; the same where values are the first elements of their keys */
     float *scores;            /* [TILE, LANES] */
 };
 
@@ -37,27 +43,44 @@ INLINE void copy_rows(float *to, const void *pool, int64_t offset, int64_t eleme
         widen(to, at(pool, offset, FLOAT16), elements, FLOAT16);
 }
 
-/* Copies keys and values of positions [from, from + count) to scratch. */
+/* Copies keys and values of positions [from, from + count) to scratch; zeros in place of those before `first`, which
+ * nobody attends to. */
 static void gather_tile(const struct pass *pass, const struct span *span, int64_t layer, int64_t head, int64_t from,
-                        int64_t count, struct scratch *scratch)
+                        int64_t count, int64_t first, struct scratch *scratch)
 {
-    const int64_t width = pass->width;
-    for (int64_t j = 0, run; j < count; j += run) {
+    const int64_t width = pass->keys.width, value_width = pass->values.width, unseen = first > from ? first - from : 0;
+    memset(scratch->keys, 0, unseen * width * sizeof(float));
+    if (pass->values.memory)
+        memset(scratch->values, 0, unseen * value_width * sizeof(float));
+    for (int64_t j = unseen, run; j < count; j += run) {
         run = run_length(pass, from + j, count - j);
-        const int64_t index = key_index(pass, span, layer, head, from + j);
-        copy_rows(scratch->keys + j * width, pass->pool, index, run * width, pass->dtype);
-        if (pass->to_value)
-            copy_rows(scratch->values + j * width, pass->pool, index + pass->to_value, run * width, pass->dtype);
+        copy_rows(scratch->keys + j * width, pass->keys.memory,
+                  row_index(pass, &pass->keys, span, layer, head, from + j), run * width, pass->dtype);
+        if (pass->values.memory)
+            copy_rows(scratch->values + j * value_width, pass->values.memory,
+                      row_index(pass, &pass->values, span, layer, head, from + j), run * value_width, pass->dtype);
     }
 }
 
-/* Online softmax (arXiv 2205.14135) of one panel of queries over the tile's first `count` keys, which are at positions
- * [from, from + count). ends0, ends1: per lane, one past the last position that the lane's query attends to; masked:
- * some lane does not attend to all of the keys. */
-static void attend_tile(const struct pass *pass, struct scratch *scratch, int64_t panel, int64_t from, int64_t count,
-                        ivec ends0, ivec ends1, int masked)
+/* The scores of a softmax that is capped: cap * tanh(s / cap). */
+INLINE vec capped(vec s, float cap)
 {
-    const int64_t width = pass->width, value_width = pass->value_width;
+    return cap * (1.0f - 2.0f / (1.0f + exp2_approx(vec_min(s * (2.8853900817779268f / cap), splat(128)))));
+}
+
+INLINE ivec sees(const struct ranges *ranges, ivec position)
+{
+    return (position >= ranges->begins) & (position < ranges->ends);
+}
+
+/* Online softmax (arXiv 2205.14135) of one panel of queries over the tile's first `count` keys, which are at positions
+ * [from, from + count). ranges: of both vectors; masked: some lane does not attend to all of the keys. A tile that a
+ * lane does not see leaves what it has summed as it is, to the bit. */
+static void attend_tile(const struct pass *pass, const struct scoring *scoring, struct scratch *scratch, int64_t panel,
+                        int64_t from, int64_t count, const struct ranges ranges[2], int masked)
+{
+    const int64_t width = pass->keys.width, value_width = pass->values.width;
+    const int64_t value_stride = pass->values.memory ? value_width : width;
     float *scores = scratch->scores, *outputs = scratch->now.outputs + panel * value_width * LANES;
     float *maxima = scratch->now.maxima + panel * LANES, *sums = scratch->now.sums + panel * LANES;
     multiply_rows(count, scores, NULL, LANES, splat(0), splat(0), scratch->keys, width, 1,
@@ -67,10 +90,16 @@ static void attend_tile(const struct pass *pass, struct scratch *scratch, int64_
     vec max0 = load(maxima), max1 = load(maxima + WIDE), old_max0 = max0, old_max1 = max1;
     for (int64_t j = 0; j < count; j++) {
         vec s0 = load(scores + j * LANES), s1 = load(scores + j * LANES + WIDE);
+        if (scoring->cap) {
+            s0 = capped(s0, scoring->cap);
+            s1 = capped(s1, scoring->cap);
+        }
         if (masked) {
             ivec position = (ivec){0} + (int32_t)(from + j);
-            s0 = blend(position < ends0, s0, no_score);
-            s1 = blend(position < ends1, s1, no_score);
+            s0 = blend(sees(ranges, position), s0, no_score);
+            s1 = blend(sees(ranges + 1, position), s1, no_score);
+        }
+        if (masked || scoring->cap) {
             store(scores + j * LANES, s0);
             store(scores + j * LANES + WIDE, s1);
         }
@@ -81,6 +110,11 @@ static void attend_tile(const struct pass *pass, struct scratch *scratch, int64_
     vec sum0 = load(sums) * keep0, sum1 = load(sums + WIDE) * keep1;
     for (int64_t j = 0; j < count; j++) {
         vec p0 = exp2_approx(load(scores + j * LANES) - max0), p1 = exp2_approx(load(scores + j * LANES + WIDE) - max1);
+        if (masked && pass->begins) { /* a lane that has seen nothing yet has no maximum to be far below */
+            ivec position = (ivec){0} + (int32_t)(from + j);
+            p0 = blend(sees(ranges, position), p0, splat(0));
+            p1 = blend(sees(ranges + 1, position), p1, splat(0));
+        }
         store(scores + j * LANES, p0);
         store(scores + j * LANES + WIDE, p1);
         sum0 += p0;
@@ -90,7 +124,8 @@ static void attend_tile(const struct pass *pass, struct scratch *scratch, int64_
     store(maxima + WIDE, max1);
     store(sums, sum0);
     store(sums + WIDE, sum1);
-    multiply_rows(value_width, outputs, outputs, LANES, keep0, keep1, scratch->values, 1, width, scores, count, NULL);
+    multiply_rows(value_width, outputs, outputs, LANES, keep0, keep1, scratch->values, 1, value_stride, scores, count,
+                  NULL);
 }
 
 /* The sums of an item of so many lanes, one after the other from here on. */
@@ -103,11 +138,11 @@ static struct sums sums_at(float *from, int64_t lanes, int64_t width)
 static __attribute__((noinline)) void merge_segment(const struct pass *pass, const struct item *item,
                                                     struct sums before, struct sums now, int64_t from)
 {
-    const int64_t width = pass->value_width, rows = item->count * pass->group;
+    const int64_t width = pass->values.width, rows = item->count * pass->group;
     for (int64_t lane = 0; lane < rows; lane += WIDE) {
         ivec sees;
         for (int i = 0; i < WIDE; i++)
-            sees[i] = end_of(pass, item, lane + i) > from ? -1 : 0;
+            sees[i] = sees_segment(pass, item, lane + i, from) ? -1 : 0;
         const vec max0 = load(before.maxima + lane), max1 = load(now.maxima + lane), max = vec_max(max0, max1);
         const vec keep = blend(sees, exp2_approx(max0 - max), splat(1)), add = exp2_approx(max1 - max);
         store(before.maxima + lane, blend(sees, max, max0));
@@ -125,7 +160,7 @@ static __attribute__((noinline)) void merge_segment(const struct pass *pass, con
 static void pack_queries(const struct pass *pass, const struct item *item, const float *query, int64_t query_stride,
                          float scale, struct scratch *scratch)
 {
-    const int64_t width = pass->width, group = pass->group, rows = item->count * group;
+    const int64_t width = pass->keys.width, group = pass->group, rows = item->count * group;
     const int64_t first_row = pass->spans[item->span].row + item->first;
     for (int64_t r = 0; r < (rows + LANES - 1) / LANES * LANES; r++) {
         float *to = scratch->queries + (r / LANES) * width * LANES + r % LANES;
@@ -138,13 +173,13 @@ static void pack_queries(const struct pass *pass, const struct item *item, const
 }
 
 /* Sums over the keys of one segment. */
-static void attend_segment(const struct pass *pass, const struct item *item, int64_t layer, int64_t segment,
-                           struct scratch *scratch)
+static void attend_segment(const struct pass *pass, const struct scoring *scoring, const struct item *item,
+                           int64_t layer, int64_t segment, struct scratch *scratch)
 {
     const struct span *span = &pass->spans[item->span];
-    const int64_t width = pass->value_width, panels = (item->count * pass->group + LANES - 1) / LANES;
-    const int64_t last = span->start + item->first + item->count, after = (segment + 1) * pass->segment;
-    const int64_t end = after < last ? after : last;
+    const int64_t width = pass->values.width, panels = (item->count * pass->group + LANES - 1) / LANES;
+    const int64_t last = end_of(pass, item, item->count * pass->group), after = (segment + 1) * pass->segment;
+    const int64_t end = after < last ? after : last, begin = begin_of(pass, item, 0);
 
     memset(scratch->now.outputs, 0, panels * width * LANES * sizeof(float));
     memset(scratch->now.sums, 0, panels * LANES * sizeof(float));
@@ -152,72 +187,85 @@ static void attend_segment(const struct pass *pass, const struct item *item, int
         scratch->now.maxima[r] = -1e30f;
     for (int64_t from = segment * pass->segment; from < end; from += TILE) {
         int64_t count = end - from < TILE ? end - from : TILE;
-        gather_tile(pass, span, layer, item->head, from, count, scratch);
+        if (from + count <= begin)
+            continue;
+        gather_tile(pass, span, layer, item->head, from, count, begin, scratch);
         for (int64_t panel = 0; panel < panels; panel++) {
-            int32_t ends[LANES];
-            for (int64_t lane = 0; lane < LANES; lane++)
-                ends[lane] = end_of(pass, item, panel * LANES + lane);
-            int64_t visible = ends[LANES - 1] - from < count ? ends[LANES - 1] - from : count;
-            if (visible > 0)
-                attend_tile(pass, scratch, panel, from, visible, *(ivec *)ends, *(ivec *)(ends + WIDE),
-                            from + visible > ends[0]);
+            const struct ranges *ranges = scratch->ranges + panel * 2;
+            const int32_t first_end = ranges[0].ends[0], last_end = ranges[1].ends[WIDE - 1];
+            const int64_t visible = last_end - from < count ? last_end - from : count;
+            if (visible > 0 && ranges[0].begins[0] < from + visible)
+                attend_tile(pass, scoring, scratch, panel, from, visible, ranges,
+                            from + visible > first_end || ranges[1].begins[WIDE - 1] > from);
         }
     }
 }
 
 /* Divides outputs by their sums and stores them row by row. */
-static void unpack_outputs(const struct pass *pass, const struct item *item, float *output, struct sums sums)
+static void unpack_outputs(const struct pass *pass, const struct scoring *scoring, const struct item *item,
+                           float *output, struct sums sums)
 {
-    const int64_t width = pass->value_width, group = pass->group, heads = pass->kv_heads * group;
+    const int64_t width = pass->values.width, group = pass->group, heads = pass->kv_heads * group;
     const int64_t first_row = pass->spans[item->span].row + item->first;
     for (int64_t r = 0; r < item->count * group; r++) {
         const float *from = sums.outputs + (r / LANES) * width * LANES + r % LANES;
         float *to = output + ((first_row + r / group) * heads + item->head * group + r % group) * width;
-        float share = 1.0f / sums.sums[r];
+        float sum = sums.sums[r];
+        if (scoring->sinks)
+            sum += exp2_approx(splat(scoring->sinks[item->head * group + r % group] - sums.maxima[r]))[0];
+        float share = 1.0f / sum;
         for (int64_t d = 0; d < width; d++)
             to[d] = from[d * LANES] * share;
     }
 }
 
 /* Attention of one work item over all segments, or what it sums over one. */
-static void attend_item(const struct pass *pass, const struct item *item, int64_t layer, const float *query,
-                        int64_t query_stride, float *output, float scale, struct scratch *scratch, float *partials)
+static void attend_item(const struct pass *pass, const struct scoring *scoring, const struct item *item,
+                        int64_t layer, const float *query, int64_t query_stride, float *output,
+                        struct scratch *scratch, float *partials)
 {
-    const int64_t end = end_of(pass, item, item->count * pass->group), panel = LANES * (pass->value_width + 2);
+    const int64_t end = end_of(pass, item, item->count * pass->group), panel = LANES * (pass->values.width + 2);
     const int whole = item->segment == ALL_SEGMENTS;
     struct scratch first = *scratch;
-    first.now = whole ? scratch->before : sums_at(partials + item->partial * panel, LANES, pass->value_width);
-    pack_queries(pass, item, query, query_stride, scale, scratch);
-    attend_segment(pass, item, layer, whole ? 0 : item->segment, &first);
+    first.now = whole ? scratch->before : sums_at(partials + item->partial * panel, LANES, pass->values.width);
+    for (int64_t r = 0; r < (item->count * pass->group + LANES - 1) / LANES * LANES; r++) {
+        scratch->ranges[r / WIDE].begins[r % WIDE] = begin_of(pass, item, r);
+        scratch->ranges[r / WIDE].ends[r % WIDE] = end_of(pass, item, r);
+    }
+    pack_queries(pass, item, query, query_stride, scoring->scale, scratch);
+    int64_t segment = whole ? begin_of(pass, item, 0) / pass->segment : item->segment;
+    attend_segment(pass, scoring, item, layer, segment, &first);
     if (!whole)
         return;
-    for (int64_t segment = 1; segment * pass->segment < end; segment++) {
-        attend_segment(pass, item, layer, segment, scratch);
+    while (++segment * pass->segment < end) {
+        attend_segment(pass, scoring, item, layer, segment, scratch);
         merge_segment(pass, item, scratch->before, scratch->now, segment * pass->segment);
     }
-    unpack_outputs(pass, item, output, scratch->before);
+    unpack_outputs(pass, scoring, item, output, scratch->before);
 }
 
 /* Merges what was summed over the segments of an item. */
-static void merge_item(const struct pass *pass, const struct item *item, float *output, float *partials)
+static void merge_item(const struct pass *pass, const struct scoring *scoring, const struct item *item, float *output,
+                       float *partials)
 {
-    const int64_t panel = LANES * (pass->value_width + 2), width = pass->value_width;
-    const struct sums all = sums_at(partials + item->partial * panel, LANES, width);
-    for (int64_t segment = 1; segment < item->segment; segment++)
-        merge_segment(pass, item, all, sums_at(partials + (item->partial + segment) * panel, LANES, width),
-                      segment * pass->segment);
-    unpack_outputs(pass, item, output, all);
+    const int64_t width = pass->values.width, panel = LANES * (width + 2);
+    const int64_t first = begin_of(pass, item, 0) / pass->segment;
+    float *of = partials + item->partial * panel;
+    const struct sums all = sums_at(of, LANES, width);
+    for (int64_t segment = first + 1; segment < item->segment; segment++)
+        merge_segment(pass, item, all, sums_at(of + (segment - first) * panel, LANES, width), segment * pass->segment);
+    unpack_outputs(pass, scoring, item, output, all);
 }
 
-/* Causal attention of all work items over what the pool holds of each request: the keys and values of the pass itself
- * have been written there, too. query: [tokens, heads, width], rows query_stride elements apart; output: [tokens,
- * heads, value_width], dense; both float32. scale: of the scores, times log2(e). Returns -1 when memory ran out, else 0. */
+/* Attention of all work items over what the pool holds of each request: the keys and values of the pass itself have been
+ * written there, too. query: [tokens, heads, width], rows query_stride elements apart; output: [tokens, heads, width of
+ * values], dense; both float32. Returns -1 when memory ran out, else 0. */
 int EXPORT(attend_float32)(const struct pass *pass, int64_t layer, const float *query, int64_t query_stride,
-                            float *output, float scale)
+                            float *output, const struct scoring *scoring)
 {
-    const int64_t width = pass->width, value_width = pass->value_width;
+    const int64_t width = pass->keys.width, value_width = pass->values.width;
     const int64_t lanes = (pass->most_tokens * pass->group + LANES - 1) / LANES * LANES;
-    int64_t bytes = (lanes * (width + 2 * value_width + 4) + TILE * (2 * width + LANES)) * sizeof(float);
+    int64_t bytes = (lanes * (width + 2 * value_width + 6) + TILE * (width + value_width + LANES)) * sizeof(float);
     char *memory = new_scratch(&bytes, pass->partial_count * LANES * (value_width + 2) * sizeof(float));
     if (!memory)
         return -1;
@@ -225,18 +273,19 @@ int EXPORT(attend_float32)(const struct pass *pass, int64_t layer, const float *
 #pragma omp parallel
     {
         struct scratch scratch;
-        scratch.queries = (float *)(memory + omp_get_thread_num() * bytes);
+        scratch.ranges = (struct ranges *)(memory + omp_get_thread_num() * bytes);
+        scratch.queries = (float *)(scratch.ranges + lanes / WIDE);
         scratch.now = sums_at(scratch.queries + lanes * width, lanes, value_width);
         scratch.before = sums_at(scratch.now.outputs + lanes * (value_width + 2), lanes, value_width);
         scratch.keys = scratch.before.outputs + lanes * (value_width + 2);
         scratch.scores = scratch.keys + TILE * width;
-        scratch.values = pass->to_value ? scratch.scores + TILE * LANES : scratch.keys;
+        scratch.values = pass->values.memory ? scratch.scores + TILE * LANES : scratch.keys;
 #pragma omp for schedule(dynamic, 1)
         for (int64_t i = 0; i < pass->item_count; i++)
-            attend_item(pass, &pass->items[i], layer, query, query_stride, output, scale, &scratch, partials);
+            attend_item(pass, scoring, &pass->items[i], layer, query, query_stride, output, &scratch, partials);
 #pragma omp for schedule(dynamic, 1)
         for (int64_t i = 0; i < pass->merge_count; i++)
-            merge_item(pass, &pass->merges[i], output, partials);
+            merge_item(pass, scoring, &pass->merges[i], output, partials);
     }
     free(memory);
     return 0;

@@ -10,7 +10,7 @@
  * bits of a key, which is therefore read in place, in the page. Values are interleaved by twos, tile by tile.
  *
  * Scores never leave the registers as float32. Their powers are taken relative to `top`, a score that the row has seen:
- * at first that of position 0, which all rows see. A top that is too low does no harm until the powers overflow, so
+ * at first that of the first position that it attends to. A top that is too low does no harm until the powers overflow, so
  * there is no running maximum: only for rows whose sum has passed LIMIT is the top raised, and the tile done again.
  */
 
@@ -45,7 +45,8 @@ struct sums {
 struct scratch {
     uint32_t *queries;       /* [panels, width / 2, LANES]: pairs along the width */
     struct sums now, before; /* over a segment, and over those before it */
-    int32_t *ends;      /* [panels, LANES]: one past the last position that the row attends to */
+    int32_t *begins, *ends; /* [panels, LANES]: first position that the row attends to, and one past the last */
+    bfloat16 *zeros;    /* [width] */
     uint32_t *values;   /* [TILE / 2, width]: pairs of positions; zeros behind the last */
     uint32_t *powers;   /* [TILE / 2, LANES]: pairs of positions */
     uint32_t *copies;   /* [TILE, width / 2]: keys that do not lie STEP by STEP in pages */
@@ -75,7 +76,7 @@ INLINE void multiply(const int n, const int m, vec sums[16], const uint32_t *a, 
 /* Stores the powers of STEP keys' scores, the first key being at `position`, and adds them to the sums. What is added
  * are the rounded powers, which values are multiplied by: an error that they share cancels out. */
 INLINE void store_powers(const int n, const int masked, const vec scores[16], uint32_t *powers, vec scale,
-                         const vec *tops, vec *sums, int32_t position, const ivec *ends)
+                         const vec *tops, vec *sums, int32_t position, const ivec *begins, const ivec *ends)
 {
 #pragma GCC unroll 16
     for (int i = 0; i < STEP; i += 2)
@@ -83,8 +84,8 @@ INLINE void store_powers(const int n, const int masked, const vec scores[16], ui
         for (int v = 0; v < n; v++) {
             vec low = fused(scores[i * n + v], scale, -tops[v]), high = fused(scores[(i + 1) * n + v], scale, -tops[v]);
             if (masked) {
-                low = blend(ends[v] > position + i, low, splat(HIDDEN));
-                high = blend(ends[v] > position + i + 1, high, splat(HIDDEN));
+                low = blend((begins[v] <= position + i) & (ends[v] > position + i), low, splat(HIDDEN));
+                high = blend((begins[v] <= position + i + 1) & (ends[v] > position + i + 1), high, splat(HIDDEN));
             }
             const pairs both = narrowed(exp2_approx(low), exp2_approx(high));
             sums[v] = dot(sums[v], both, (pairs){} + ONES);
@@ -98,14 +99,15 @@ static __attribute__((noinline, cold)) void raise_tops(struct scratch *own, ivec
                                                        const uint32_t *queries, float *outputs, int64_t width,
                                                        int64_t from, int64_t count, float scale)
 {
-    const ivec ends = *(ivec *)(own->ends + lane);
+    const ivec begins = *(ivec *)(own->begins + lane), ends = *(ivec *)(own->ends + lane);
     vec *top = (vec *)(own->now.tops + lane), *sum = (vec *)(own->now.sums + lane), before = *top;
     for (int64_t j = 0; j < count; j += STEP) {
         vec scores[16] = {};
         multiply(1, STEP, scores, own->keys[j / STEP], width / 2, 1, queries, width / 2);
         for (int i = 0; i < STEP; i++) {
             const vec score = scores[i] * scale;
-            *top = blend((score > *top) & (ends > (int32_t)(from + j + i)) & which, score, *top);
+            const int32_t position = (int32_t)(from + j + i);
+            *top = blend((score > *top) & (begins <= position) & (ends > position) & which, score, *top);
         }
     }
     const vec keep = blend(*top == before, splat(1), exp2_approx(before - *top));
@@ -121,19 +123,20 @@ INLINE void attend_tile(const int n, const int masked, struct scratch *own, int6
     const uint32_t *queries = own->queries + panel * (width / 2) * LANES;
     float *outputs = own->now.outputs + panel * width * LANES;
     vec tops[VECTORS], sums[VECTORS];
-    ivec ends[VECTORS];
+    ivec begins[VECTORS], ends[VECTORS];
     for (;;) {
 #pragma GCC unroll 4
         for (int v = 0; v < n; v++) {
             tops[v] = *(vec *)(own->now.tops + panel * LANES + v * WIDE);
             sums[v] = *(vec *)(own->now.sums + panel * LANES + v * WIDE);
+            begins[v] = *(ivec *)(own->begins + panel * LANES + v * WIDE);
             ends[v] = *(ivec *)(own->ends + panel * LANES + v * WIDE);
         }
         for (int64_t j = 0; j < count; j += STEP) {
             vec scores[16] = {};
             multiply(n, STEP, scores, own->keys[j / STEP], width / 2, 1, queries, width / 2);
             store_powers(n, masked, scores, own->powers + j / 2 * LANES, splat(scale), tops, sums, (int32_t)(from + j),
-                         ends);
+                         begins, ends);
         }
         int again = 0;
 #pragma GCC unroll 4

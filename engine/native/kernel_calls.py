@@ -42,14 +42,27 @@ class ItemRecord(ctypes.Structure):
     _fields_ = (("span", _I), ("head", _I), ("first", _I), ("count", _I), ("segment", _I), ("partial", _I))
 
 
+class RowsRecord(ctypes.Structure):
+    """struct rows of attention.h: keys or values of a pool. memory is an address."""
+
+    _fields_ = (("memory", _P), *((name, _I) for name in ("page_stride", "layer_stride", "head_stride", "width")))
+
+
+class ScoringRecord(ctypes.Structure):
+    """struct scoring of attention.h: how scores become weights. sinks is an address; scale, cap and sinks are times
+    log2(e)."""
+
+    _fields_ = (("scale", _F), ("cap", _F), ("sinks", _P))
+
+
 class PassRecord(ctypes.Structure):
-    """struct pass of attention.h: one forward pass. pool, spans, items and merges are addresses; the caller keeps their
-    memory alive."""
+    """struct pass of attention.h: one forward pass. begins, ends, spans, items and merges are addresses; the caller
+    keeps their memory and that of keys and values alive."""
 
     _fields_ = (
-        ("pool", _P),
-        *((name, _I) for name in ("dtype", "page_size", "page_stride", "kv_heads", "group", "width")),
-        *((name, _I) for name in ("value_width", "layer_stride", "head_stride", "to_value")),
+        *((name, RowsRecord) for name in ("keys", "values")),
+        *((name, _I) for name in ("dtype", "page_size", "kv_heads", "group")),
+        *((name, _P) for name in ("begins", "ends")),
         ("spans", _P),
         ("items", _P),
         ("item_count", _I),
@@ -97,7 +110,7 @@ class Kernels:
         self._multiply_int8 = kernel(
             f"headrace_multiply_int8_{int8_bits}", _P, _I, ctypes.POINTER(Int8Record), _P, _P, _I, _I, _I
         )
-        attend = (ctypes.POINTER(PassRecord), _I, _P, _I, _P, _F)
+        attend = (ctypes.POINTER(PassRecord), _I, _P, _I, _P, ctypes.POINTER(ScoringRecord))
         self._attend = {torch.float32: kernel(f"headrace_attend_float32_{bits}", *attend)}
         if attend_bfloat16:
             self._attend[torch.bfloat16] = kernel(attend_bfloat16, *attend)
@@ -213,25 +226,28 @@ class Kernels:
             _dtype(pool),
         )  # fmt: skip
 
-    def attends(self, record: PassRecord, query: Tensor) -> bool:
+    def attends(self, record: PassRecord, query: Tensor, scoring: ScoringRecord) -> bool:
         """Whether attend() takes queries of this dtype over the pool of a pass."""
         if query.dtype == torch.float32:
             return True
-        same = query.dtype in self._attend and record.dtype == POOL_DTYPES[query.dtype]
-        return same and record.width % STEP == 0 and record.value_width == record.width
+        keys, values = record.keys, record.values
+        if query.dtype not in self._attend or record.dtype != POOL_DTYPES[query.dtype] or scoring.cap:
+            return False
+        return values.memory is not None and values.width == keys.width and keys.width % STEP == 0
 
-    def attend(self, record: PassRecord, layer: int, query: Tensor, scale: float) -> Tensor:
-        """Causal attention of a pass over what the pool holds; query and result as in AttentionPass.attend, the result
-        in the width of the values.
+    def attend(self, record: PassRecord, layer: int, query: Tensor, scoring: ScoringRecord) -> Tensor:
+        """Attention of a pass over what the pool holds; query and result as in AttentionPass.attend, the result in the
+        width of the values.
 
-        query: rows may be strided; of a dtype for which attends() is true. scale: of the scores, times
-        log2(e). Raises ValueError, and MemoryError when the kernel has no memory.
+        query: rows may be strided; of a dtype for which attends() is true. Raises ValueError, and MemoryError when the
+        kernel has no memory.
         """
         width = query.shape[-1]
-        _require(self.attends(record, query) and query.stride()[1:] == (width, 1))
-        output = query.new_empty(*query.shape[:2], record.value_width)
+        _require(self.attends(record, query, scoring) and query.stride()[1:] == (width, 1))
+        _require(width == record.keys.width and query.shape[1] == record.kv_heads * record.group)
+        output = query.new_empty(*query.shape[:2], record.values.width)
         failed = self._attend[query.dtype](
-            ctypes.byref(record), layer, query.data_ptr(), query.stride(0), output.data_ptr(), scale
+            ctypes.byref(record), layer, query.data_ptr(), query.stride(0), output.data_ptr(), ctypes.byref(scoring)
         )
         if failed:
             raise MemoryError("no memory for attention")

@@ -22,3 +22,9 @@ def native(wide: bool) -> Kernels:
 def normal(*shape: int, seed: int = 0) -> torch.Tensor:
     """Random numbers, the same for a shape and a seed."""
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def assert_same_bits(one: torch.Tensor, other: torch.Tensor) -> None:
+    """Not -0 for 0, either."""
+    assert one.dtype == other.dtype
+    assert torch.equal(one.contiguous().view(torch.uint8), other.contiguous().view(torch.uint8))

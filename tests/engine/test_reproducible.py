@@ -22,18 +22,13 @@ from headrace.engine.kv.pool import KVPool
 from headrace.engine.native.kernel_calls import Kernels, load_kernels
 from headrace.engine.runner import ModelRunner
 from tests.cpus import KINDS, cpuinfo
-from tests.engine.kernels import WIDTHS, native, normal
+from tests.engine.kernels import WIDTHS, assert_same_bits, native, normal
 from tests.engine.models import CONFIGS, Prompt, Saved, make_runner, pool_tokens, random_tokens, shuffled_pages
 
 # Rows at which math libraries change from one kernel to another.
 ROWS = [1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 31, 32, 33, 63, 64, 65, 100, 127, 128, 129, 255, 256, 257, 512, 513]
 PAGE_SIZE = 16
 TOKENS = 4  # sampled after each prompt
-
-
-def assert_same_bits(one: torch.Tensor, other: torch.Tensor) -> None:
-    assert one.dtype == other.dtype
-    assert torch.equal(one.contiguous().view(torch.uint8), other.contiguous().view(torch.uint8))
 
 
 @pytest.mark.parametrize("wide", WIDTHS)
