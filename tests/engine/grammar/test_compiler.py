@@ -89,9 +89,9 @@ def bombs() -> Iterator[tuple[str, Constraint]]:
     """Constraints that ask for more time or memory than they may have."""
     opened = '{"type": "object", "properties": {"a": '
     yield "too deeply", Constraint("json", opened * 900 + "{}" + "}}" * 900)
-    yield "too large|too many", Constraint("regex", "((a{1000}){1000}){1000}")
+    yield "too large|too many|to compile", Constraint("regex", "((a{1000}){1000}){1000}")
     pattern = {"properties": {"a": {"type": "string", "pattern": "^((a{1000}){1000}){1000}$"}}}
-    yield "too large|too many", Constraint("json", json.dumps(pattern))
+    yield "too large|too many|to compile", Constraint("json", json.dumps(pattern))
     alternatives = [{"anyOf": [{"properties": {f"p{i}{j}": {"type": "integer"}}} for j in range(4)]} for i in range(12)]
     yield "too large", Constraint("json", json.dumps({"allOf": alternatives}))
     yield "unclosed|invalid|regex", Constraint("regex", "(" * 20_000)
