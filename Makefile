@@ -45,7 +45,7 @@ HOURS ?= 8
 FIRST_SEED ?= 0
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo compiled connector test full faults wheel manifests test-browser test-charts test-clients test-containers test-evaluation test-nixl test-openapi test-prometheus test-ray test-routers test-vllm soak check format audit sbom bench bench-nixl bench-peers clean distclean
+.PHONY: help venv demo compiled connector test full test-models faults wheel manifests test-browser test-charts test-clients test-containers test-evaluation test-nixl test-openapi test-prometheus test-ray test-routers test-vllm soak check format audit sbom bench bench-nixl bench-peers clean distclean
 
 help: ## Show this list.
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
@@ -80,6 +80,9 @@ endif
 
 full: venv test-clients ## Run the tests that take minutes each, and official clients, too; CPU= as in test.
 	$(PYTEST) -m full tests
+
+test-models: venv ## Compute every architecture of the zoo, in one process and on pairs, beside transformers.
+	$(PYTEST) -m "full or not full" tests/models
 
 faults: venv ## Strike a pair with every kind of fault at every place; write the results to docs/reliability.md.
 	$(BIN)/python -m tests.faults --write

@@ -24,6 +24,7 @@ from headrace.core.types import packed
 from headrace.core.types.kv.geometry import ceil_div
 from headrace.core.types.requests.request import SamplingParams
 from headrace.engine.attention.paged import AttentionPass
+from headrace.engine.layers.native_decoder import NativeDecoder
 from headrace.engine.load_plan import plan_rank
 from headrace.engine.runner import ModelRunner
 from headrace.server.launch.local_server import LocalServer
@@ -77,12 +78,15 @@ class TimedPass:
 def by_part(runner: ModelRunner, rows: Sequence[PlanRow]) -> tuple[float, float, float]:
     """Seconds of products, attention and the rest, one plan per row."""
     products, attention = Stopwatch(), Stopwatch()
-    arithmetic, begin = runner._decoder._arithmetic, runner._attention
+    decoder = runner._decoder
+    assert isinstance(decoder, NativeDecoder)
+    arithmetic, begin = decoder._arithmetic, decoder._attention
+    assert begin is not None
     with (
         patch.object(arithmetic, "linear", products.timed(arithmetic.linear)),
         patch.object(arithmetic, "gated_linear", products.timed(arithmetic.gated_linear)),
         patch.object(arithmetic, "logits", products.timed(arithmetic.logits)),
-        patch.object(runner, "_attention", lambda spans: TimedPass(begin(spans), attention)),
+        patch.object(decoder, "_attention", lambda spans: TimedPass(begin(spans), attention)),
     ):
         started = time.perf_counter()
         for row in rows:

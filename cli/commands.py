@@ -217,13 +217,14 @@ def _check(given: argparse.Namespace) -> int:
 
 def _open_files(config: Config) -> None:
     """What `headrace serve` opens. Raises ConfigError for files that it could not use."""
+    from headrace.engine.load_plan import model_spec
     from headrace.engine.model.checkpoint import check_files
-    from headrace.engine.model.source import load_spec, resolve_source
+    from headrace.engine.model.source import resolve_source
     from headrace.text.tokenizer import load_tokenizer
 
     source = resolve_source(config.model.model)
     if source.kind != "stub":
-        check_files(source, load_spec(source))
+        check_files(source, model_spec(source, config.model.decoder))
     load_tokenizer(config.model.model, config.server.cache_dir, config.server.chat_template)
 
 

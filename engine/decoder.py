@@ -1,172 +1,78 @@
-"""Decoder of one stage: its layers, the embedding on the first stage and the output head on the last."""
+"""What a stage computes with: the decoder of its layers, of which there are two.
+
+    NativeDecoder    engine/layers    our own layers, for the families of engine/model/families.py
+    LibraryDecoder   engine/library   transformers' own modules over the same pool, for all that it knows
+
+Whatever calls a decoder does not know which one it is.
+"""
 
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from typing import Protocol
 
-import torch
 from torch import Tensor
 
-from headrace.core.config import MlaForm
 from headrace.core.runtime.progress import PassProgress
-from headrace.engine.attention.paged import AttentionPass
-from headrace.engine.collectives.operations import ALONE, Collectives
-from headrace.engine.collectives.steps import Steps, finish, take_turns
-from headrace.engine.dtypes import Precision
-from headrace.engine.layers.base import Rotary
-from headrace.engine.layers.exchange import Exchange, NoExchange, begin_pass
-from headrace.engine.layers.layer import Layer, load_layer
-from headrace.engine.layers.moe import ExpertRows, MoeMlp
-from headrace.engine.layers.vocabulary import Best, Vocabulary
-from headrace.engine.model.arithmetic import Arithmetic, TorchArithmetic
-from headrace.engine.model.checkpoint import Checkpoint
-from headrace.engine.model.config import ModelSpec
-from headrace.engine.model.rope import rotary_tables
-from headrace.engine.model.sharding import Shard, whole_model
-from headrace.engine.model.weights import LayerReader, load_head
-
-LOADERS = 4  # threads that read layers; each holds a temporary copy of a tensor while converting it
+from headrace.engine.attention.paged import AttentionSpan
+from headrace.engine.kv.pool import KVPool
+from headrace.engine.layers.moe import ExpertRows
+from headrace.engine.layers.vocabulary import Best
 
 
-class Decoder:
-    """Weights of a stage's layers and their forward pass; keys and values live in the pool that an AttentionPass
-    writes.
+class Decoder(Protocol):
+    """Weights of a stage's layers and their forward pass; keys and values live in a pool. Used by one thread."""
 
-    Hidden states are in precision.compute, between stages too, so that the number of stages changes no bit. RMSNorm
-    (arXiv 1910.07467) and the rotary embedding are computed in float32. A shard has its part of every layer; hidden
-    states are whole on all shards, with equal bits.
-    """
-
-    def __init__(
-        self,
-        spec: ModelSpec,
-        checkpoint: Checkpoint,
-        layers: range,
-        *,
-        positions: int,
-        precision: Precision,
-        arithmetic: Arithmetic,
-        device: str,
-        shard: Shard | None = None,
-        tp: Collectives = ALONE,
-        exchanges: Sequence[Exchange] = (),
-        mla_form: MlaForm = "absorbed",
-    ) -> None:
-        """Read the weights of these layers, and of nothing else.
-
-        positions: length of the rotary tables, the longest sequence. shard: the part of them to read, None for all. tp:
-        the shards of this stage. exchanges: how the ranks of the stage share experts, one for each half of passes that
-        are cut; none for a rank that holds all. mla_form: see load_layer. Raises ConfigError for a missing or misshapen
-        tensor.
-        """
-        shard = shard or whole_model(spec)
-        self.progress = PassProgress()
+    @property
+    def progress(self) -> PassProgress:
         """Layers that were begun, in all passes."""
-        self._spec = spec
-        self._precision = precision
-        self._arithmetic = arithmetic
-        # Packing is for weights in 8 bits or held in the compute dtype; others are converted for every product.
-        packs = precision.int8 or precision.held == precision.compute
-        pack = arithmetic.pack if packs else TorchArithmetic().pack
-
-        self._exchanges = exchanges or (NoExchange(spec.moe.experts if spec.moe else 0),)
-
-        def load(layer: int) -> Layer:
-            reader = LayerReader(checkpoint, layer, precision, device, pack)
-            return load_layer(spec, reader, arithmetic, shard, tp, self._exchanges, mla_form)
-
-        with ThreadPoolExecutor(min(LOADERS, torch.get_num_threads())) as loaders:
-            self._layers: list[Layer] = list(loaders.map(load, layers))
-        self._device = device
-        mixtures = [(number, layer.mlp) for number, layer in zip(layers, self._layers, strict=True)]
-        self._mixtures = {number: mlp for number, mlp in mixtures if isinstance(mlp, MoeMlp)}
-        weights = load_head(
-            spec,
-            checkpoint,
-            shard,
-            first=layers.start == 0,
-            last=layers.stop == spec.layers,
-            precision=precision,
-            device=device,
-        )
-        self._norm = weights.norm
-        self._vocabulary = Vocabulary(spec.vocab_size, weights.embedding, weights.head, arithmetic, shard, tp)
-        cos, sin = rotary_tables(spec.rope, spec.rotary_dim, positions)
-        self._cos, self._sin = cos.to(device), sin.to(device)
+        ...
 
     @property
     def expert_rows(self) -> ExpertRows | None:
         """Counters of the experts of this stage's layers; None where they have none."""
-        if not self._mixtures:
-            return None
-        counters = tuple(mixture.rows for mixture in self._mixtures.values())
-        return ExpertRows(tuple(self._mixtures), self._exchanges[0].own.start, counters)
+        ...
+
+    def attach(self, pool: KVPool) -> None:
+        """Where keys and values are; called once, before the first pass."""
+        ...
 
     def begin(self, tokens: Sequence[int], padded: int, cut: int = 0) -> None:
-        """See begin_pass()."""
-        begin_pass(self._exchanges, tokens, padded, cut)
+        """Begin a pass. tokens: of every replica, see Exchange.begin(); cut: tokens of its first half."""
+        ...
 
     def take_part(self) -> Tensor:
         """Enter the exchanges of a pass in which this replica has no tokens: its experts work for the others. Returns
         hidden states of no tokens."""
-        nothing = torch.empty(0, self._spec.hidden_size, dtype=self._precision.compute, device=self._device)
-        for mixture in self._mixtures.values():
-            self.progress.step()
-            mixture.forward(nothing)
-        return nothing
+        ...
 
     def embed(self, ids: Tensor) -> Tensor:
-        """Token ids int64 [tokens] → hidden states [tokens, hidden size]. First stage only."""
-        return self._vocabulary.embed(ids, self._precision.compute)
+        """Token ids int64 [tokens] → what forward() of the first stage takes."""
+        ...
 
-    def forward(self, hidden: Tensor, positions: Tensor, attention: AttentionPass) -> Tensor:
+    def forward(self, hidden: Tensor, positions: Tensor, spans: Sequence[AttentionSpan]) -> Tensor:
         """Run this stage's layers over hidden states [tokens, hidden size] at positions int64 [tokens].
 
-        Returns hidden states [tokens, hidden size].
+        spans: the rows, in order. Returns hidden states [tokens, hidden size]. Raises LinkBroken when another rank is
+        gone.
         """
-        hidden = hidden.clone()  # the residual stream, added to in place
-        finish(self._steps(hidden, positions, attention, 0))
-        return hidden
+        ...
 
-    def forward_halves(self, hidden: Tensor, positions: Tensor, attention: Sequence[AttentionPass], cut: int) -> Tensor:
-        """The same in two halves that take turns, tokens [0, cut) and the rest. attention: of each half.
-
-        A half attends to positions of the same pass that the one before it has written for that layer: its turn comes
-        later.
-        """
-        hidden = hidden.clone()
-        rows = (slice(0, cut), slice(cut, len(hidden)))
-        take_turns(
-            self._steps(hidden[of], positions[of], each, half)
-            for half, (of, each) in enumerate(zip(rows, attention, strict=True))
-        )
-        return hidden
-
-    def _steps(self, hidden: Tensor, positions: Tensor, attention: AttentionPass, half: int) -> Steps[None]:
-        """Run the layers over hidden states [tokens, hidden size], in place."""
-        rotary = Rotary(self._cos[positions], self._sin[positions])
-        add_norm, eps = self._arithmetic.add_norm, self._spec.norm_eps
-        delta = None
-        for index, layer in enumerate(self._layers):
-            self.progress.step()
-            normed = add_norm(hidden, delta, layer.input_norm, eps)
-            attended = layer.attention.post(index, normed, rotary, attention)
-            if layer.pauses:
-                yield
-            delta = yield from layer.mlp.steps(add_norm(hidden, attended.wait(), layer.post_norm, eps), half)
-        if delta is not None:
-            hidden.add_(delta)
+    def forward_halves(
+        self, hidden: Tensor, positions: Tensor, spans: Sequence[Sequence[AttentionSpan]], cut: int
+    ) -> Tensor:
+        """The same in two halves that take turns, tokens [0, cut) and the rest. spans: of each half."""
+        ...
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Final hidden states [rows, hidden size] → float32 logits [rows, vocabulary]; no rows on shards other than the
         first. Last stage only."""
-        return self._vocabulary.logits(self.normed(hidden))
+        ...
 
     def best(self, hidden: Tensor) -> Best:
         """The largest logits of final hidden states [rows, hidden size], with less exchange among shards. Last stage
         only."""
-        return self._vocabulary.best(self.normed(hidden))
+        ...
 
     def normed(self, hidden: Tensor) -> Tensor:
         """Hidden states after the last layer [rows, hidden size] → after the final norm: what the output head
         multiplies. Last stage only."""
-        return self._arithmetic.add_norm(hidden, None, self._norm, self._spec.norm_eps)
+        ...

@@ -9,14 +9,15 @@
 
 from typing import NamedTuple
 
-from headrace.core.config import EngineConfig, ModelConfig
+from headrace.core.config import DecoderChoice, EngineConfig, ModelConfig
+from headrace.core.types.errors import ConfigError, UnknownModel
 from headrace.core.types.kv.geometry import Geometry
 from headrace.engine.device import Computation, available_memory, resolve_computation
 from headrace.engine.kv.memory_plan import MemoryPlan, plan_memory, stage_geometry, weight_count
 from headrace.engine.model.config import ModelSpec
 from headrace.engine.model.expert_plan import own_experts
 from headrace.engine.model.sharding import RankPart, part_of, split_model
-from headrace.engine.model.source import ModelSource, load_spec, resolve_source
+from headrace.engine.model.source import ModelSource, load_spec, refuse_quantized, resolve_source
 
 
 class ModelTerms(NamedTuple):
@@ -70,6 +71,33 @@ class LoadPlan(NamedTuple):
         return weight_count(self.part)
 
 
+def model_spec(source: ModelSource, decoder: DecoderChoice = "auto") -> ModelSpec:
+    """The specification of a model, for the decoder that --decoder names. Raises ConfigError for a model that it cannot
+    run."""
+    if source.kind != "hf":
+        if decoder == "library":
+            raise ConfigError("--decoder library reads safetensors folders; leave it out for this model")
+        return load_spec(source)
+    if decoder != "library":
+        try:
+            return load_spec(source)
+        except UnknownModel as unknown:
+            if decoder == "native":
+                raise
+            reason = str(unknown)
+    else:
+        reason = ""
+    refuse_quantized(source)
+    try:
+        from headrace.engine.library.model import library_spec
+    except ImportError as error:
+        raise ConfigError(f"{reason or '--decoder library'}: transformers cannot be imported: {error}") from error
+    try:
+        return library_spec(source.path)
+    except ConfigError as error:
+        raise ConfigError(f"{reason}; {error}" if reason else str(error)) from error
+
+
 def model_terms(model: ModelConfig, engine: EngineConfig, max_model_len: int = 0) -> ModelTerms:
     """Find the model and resolve what is left to it and to the machine.
 
@@ -77,7 +105,7 @@ def model_terms(model: ModelConfig, engine: EngineConfig, max_model_len: int = 0
     that does not work here.
     """
     source = resolve_source(model.model)
-    spec = load_spec(source)
+    spec = model_spec(source, model.decoder)
     return ModelTerms(
         model=model,
         engine=engine,

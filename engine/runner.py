@@ -1,5 +1,6 @@
 """Model runner of one stage: rows of a plan in; hidden states, sampled tokens and prompt logprobs out."""
 
+import logging
 from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import NamedTuple, Protocol
@@ -15,8 +16,7 @@ from headrace.core.types import packed
 from headrace.core.types.kv.geometry import Geometry
 from headrace.core.types.ranks.coordinate import Agreement, halves
 from headrace.core.types.requests.request import SamplingParams
-from headrace.engine.attention import choose_attention
-from headrace.engine.attention.latent import latent_attention, resolve_form
+from headrace.engine.attention.latent import resolve_form
 from headrace.engine.attention.paged import AttentionSpan
 from headrace.engine.collectives.operations import ALONE, Collectives, check_equal_sums, least
 from headrace.engine.decoder import Decoder
@@ -27,6 +27,7 @@ from headrace.engine.kv.device_copies import place
 from headrace.engine.kv.pool import Allocate, KVPool
 from headrace.engine.layers.exchange import Exchange, Replicated
 from headrace.engine.layers.moe import ExpertRows
+from headrace.engine.layers.native_decoder import NativeDecoder
 from headrace.engine.load_plan import LoadPlan
 from headrace.engine.model.arithmetic import TorchArithmetic
 from headrace.engine.model.checkpoint import CountedCheckpoint, open_checkpoint
@@ -35,6 +36,7 @@ from headrace.engine.model.fingerprint import fingerprint
 from headrace.engine.native.kernel_calls import Kernels, load_kernels
 from headrace.engine.row_sampler import PlanResult, RowSampler
 
+log = logging.getLogger(__name__)
 WARM_UP_REQUEST = -1  # the scheduler numbers requests from 0
 WARM_UP_TOKENS = 32
 
@@ -158,19 +160,39 @@ class ModelRunner:
         checkpoint = open_checkpoint(terms.source, spec)
         loading.begin(plan.weights, memory.weight_bytes)
         self._part, self._max_model_len = part, terms.length
-        self._decoder = Decoder(
-            spec,
-            CountedCheckpoint(checkpoint, loading),
-            part.layers,
-            positions=terms.length,
-            precision=Precision(TORCH_DTYPES[dtype], TORCH_DTYPES[memory.weight_dtype], compute, terms.int8),
-            arithmetic=choose_arithmetic(engine.compile, device, kernels or TorchArithmetic()),
-            device=device,
-            shard=part.shard,
-            tp=tp,
-            exchanges=exchanges,
-            mla_form=resolve_form(engine.mla, device),
-        )
+        precision = Precision(TORCH_DTYPES[dtype], TORCH_DTYPES[memory.weight_dtype], compute, terms.int8)
+        arithmetic = choose_arithmetic(engine.compile, device, kernels or TorchArithmetic())
+        self._decoder: Decoder
+        if spec.library is not None:
+            from headrace.engine.library.decoder import LibraryDecoder
+
+            self._decoder = LibraryDecoder(
+                spec,
+                terms.source.path,
+                part.layers,
+                positions=terms.length,
+                precision=precision,
+                arithmetic=arithmetic,
+                kernels=kernels,
+                device=device,
+                loading=loading,
+            )
+        else:
+            self._decoder = NativeDecoder(
+                spec,
+                CountedCheckpoint(checkpoint, loading),
+                part.layers,
+                positions=terms.length,
+                precision=precision,
+                arithmetic=arithmetic,
+                device=device,
+                shard=part.shard,
+                tp=tp,
+                exchanges=exchanges,
+                mla_form=resolve_form(engine.mla, device),
+                kernels=kernels,
+                native_units=native,
+            )
         loading.end()
         self.expert_rows = self._decoder.expert_rows
         self.progress = self._decoder.progress
@@ -179,13 +201,29 @@ class ModelRunner:
         self.hidden_spec = HiddenSpec(spec.hidden_size, compute, torch.device(device))
         self.geometry = plan.geometry
         self.pool = KVPool(self.geometry, kv_pages, device, allocate)
-        self._attention = (
-            latent_attention(spec.mla, self.pool, engine.mla, kernels=kernels)
-            if spec.mla is not None
-            else choose_attention(self.pool, native_units=native, kernels=kernels)
-        )
+        self._decoder.attach(self.pool)
+        if spec.library is not None:
+            self._try_library(spec.library.architecture)
         compiler = partial(GrammarCompiler, terms.model.model, engine.cache_dir, spec.vocab_size)
         self._sampler = RowSampler(self._decoder, tp.rank, tp.size, compiler)
+
+    def _try_library(self, architecture: str) -> None:
+        """See try_decoder(). Raises ConfigError."""
+        from headrace.engine.library.trial import try_decoder
+
+        form = self.hidden_spec
+
+        def incoming(count: int, seed: int) -> Tensor:
+            generator = torch.Generator().manual_seed(seed)
+            if self._part.first:
+                return torch.randint(self.vocab_size, (count,), generator=generator).to(form.device)
+            return torch.randn(count, form.size, generator=generator).to(form.device, form.dtype)
+
+        trial = try_decoder(self._decoder, self.pool, self._max_model_len, incoming)
+        what = "the same bits" if trial.same_bits else f"the same up to rounding ({trial.gap:.1g})"
+        log.info(
+            "%s by transformers' modules: a trial in chunks and beside another request gave %s", architecture, what
+        )
 
     def warm_up(self, most: int = WARM_UP_TOKENS) -> None:
         """See Runner. Runs a chunk and a decoding row, so that kernels and threads exist before the first plan."""
@@ -235,10 +273,10 @@ class ModelRunner:
                 ids = np.concatenate([row_ids(row, self._sampler.last(row.request)) for row in rows])
                 hidden = self._decoder.embed(place(ids.astype(np.int64), self.hidden_spec.device))
             if agreed.cut:
-                passes = [self._attention(half) for half in _cut_spans(spans, agreed.cut)]
-                result = self._decoder.forward_halves(hidden, positions, passes, agreed.cut)
+                halved = _cut_spans(spans, agreed.cut)
+                result = self._decoder.forward_halves(hidden, positions, halved, agreed.cut)
             else:
-                result = self._decoder.forward(hidden, positions, self._attention(spans))
+                result = self._decoder.forward(hidden, positions, spans)
             self.pool.mark_computed()
             return result
 

@@ -39,11 +39,11 @@ from headrace.engine.io_thread import QUEUE_LIMIT, Copies, EventOutbox, StageIoT
 from headrace.engine.kv.kv_memory import KvMemory
 from headrace.engine.kv.tiers.copier import open_tiers
 from headrace.engine.layers.exchange import Exchange, make_exchange
-from headrace.engine.load_plan import plan_rank
+from headrace.engine.load_plan import model_spec, plan_rank
 from headrace.engine.loop import StageLoop
 from headrace.engine.model.config import ModelSpec
 from headrace.engine.model.expert_plan import ExpertPlan, plan_experts
-from headrace.engine.model.source import load_spec, resolve_source
+from headrace.engine.model.source import resolve_source
 from headrace.engine.model.stub import is_stub
 from headrace.engine.orders import OrderConnection, connect_scheduler
 from headrace.engine.parallel.groups import Groups, join_groups
@@ -87,7 +87,7 @@ def _serve(config: StageConfig, memory: KvMemory, groups: Groups) -> int:
     loading = LoadProgress()
     report = LoadingReport(loading, partial(_send, control), clock, rank=config.rank, epoch=config.epoch)
     with report:  # it has the connection meanwhile
-        spec = load_spec(resolve_source(config.model.model))
+        spec = model_spec(resolve_source(config.model.model), config.model.decoder)
         runner = _make_runner(config, spec, memory, groups, loading)
     links = PipelineLinks(config.shared_layout, config.shared_rank, runner.hidden_spec, groups.tokens, config.credits)
     inbox: queue.Queue[AnyOrder] = queue.Queue(QUEUE_LIMIT)

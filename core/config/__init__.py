@@ -3,7 +3,16 @@
 from headrace.core.config.config import Config
 from headrace.core.config.flag import Flag
 from headrace.core.config.gateway import GatewayConfig
-from headrace.core.config.model import Compile, Dtype, EngineConfig, ExpertExchange, MlaForm, ModelConfig, Quantize
+from headrace.core.config.model import (
+    Compile,
+    DecoderChoice,
+    Dtype,
+    EngineConfig,
+    ExpertExchange,
+    MlaForm,
+    ModelConfig,
+    Quantize,
+)
 from headrace.core.config.scheduler import Policy, SchedulerConfig
 from headrace.core.config.server import LogFormat, Role, Routing, ServerConfig
 from headrace.core.config.stages import STAGE_KEY_VARIABLE, GroupConfig, StageConfig
@@ -14,6 +23,7 @@ __all__ = [
     "STAGE_KEY_VARIABLE",
     "Compile",
     "Config",
+    "DecoderChoice",
     "Dtype",
     "EngineConfig",
     "ExpertExchange",

@@ -9,6 +9,7 @@ from headrace.core.config.flag import KV_CACHE, MODEL, STAGES, Flag
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 Quantize = Literal["none", "int8"]
 Compile = Literal["auto", "on", "off"]
+DecoderChoice = Literal["auto", "native", "library"]
 MlaForm = Literal["auto", "absorbed", "expanded", "length"]
 ExpertExchange = Literal["auto", "allgather", "alltoall"]
 
@@ -28,6 +29,15 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
             "as they are; the KV cache stays in --dtype",
         ),
     ] = "none"
+    decoder: Annotated[
+        DecoderChoice,
+        Flag(
+            "decoder",
+            MODEL,
+            "native: our own layers; library: transformers' modules over the same pool; auto: native for the models "
+            "that it has, library for all others",
+        ),
+    ] = "auto"
     device: Annotated[str, Flag("device", MODEL, "auto, cpu or cuda[:index]")] = "auto"
     """Resolved, never "auto", when a stage gets it."""
     max_model_len: Annotated[

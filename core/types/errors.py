@@ -34,6 +34,10 @@ class ConfigError(Exception):
     """A mistake in flags, configuration files or model files; the message says what to write instead."""
 
 
+class UnknownModel(ConfigError):
+    """A model, as far as its configuration says, that our own layers do not compute."""
+
+
 def invalid(field: str, message: str, *, code: str = "invalid_value", status: int = 400) -> HeadraceError:
     """Makes a 4xx that names the request field at fault."""
     return HeadraceError(ErrorInfo(code=code, message=message, status=status, field=field))

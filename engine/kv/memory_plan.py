@@ -44,6 +44,8 @@ def stage_geometry(part: RankPart, dtype: str, page_size: int) -> Geometry:
     spec, layers = part.spec, part.layers
     if spec.mla:
         return spec.mla.geometry(dtype, page_size, layers)
+    if spec.library:
+        return spec.library.geometry(dtype, page_size, layers)
     kv_heads = part.shard.kv_heads
     return Geometry(
         dtype=dtype,
@@ -59,6 +61,8 @@ def stage_geometry(part: RankPart, dtype: str, page_size: int) -> Geometry:
 def weight_count(part: RankPart) -> int:
     """Number of parameters that a rank holds."""
     spec, layers, shard = part.spec, part.layers, part.shard
+    if spec.library:
+        return spec.library.weight_count(layers, tied=spec.tied)
     query, kv = len(shard.heads) * spec.head_dim, len(shard.kv_heads) * spec.head_dim
     biases = (query + 2 * kv) * spec.qkv_bias + spec.hidden_size * (spec.output_bias and shard.first)
     norms = 2 * spec.hidden_size + 2 * spec.head_dim * spec.qk_norm
@@ -75,6 +79,8 @@ def weight_count(part: RankPart) -> int:
 def linear_count(part: RankPart) -> int:
     """Number of weights of a rank's linear layers, apart from the output head and routers."""
     spec, shard, routed = part.spec, part.shard, _moe_layers(part)
+    if spec.library:
+        return sum(spec.library.linear[layer] for layer in part.layers)
     dense = (len(part.layers) - routed) * 3 * spec.hidden_size * len(shard.columns)
     moe = routed * spec.moe.stored_weights(spec.hidden_size, part.experts) if spec.moe is not None else 0
     return len(part.layers) * attention_weights(spec, shard) + dense + moe

@@ -80,6 +80,9 @@ class Checkpoint(Tensors, Protocol):
 def check_files(source: ModelSource, spec: ModelSpec) -> None:
     """Read the headers of all files of a model's weights: that each of its tensors is there, in a shape and a dtype
     that can be read, and that the files are as long as they say. Raises ConfigError."""
+    if spec.library is not None:
+        SafetensorsCheckpoint(source.path).check_dtypes()
+        return
     open_checkpoint(source, spec).check(model_tensors(spec))
 
 
@@ -89,6 +92,9 @@ def open_checkpoint(source: ModelSource, spec: ModelSpec) -> "SafetensorsCheckpo
     if source.kind == "gguf":
         return GgufCheckpoint(source.path, spec)
     checkpoint = SafetensorsCheckpoint(source.path)
+    if spec.library is not None:
+        checkpoint.check_dtypes()  # what is missing or left over is found where the model is loaded
+        return checkpoint
     refuse_unread(spec, checkpoint.names, str(source.path))
     return checkpoint
 
@@ -152,6 +158,19 @@ class SafetensorsCheckpoint:
         for name, shape in tensors.items():
             self._stored(name, shape)
 
+    def check_dtypes(self) -> None:
+        """Raises ConfigError for a tensor of a dtype that read() would refuse, of whatever name."""
+        for file in sorted(set(self._file_of.values())):
+            if not (self._folder / file).is_file():
+                raise ConfigError(f"{INDEX} names {file}, which is not in {self._folder}")
+            opened = self._open(file)
+            for name in opened.keys():  # noqa: SIM118
+                self._check_dtype(name, opened.get_slice(name).get_dtype())
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Of a tensor that is there."""
+        return tuple(self._open(self._file_of[name]).get_slice(name).get_shape())
+
     def read(self, name: str, shape: tuple[int, ...], rows: Rows | None = None, columns: range | None = None) -> Tensor:
         """See Checkpoint."""
         stored = self._stored(name, shape)
@@ -175,14 +194,17 @@ class SafetensorsCheckpoint:
         if name not in file.keys():  # noqa: SIM118
             raise _missing(name, shape, self._folder / self._file_of[name])
         stored = file.get_slice(name)
-        if (dtype := stored.get_dtype()) not in FLOATS:
+        self._check_dtype(name, stored.get_dtype())
+        if (found := tuple(stored.get_shape())) != shape:
+            raise _misshapen(name, shape, found)
+        return stored
+
+    def _check_dtype(self, name: str, dtype: str) -> None:
+        if dtype not in FLOATS:
             raise ConfigError(
                 f"tensor {name} in {self._folder / self._file_of[name]} is stored as {dtype}, which is a weight only "
                 f"together with its scales; supported are {', '.join(FLOATS)}, and GGUF files"
             )
-        if (found := tuple(stored.get_shape())) != shape:
-            raise _misshapen(name, shape, found)
-        return stored
 
     def _open(self, name: str) -> Any:
         if name not in self._files:

@@ -12,7 +12,7 @@ from typing import Any, Literal, cast
 
 import msgspec
 
-from headrace.core.types.errors import ConfigError
+from headrace.core.types.errors import ConfigError, UnknownModel
 from headrace.engine.model.config_fields import (
     ABOVE_ONE,
     COUNT,
@@ -26,6 +26,7 @@ from headrace.engine.model.config_fields import (
     Fields,
 )
 from headrace.engine.model.families import Family, family_of
+from headrace.engine.model.library_spec import LibrarySpec
 from headrace.engine.model.mla_spec import MlaSpec
 from headrace.engine.model.moe_spec import LayerKind, MoeSpec
 
@@ -104,6 +105,9 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Multi-head latent attention; heads and kv_heads are then the same, head_dim is the width of a query head."""
     moe: MoeSpec | None = None
     """Layers of experts; None for a dense model."""
+    library: LibrarySpec | None = None
+    """The model is computed by transformers' modules; the fields above are then as it caches, and those of the
+    arithmetic are not read."""
     further_layers: int = 0
     """Layers behind the last one that predict further tokens (num_nextn_predict_layers); they are not read."""
 
@@ -155,8 +159,8 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def spec_from_config(config: Mapping[str, Any]) -> ModelSpec:
-    """Read a parsed config.json (of transformers 4 or 5). Raises ConfigError for a model that the engine cannot run,
-    and for a value of the wrong type or range."""
+    """Read a parsed config.json (of transformers 4 or 5). Raises UnknownModel for a model that our own layers do
+    not compute, ConfigError for a value of the wrong type or range."""
     fields = Fields("config.json", config)
     family = family_of(fields)
     _refuse_unsupported(fields)
@@ -192,9 +196,14 @@ def spec_from_config(config: Mapping[str, Any]) -> ModelSpec:
 def _refuse_unsupported(config: Fields) -> None:
     activation = config.get("hidden_act", NAME, "silu")
     if activation != "silu":
-        raise ConfigError(f"hidden_act {activation!r} is not supported; supported is 'silu'")
+        raise UnknownModel(f"hidden_act {activation!r} is not supported; supported is 'silu'")
     if config.get("mlp_bias", FLAG, False):
-        raise ConfigError("mlp_bias true is not supported; supported are MLPs without bias")
+        raise UnknownModel("mlp_bias true is not supported; supported are MLPs without bias")
+    refuse_quantization(config)
+
+
+def refuse_quantization(config: Fields) -> None:
+    """Raises ConfigError where a configuration says that weights are quantised."""
     for key in ("quantization_config", "compression_config"):
         if config.get(key, OBJECT, {}):
             raise ConfigError(f"{key} is not supported; supported are unquantized safetensors and GGUF")
@@ -215,10 +224,10 @@ def _rope(config: Fields, positions: int) -> RopeSpec:
     scaling = config.within("rope_parameters" if config.get("rope_parameters", OBJECT, {}) else "rope_scaling")
     kind = scaling.get("rope_type", NAME, scaling.get("type", NAME, "default"))
     if kind not in ROPE_KINDS:
-        raise ConfigError(f"rope type {kind!r} is not supported; supported are {', '.join(ROPE_KINDS)}")
+        raise UnknownModel(f"rope type {kind!r} is not supported; supported are {', '.join(ROPE_KINDS)}")
     partial = scaling.get("partial_rotary_factor", NUMBER, config.get("partial_rotary_factor", NUMBER, 1.0))
     if partial != 1.0:
-        raise ConfigError(f"partial_rotary_factor {partial} is not supported; supported is 1.0")
+        raise UnknownModel(f"partial_rotary_factor {partial} is not supported; supported is 1.0")
     original = scaling.get("original_max_position_embeddings", SIZE, positions)
     factors = {"default": 1.0, "yarn": positions / original}
     return RopeSpec(
@@ -241,7 +250,7 @@ def _mla(config: Fields, rope: RopeSpec) -> MlaSpec:
     """Latent attention of a DeepSeek model. Layers after num_hidden_layers (num_nextn_predict_layers), which predict
     further tokens, are not read."""
     if not config.get("rope_interleave", FLAG, True):
-        raise ConfigError("rope_interleave false is not supported; supported are rotary pairs side by side")
+        raise UnknownModel("rope_interleave false is not supported; supported are rotary pairs side by side")
     return MlaSpec(
         kv_rank=config.get("kv_lora_rank", SIZE),
         nope_dim=config.get("qk_nope_head_dim", SIZE),

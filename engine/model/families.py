@@ -9,7 +9,7 @@ from typing import Literal
 
 import msgspec
 
-from headrace.core.types.errors import ConfigError
+from headrace.core.types.errors import UnknownModel
 from headrace.engine.model.config_fields import NAME, NAMES, Fields
 from headrace.engine.model.moe_spec import (
     MoeSpec,
@@ -113,13 +113,13 @@ BY_ARCHITECTURE = {family.architecture: family for family in FAMILIES}
 
 def family_of(config: Fields) -> Family:
     """The family of a parsed config.json: by its architectures, or by its model_type where it names none. Raises
-    ConfigError for one that is not here."""
+    UnknownModel for one that is not here."""
     supported = f"supported are {', '.join(BY_ARCHITECTURE)}"
     if architectures := config.get("architectures", NAMES, []):
         if architectures[0] not in BY_ARCHITECTURE:
-            raise ConfigError(f"architecture {architectures[0]} is not supported; {supported}")
+            raise UnknownModel(f"architecture {architectures[0]} is not supported; {supported}")
         return BY_ARCHITECTURE[architectures[0]]
     model_type = config.get("model_type", NAME)
     if model_type not in BY_MODEL_TYPE:
-        raise ConfigError(f"model_type {model_type} is not supported; {supported}")
+        raise UnknownModel(f"model_type {model_type} is not supported; {supported}")
     return BY_MODEL_TYPE[model_type]

@@ -6,12 +6,13 @@ import xxhash
 from torch import Tensor
 
 from headrace.core.config import Quantize
-from headrace.engine.model.checkpoint import Tensors
+from headrace.engine.model.checkpoint import SafetensorsCheckpoint, Tensors
 from headrace.engine.model.config import ModelSpec
 from headrace.engine.model.moe_spec import MoeSpec
 from headrace.engine.model.rope import inverse_frequencies
 
 SAMPLED_ROWS = 8  # of each sampled matrix
+SAMPLED_TENSORS = 8  # of a model that is known by its files alone
 
 
 def fingerprint(spec: ModelSpec, checkpoint: Tensors, quantize: Quantize = "none") -> str:
@@ -19,12 +20,22 @@ def fingerprint(spec: ModelSpec, checkpoint: Tensors, quantize: Quantize = "none
     hex.
 
     Independent of how the model is stored (tied or not, notation of the rope scaling, dtype, position limit). A
-    quantised model has another one, so that its KV is not mixed with that of the model itself. Raises ConfigError for a
+    quantised model has another one, so that its KV is not mixed with that of the model itself; one that transformers'
+    modules compute has one by its configuration and its files. Raises ConfigError for a
     missing or misshapen tensor.
     """
     digest = xxhash.xxh3_128()
     if quantize != "none":
         digest.update(quantize.encode())
+    if spec.library is not None:
+        assert isinstance(checkpoint, SafetensorsCheckpoint)
+        digest.update(spec.library.config.encode())
+        names = sorted(checkpoint.names)
+        for at in torch.linspace(0, len(names) - 1, min(SAMPLED_TENSORS, len(names))).long().tolist():
+            shape = checkpoint.shape(names[at])
+            digest.update(names[at].encode())
+            digest.update(_rounded(_sampled(checkpoint, names[at], shape)))
+        return digest.hexdigest()
     digest.update(msgspec.msgpack.encode(_sizes(spec)))
     if spec.moe is not None:
         digest.update(msgspec.msgpack.encode(_moe_sizes(spec.moe)))
@@ -47,9 +58,15 @@ def fingerprint(spec: ModelSpec, checkpoint: Tensors, quantize: Quantize = "none
         tensors.append((f"{prefix}.self_attn.{query}.weight", (spec.heads * spec.head_dim, inputs)))
     tensors += _routers(spec)
     for name, shape in tensors:
-        rows = torch.linspace(0, shape[0] - 1, min(SAMPLED_ROWS, shape[0])).long().tolist()
-        digest.update(_rounded(checkpoint.read(name, shape, rows if len(shape) > 1 else None)))
+        digest.update(_rounded(_sampled(checkpoint, name, shape)))
     return digest.hexdigest()
+
+
+def _sampled(checkpoint: Tensors, name: str, shape: tuple[int, ...]) -> Tensor:
+    """Some rows of a matrix, or a vector."""
+    if len(shape) < 2:
+        return checkpoint.read(name, shape)
+    return checkpoint.read(name, shape, torch.linspace(0, shape[0] - 1, min(SAMPLED_ROWS, shape[0])).long().tolist())
 
 
 def _routers(spec: ModelSpec) -> list[tuple[str, tuple[int, ...]]]:

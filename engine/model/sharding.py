@@ -122,6 +122,10 @@ def part_of(
 def _check(spec: ModelSpec, tp: int) -> None:
     if tp < 1:
         raise ConfigError(f"--tp is {tp}; it must be at least 1")
+    if tp > 1 and spec.library is not None:
+        raise ConfigError(
+            f"{spec.library.architecture} is computed by transformers' modules, which --tp does not split; write --tp 1"
+        )
     if not _divides_heads(spec, tp):
         fewer = max(each for each in range(1, tp) if _divides_heads(spec, each))
         more = next((each for each in range(tp + 1, MOST_SHARDS + 1) if _divides_heads(spec, each)), 0)

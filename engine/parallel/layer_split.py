@@ -25,6 +25,8 @@ def layer_flops(spec: ModelSpec, layer: int = 0) -> float:
 
     layer: counted from the model's first. Of experts, those count that a token is sent to.
     """
+    if spec.library is not None:
+        return 2.0 * spec.library.active[layer]
     attention = attention_weights(spec, whole_model(spec))
     if spec.moe is not None and spec.layer_kinds[layer] == "moe":
         return 2.0 * (attention + spec.moe.active_weights(spec.hidden_size))

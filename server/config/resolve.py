@@ -7,11 +7,11 @@ from headrace.core.runtime.cpu import usable_cores
 from headrace.core.types.errors import ConfigError
 from headrace.core.types.ranks.coordinate import Rules
 from headrace.engine.kv.memory_plan import MemoryPlan
-from headrace.engine.load_plan import model_terms
+from headrace.engine.load_plan import model_spec, model_terms
 from headrace.engine.model.config import ModelSpec
 from headrace.engine.model.expert_plan import ExpertPlan, check_experts, plan_experts
 from headrace.engine.model.sharding import split_model
-from headrace.engine.model.source import load_spec, resolve_source
+from headrace.engine.model.source import resolve_source
 from headrace.engine.parallel.layer_split import stage_layers
 from headrace.engine.parallel.offers import check_offers
 from headrace.server.config.curve_keys import check_keys
@@ -42,7 +42,7 @@ def resolve(config: Config) -> Resolved:
     """Inspect the model and the machine. Raises ConfigError for a model that cannot be served here."""
     check_keys(config)
     if config.group.start == "external":
-        return _resolve_external(config, load_spec(resolve_source(config.model.model)))
+        return _resolve_external(config, model_spec(resolve_source(config.model.model), config.model.decoder))
     terms = model_terms(config.model, config.engine)
     spec, device, dtype = terms.spec, terms.computation.device, terms.computation.dtype
     layers = _layers(config, spec)

@@ -42,9 +42,10 @@ def save_experts(folder: Path, config: PreTrainedConfig = QWEN3_MOE) -> Path:
     return folder
 
 
-def clear_texts(folder: Path, lengths: Sequence[int] = LENGTHS) -> Texts:
-    """What transformers says after a prompt of each length, of which no rounding can change anything."""
-    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder).eval()
+def clear_texts(folder: Path, lengths: Sequence[int] = LENGTHS, model: PreTrainedModel | None = None) -> Texts:
+    """What transformers says after a prompt of each length, of which no rounding can change anything. model: None reads
+    that of the folder."""
+    model = model or AutoModelForCausalLM.from_pretrained(folder).eval()
     tokenizer = load_tokenizer(str(folder), "")
     found: Texts = {}
     for length in lengths:

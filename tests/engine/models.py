@@ -172,12 +172,13 @@ def make_runner(
     quantize: Any = "none",
     tp: Collectives = ALONE,
     mla: Any = "auto",
+    decoder: Any = "auto",
     exchanges: Sequence[Exchange] = (),
 ) -> ModelRunner:
     """A runner whose pool is full of NaN: what was not written must not be read. cpuinfo: of the CPU that this one is
     taken for, by default that of the test run."""
     plan = plan_rank(
-        ModelConfig(model=str(folder), dtype=dtype, device="cpu", quantize=quantize),
+        ModelConfig(model=str(folder), dtype=dtype, device="cpu", quantize=quantize, decoder=decoder),
         EngineConfig(
             page_size=page_size, kv_pages=kv_pages, threads=1, cpuinfo=cpuinfo or find_cpuinfo(os.environ), mla=mla
         ),
@@ -188,7 +189,8 @@ def make_runner(
         experts=len(exchanges[0].own) if exchanges else None,
     )
     runner = ModelRunner(plan, exchanges=exchanges, tp=tp)
-    runner.pool.tensor.fill_(float("nan"))
+    for tensor in runner.pool.tensors.values():
+        tensor.fill_(float("nan"))
     return runner
 
 

@@ -9,9 +9,9 @@ from torch import Tensor
 
 from headrace.core.types.errors import ConfigError
 from headrace.engine.collectives.operations import Collectives
-from headrace.engine.decoder import Decoder
 from headrace.engine.dtypes import Precision
 from headrace.engine.kv.memory_plan import weight_count
+from headrace.engine.layers.native_decoder import NativeDecoder
 from headrace.engine.model.arithmetic import TorchArithmetic
 from headrace.engine.model.checkpoint import Checkpoint, open_checkpoint
 from headrace.engine.model.expert_plan import own_experts
@@ -121,7 +121,7 @@ def test_a_shard_reads_its_part_only(reshaped: Models, name: str) -> None:
     precision = Precision(torch.float32, torch.float32, torch.float32)
     for shard in split_model(spec, 2):
         counting = Counting(open_checkpoint(source, spec))
-        Decoder(
+        NativeDecoder(
             spec, counting, range(spec.layers), positions=64, precision=precision, arithmetic=TorchArithmetic(),
             device="cpu", shard=shard,
         )  # fmt: skip

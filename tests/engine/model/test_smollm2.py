@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-import headrace.engine.runner
+import headrace.engine.layers.native_decoder
 from headrace.core.types.requests.request import SamplingParams, TokenLogprob
 from headrace.engine.attention.varlen import VarlenPass
 from headrace.engine.model.checkpoint import open_checkpoint
@@ -75,7 +75,9 @@ def cpu_with_units(patch: pytest.MonkeyPatch) -> str:
 
 def gpu(patch: pytest.MonkeyPatch) -> str:
     """What a GPU is given to do, down to its flash kernel."""
-    patch.setattr(headrace.engine.runner, "choose_attention", lambda pool, **others: partial(VarlenPass, pool))
+    patch.setattr(
+        headrace.engine.layers.native_decoder, "choose_attention", lambda pool, **others: partial(VarlenPass, pool)
+    )
     patch.setattr(headrace.engine.runner, "choose_arithmetic", lambda *others: CompiledArithmetic("aot_eager"))
     return cpuinfo("bf16")
 

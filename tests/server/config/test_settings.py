@@ -46,6 +46,7 @@ FLAGS = """\
 --curve-key TEXT =
 --curve-server-key TEXT =
 --data-port N [0..65535] = 0
+--decoder {auto,native,library} = auto
 --device TEXT = auto
 --disk-admission-turn N [0..] = 1
 --disk-gib N [0..] = 16

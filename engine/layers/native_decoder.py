@@ -1,0 +1,182 @@
+"""Decoder of one stage by our own layers: the embedding on the first stage, the output head on the last."""
+
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+from torch import Tensor
+
+from headrace.core.config import MlaForm
+from headrace.core.runtime.progress import PassProgress
+from headrace.engine.attention import choose_attention
+from headrace.engine.attention.latent import latent_attention
+from headrace.engine.attention.paged import Attention, AttentionPass, AttentionSpan
+from headrace.engine.collectives.operations import ALONE, Collectives
+from headrace.engine.collectives.steps import Steps, finish, take_turns
+from headrace.engine.dtypes import Precision
+from headrace.engine.kv.pool import KVPool
+from headrace.engine.layers.base import Rotary
+from headrace.engine.layers.exchange import Exchange, NoExchange, begin_pass
+from headrace.engine.layers.layer import Layer, load_layer
+from headrace.engine.layers.moe import ExpertRows, MoeMlp
+from headrace.engine.layers.vocabulary import Best, Vocabulary
+from headrace.engine.model.arithmetic import Arithmetic, TorchArithmetic
+from headrace.engine.model.checkpoint import Checkpoint
+from headrace.engine.model.config import ModelSpec
+from headrace.engine.model.rope import rotary_tables
+from headrace.engine.model.sharding import Shard, whole_model
+from headrace.engine.model.weights import LayerReader, load_head
+from headrace.engine.native.kernel_calls import Kernels
+
+LOADERS = 4  # threads that read layers; each holds a temporary copy of a tensor while converting it
+
+
+class NativeDecoder:
+    """Weights of a stage's layers and their forward pass; see Decoder for what is called.
+
+    Hidden states are in precision.compute, between stages too, so that the number of stages changes no bit. RMSNorm
+    (arXiv 1910.07467) and the rotary embedding are computed in float32. A shard has its part of every layer; hidden
+    states are whole on all shards, with equal bits.
+    """
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        checkpoint: Checkpoint,
+        layers: range,
+        *,
+        positions: int,
+        precision: Precision,
+        arithmetic: Arithmetic,
+        device: str,
+        shard: Shard | None = None,
+        tp: Collectives = ALONE,
+        exchanges: Sequence[Exchange] = (),
+        mla_form: MlaForm = "absorbed",
+        kernels: Kernels | None = None,
+        native_units: bool = True,
+    ) -> None:
+        """Read the weights of these layers, and of nothing else.
+
+        positions: length of the rotary tables, the longest sequence. shard: the part of them to read, None for all. tp:
+        the shards of this stage. exchanges: how the ranks of the stage share experts, one for each half of passes that
+        are cut; none for a rank that holds all. mla_form: see load_layer. kernels, native_units: see
+        choose_attention(). Raises ConfigError for a missing or misshapen tensor.
+        """
+        shard = shard or whole_model(spec)
+        self.progress = PassProgress()
+        """Layers that were begun, in all passes."""
+        self._spec = spec
+        self._precision = precision
+        self._arithmetic = arithmetic
+        self._mla_form, self._kernels, self._native_units = mla_form, kernels, native_units
+        self._attention: Attention | None = None
+        # Packing is for weights in 8 bits or held in the compute dtype; others are converted for every product.
+        packs = precision.int8 or precision.held == precision.compute
+        pack = arithmetic.pack if packs else TorchArithmetic().pack
+
+        self._exchanges = exchanges or (NoExchange(spec.moe.experts if spec.moe else 0),)
+
+        def load(layer: int) -> Layer:
+            reader = LayerReader(checkpoint, layer, precision, device, pack)
+            return load_layer(spec, reader, arithmetic, shard, tp, self._exchanges, mla_form)
+
+        with ThreadPoolExecutor(min(LOADERS, torch.get_num_threads())) as loaders:
+            self._layers: list[Layer] = list(loaders.map(load, layers))
+        self._device = device
+        mixtures = [(number, layer.mlp) for number, layer in zip(layers, self._layers, strict=True)]
+        self._mixtures = {number: mlp for number, mlp in mixtures if isinstance(mlp, MoeMlp)}
+        weights = load_head(
+            spec,
+            checkpoint,
+            shard,
+            first=layers.start == 0,
+            last=layers.stop == spec.layers,
+            precision=precision,
+            device=device,
+        )
+        self._norm = weights.norm
+        self._vocabulary = Vocabulary(spec.vocab_size, weights.embedding, weights.head, arithmetic, shard, tp)
+        cos, sin = rotary_tables(spec.rope, spec.rotary_dim, positions)
+        self._cos, self._sin = cos.to(device), sin.to(device)
+
+    def attach(self, pool: KVPool) -> None:
+        """See Decoder."""
+        if self._spec.mla is not None:
+            self._attention = latent_attention(self._spec.mla, pool, self._mla_form, kernels=self._kernels)
+        else:
+            self._attention = choose_attention(pool, native_units=self._native_units, kernels=self._kernels)
+
+    @property
+    def expert_rows(self) -> ExpertRows | None:
+        """See Decoder."""
+        if not self._mixtures:
+            return None
+        counters = tuple(mixture.rows for mixture in self._mixtures.values())
+        return ExpertRows(tuple(self._mixtures), self._exchanges[0].own.start, counters)
+
+    def begin(self, tokens: Sequence[int], padded: int, cut: int = 0) -> None:
+        """See Decoder and begin_pass()."""
+        begin_pass(self._exchanges, tokens, padded, cut)
+
+    def take_part(self) -> Tensor:
+        """See Decoder."""
+        nothing = torch.empty(0, self._spec.hidden_size, dtype=self._precision.compute, device=self._device)
+        for mixture in self._mixtures.values():
+            self.progress.step()
+            mixture.forward(nothing)
+        return nothing
+
+    def embed(self, ids: Tensor) -> Tensor:
+        """See Decoder: hidden states [tokens, hidden size]."""
+        return self._vocabulary.embed(ids, self._precision.compute)
+
+    def forward(self, hidden: Tensor, positions: Tensor, spans: Sequence[AttentionSpan]) -> Tensor:
+        """See Decoder."""
+        hidden = hidden.clone()  # the residual stream, added to in place
+        finish(self._steps(hidden, positions, self._begun(spans), 0))
+        return hidden
+
+    def forward_halves(
+        self, hidden: Tensor, positions: Tensor, spans: Sequence[Sequence[AttentionSpan]], cut: int
+    ) -> Tensor:
+        """See Decoder. A half attends to positions of the same pass that the one before it has written for that layer:
+        its turn comes later."""
+        hidden = hidden.clone()
+        rows = (slice(0, cut), slice(cut, len(hidden)))
+        take_turns(
+            self._steps(hidden[of], positions[of], self._begun(each), half)
+            for half, (of, each) in enumerate(zip(rows, spans, strict=True))
+        )
+        return hidden
+
+    def _begun(self, spans: Sequence[AttentionSpan]) -> AttentionPass:
+        assert self._attention is not None, "attach() comes first"
+        return self._attention(spans)
+
+    def _steps(self, hidden: Tensor, positions: Tensor, attention: AttentionPass, half: int) -> Steps[None]:
+        """Run the layers over hidden states [tokens, hidden size], in place."""
+        rotary = Rotary(self._cos[positions], self._sin[positions])
+        add_norm, eps = self._arithmetic.add_norm, self._spec.norm_eps
+        delta = None
+        for index, layer in enumerate(self._layers):
+            self.progress.step()
+            normed = add_norm(hidden, delta, layer.input_norm, eps)
+            attended = layer.attention.post(index, normed, rotary, attention)
+            if layer.pauses:
+                yield
+            delta = yield from layer.mlp.steps(add_norm(hidden, attended.wait(), layer.post_norm, eps), half)
+        if delta is not None:
+            hidden.add_(delta)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """See Decoder."""
+        return self._vocabulary.logits(self.normed(hidden))
+
+    def best(self, hidden: Tensor) -> Best:
+        """See Decoder."""
+        return self._vocabulary.best(self.normed(hidden))
+
+    def normed(self, hidden: Tensor) -> Tensor:
+        """See Decoder."""
+        return self._arithmetic.add_norm(hidden, None, self._norm, self._spec.norm_eps)

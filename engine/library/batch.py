@@ -1,0 +1,154 @@
+"""One forward pass of transformers' modules over rows of several requests, side by side in one sequence."""
+
+from collections.abc import Mapping
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from headrace.engine.attention.native import Ranges
+from headrace.engine.attention.slots import LayerSlot, Scores, SlotPass, plain_attention
+from headrace.engine.library.hooks import Asked, Mask
+from headrace.engine.library.modules import PackedExperts
+
+MASK_ROWS = 256  # tokens whose masks are evaluated at a time
+
+
+class CachedSlot(NamedTuple):
+    """Where a layer's cache is in the pool."""
+
+    slot: LayerSlot
+    expanded: bool
+    """The model makes keys and values of what it caches: it gets all positions, and attention what it made."""
+
+
+class Batch:
+    """A pass. It is Running and a CacheOwner."""
+
+    def __init__(self, attention: SlotPass, slots: Mapping[int, CachedSlot], positions: Tensor) -> None:
+        """slots: by layer of the model. positions: int64 [tokens]."""
+        self._attention = attention
+        self._slots = slots
+        spans = attention.spans
+        edges = np.cumsum([0, *(span.count for span in spans)]).tolist()
+        ends = np.cumsum([0, *(span.start + span.count for span in spans)]).tolist()
+        self._rows = [slice(*edge) for edge in pairwise(edges)]
+        self._positions_of = [slice(*edge) for edge in pairwise(ends)]
+        self.offsets: Tensor | int = spans[0].start
+        if len(spans) > 1:
+            self.offsets = positions - torch.arange(len(positions), device=positions.device)
+        self._layer_of: dict[int, int] = {}
+        self._kept: list[object] = []  # tensors and masks of this pass, so that their ids stay theirs
+        self._ranges: dict[tuple[int, int], Ranges | None] = {}
+        self._seen: dict[tuple[int, int], list[Tensor]] = {}
+
+    def update(self, keys: Tensor, values: Tensor, layer: int) -> tuple[Tensor, Tensor]:
+        """See CacheOwner."""
+        slot, expanded = self._slots[layer]
+        self._attention.write(slot, keys[0].transpose(0, 1), values[0].transpose(0, 1))
+        if expanded:
+            keys, values = (rows.transpose(0, 1)[None] for rows in self._attention.gather(slot, keys.dtype))
+            return keys, values
+        self._layer_of[id(keys)] = layer
+        self._kept.append(keys)
+        return keys, values
+
+    def state(self, value: Any) -> Any:
+        """See CacheOwner. Raises RuntimeError: the probe refuses such models."""
+        raise RuntimeError("a module keeps something of a request that the probe has not seen")
+
+    def attend(self, module: nn.Module, query: Tensor, keys: Tensor, values: Tensor, asked: Asked) -> Tensor:
+        """See Running."""
+        scores = Scores(asked.scale or query.shape[3] ** -0.5, asked.softcap, asked.sinks)
+        layer = self._layer_of.get(id(keys))
+        if layer is not None and asked.indices is None:
+            queries = query[0].transpose(0, 1)
+            return self._attention.attend(self._slots[layer].slot, queries, scores, self._ranges_of(asked))[None]
+        if layer is not None:
+            keys, values = (
+                rows.transpose(0, 1)[None] for rows in self._attention.gather(self._slots[layer].slot, query.dtype)
+            )
+        parts = []
+        for number, (rows, positions) in enumerate(zip(self._rows, self._positions_of, strict=True)):
+            seen = self._seen_of(asked)[number]
+            if asked.indices is not None:
+                seen = seen & _selected(asked.indices[0, rows], seen.shape[1])
+            queries, of_keys, of_values = (
+                each[0, :, where].transpose(0, 1)
+                for each, where in ((query, rows), (keys, positions), (values, positions))
+            )
+            parts.append(plain_attention(queries, of_keys, of_values, seen, scores))
+        return torch.cat(parts)[None]
+
+    def experts(self, module: nn.Module, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        """See Running."""
+        packed = module.packed
+        assert isinstance(packed, PackedExperts)
+        return packed.compute(x.reshape(-1, x.shape[-1]), chosen, weights).view(x.shape)
+
+    def mask_tensor(self, mask: Mask) -> Mask:
+        """See Running."""
+        return mask
+
+    def _ranges_of(self, asked: Asked) -> Ranges | None:
+        """What a layer's mask and window let tokens attend to; None: all before them. Evaluated once for all layers
+        that have the same mask. Raises ValueError where what a token sees is no range."""
+        mask, window = asked.mask, asked.window or 0
+        key = id(mask), window
+        if key not in self._ranges:
+            plain = mask is None or (isinstance(mask, Mask) and mask.causal)
+            self._ranges[key] = None if plain and not window else self._evaluated(mask, window)
+            self._kept.append(mask)
+        return self._ranges[key]
+
+    def _evaluated(self, mask: object, window: int) -> Ranges:
+        begins, ends = [], []
+        for span in self._attention.spans:
+            for first in range(span.start, span.start + span.count, MASK_ROWS):
+                last = min(first + MASK_ROWS, span.start + span.count)
+                seen = _allowed(mask, window, np.arange(first, last), span.start + span.count)
+                begin, end = seen.argmax(1), seen.shape[1] - seen[:, ::-1].argmax(1)
+                if not (seen.sum(1) == end - begin).all() or not seen.any(1).all():
+                    raise ValueError("a mask lets a token attend to positions that are not side by side")
+                begins.append(begin)
+                ends.append(end)
+        return Ranges(*(np.concatenate(each).astype(np.int32) for each in (begins, ends)))
+
+    def _seen_of(self, asked: Asked) -> list[Tensor]:
+        """The same as bool [tokens, positions] of each row."""
+        key = id(asked.mask), asked.window or 0
+        if key not in self._seen:
+            self._seen[key] = [
+                torch.from_numpy(
+                    _allowed(
+                        asked.mask, asked.window or 0, np.arange(span.start, span.start + span.count),
+                        span.start + span.count,
+                    )
+                )
+                for span in self._attention.spans
+            ]  # fmt: skip
+            self._kept.append(asked.mask)
+        return self._seen[key]
+
+
+def _allowed(mask: object, window: int, queries: NDArray[np.int64], positions: int) -> NDArray[np.bool_]:
+    """bool [queries, positions]: what tokens at these positions see. Without a function that says it: what is not after
+    them, and in the window. Raises ValueError for a mask that is no function."""
+    keys = np.arange(positions)
+    if mask is not None and not isinstance(mask, Mask):
+        raise ValueError("a module makes a mask of its own")
+    if isinstance(mask, Mask) and not (mask.causal and window):
+        seen: NDArray[np.bool_] = mask.allowed(torch.from_numpy(queries), torch.from_numpy(keys)).numpy()
+        return seen
+    causal = keys <= queries[:, None]
+    return causal & (keys > queries[:, None] - window) if window else causal
+
+
+def _selected(indices: Tensor, positions: int) -> Tensor:
+    """bool [tokens, positions] of the positions that a module has selected [tokens, k]; negative ones are none."""
+    chosen = indices.long()
+    selected = torch.zeros(len(chosen), positions + 1, dtype=torch.bool, device=chosen.device)
+    return selected.scatter_(1, torch.where(chosen < 0, positions, chosen), True)[:, :positions]

@@ -1,0 +1,198 @@
+"""Decoder of one stage by transformers' own modules, over the paged pool."""
+
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from headrace.core.runtime.progress import LoadProgress, PassProgress
+from headrace.core.types.errors import ConfigError
+from headrace.engine.attention.paged import AttentionSpan
+from headrace.engine.attention.slots import LayerSlot, SlotPass
+from headrace.engine.dtypes import Precision
+from headrace.engine.kv.pool import KVPool
+from headrace.engine.layers.vocabulary import Best, best_of
+from headrace.engine.library.batch import Batch, CachedSlot
+from headrace.engine.library.cache import RowsCache
+from headrace.engine.library.hooks import running
+from headrace.engine.library.model import LayersDone, OtherLayer, body_of, call, layer_list, load_model
+from headrace.engine.library.modules import Head, Products, replace_products, widen
+from headrace.engine.model.arithmetic import Arithmetic, TorchArithmetic, Weight
+from headrace.engine.model.config import ModelSpec
+from headrace.engine.model.int8 import quantize
+from headrace.engine.native.kernel_calls import Kernels
+
+LENGTH_ROPES = {"dynamic", "longrope"}  # rotations that depend on the longest position
+
+
+class LibraryDecoder:
+    """A stage's layers as transformers has them. See Decoder for what is called, from one thread.
+
+    The states that the last stage gives are behind the model's own final norm.
+    """
+
+    expert_rows = None
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        folder: Path,
+        layers: range,
+        *,
+        positions: int,
+        precision: Precision,
+        arithmetic: Arithmetic,
+        kernels: Kernels | None,
+        device: str,
+        loading: LoadProgress,
+    ) -> None:
+        """Read the weights of these layers, and of nothing else. positions: the longest sequence. Raises ConfigError
+        for weights that do not fit the model."""
+        assert spec.library is not None
+        self.progress = PassProgress()
+        self._spec, self._library, self._layers = spec, spec.library, layers
+        self._precision, self._arithmetic, self._kernels = precision, arithmetic, kernels
+        self._pool: KVPool | None = None
+        first = layers.start == 0
+        if not first and self._library.per_layer_inputs:
+            raise ConfigError(f"{self._library.architecture} needs token ids in all layers; write --pp 1")
+        self._model = load_model(folder, layers, precision.model).to(device)
+        loading.read(sum(parameter.numel() for parameter in self._model.parameters()))
+        blocks = layer_list(self._model)
+        self._others = {each.place: each for each in blocks if isinstance(each, OtherLayer)}
+        for each in blocks:
+            if not isinstance(each, OtherLayer):
+                each.register_forward_pre_hook(lambda *_: self.progress.step())
+        self._compute_ourselves(blocks)
+        _fix_rotary(self._model, positions)
+        name, self._body = body_of(self._model)
+        if layers.stop == spec.layers:
+            self._given = GivenBody()
+            setattr(self._model, name, self._given)
+        self._products = Products(arithmetic)
+        cached = [(layer, self._library.cached[layer]) for layer in layers]
+        self._slots = {
+            layer: CachedSlot(LayerSlot(*self._library.place(layer, layers.start)), each.expanded)
+            for layer, each in cached
+            if each is not None
+        }
+
+    def attach(self, pool: KVPool) -> None:
+        """See Decoder."""
+        self._pool = pool
+
+    def begin(self, tokens: Sequence[int], padded: int, cut: int = 0) -> None:
+        """See Decoder. Nothing is exchanged."""
+
+    def take_part(self) -> Tensor:
+        """See Decoder. Raises RuntimeError: such models are in no lockstep."""
+        raise RuntimeError("a model of transformers' modules takes part in no other's pass")
+
+    def embed(self, ids: Tensor) -> Tensor:
+        """See Decoder. The model embeds them itself: forward() of the first stage takes ids."""
+        return ids
+
+    def forward(self, hidden: Tensor, positions: Tensor, spans: Sequence[AttentionSpan]) -> Tensor:
+        """See Decoder. Of the last stage the states are behind the model's final norm."""
+        assert self._pool is not None, "attach() comes first"
+        batch = Batch(SlotPass(self._pool, self._kernels, spans), self._slots, positions)
+        ids = hidden
+        if "before" in self._others:
+            self._others["before"].given = hidden[None]
+            ids = torch.zeros_like(positions)
+        cache = RowsCache(batch, self._spec.layers)
+        try:
+            with running(batch), self._products:
+                found = call(self._body, cache, input_ids=ids[None], position_ids=positions[None])
+            states: Tensor = found[0]
+        except LayersDone:
+            taken = self._others["behind"].taken
+            assert taken is not None
+            states = taken
+        return states[0]
+
+    def forward_halves(
+        self, hidden: Tensor, positions: Tensor, spans: Sequence[Sequence[AttentionSpan]], cut: int
+    ) -> Tensor:
+        """See take_part()."""
+        return self.take_part()
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """See Decoder. The model's own head, with all that it does to logits."""
+        self._given.states = hidden[None]
+        with self._products:
+            logits: Tensor = self._model(inputs_embeds=hidden[None], use_cache=False).logits[0]
+        return logits.float()
+
+    def best(self, hidden: Tensor) -> Best:
+        """See Decoder."""
+        return best_of(self.logits(hidden))
+
+    def normed(self, hidden: Tensor) -> Tensor:
+        """See Decoder: they are."""
+        return hidden
+
+    def _compute_ourselves(self, blocks: nn.ModuleList) -> None:
+        """Have our arithmetic compute the products, in the precision of the stage."""
+        _, held, compute, int8 = self._precision
+        packs = int8 or held == compute
+        pack_held = self._arithmetic.pack if packs else TorchArithmetic().pack
+
+        def pack(weight: Tensor) -> Weight:
+            return pack_held(weight.to(held).contiguous())
+
+        def pack_int8(weight: Tensor) -> Weight:
+            return self._arithmetic.pack(quantize(weight))
+
+        head = self._model.get_output_embeddings()
+        if type(head) is nn.Linear:
+            self._model.set_output_embeddings(Head(head, self._arithmetic))
+        replace_products(blocks, self._arithmetic, pack_int8 if int8 else pack, compute, unpacked=pack)
+        replace_products(self._model, self._arithmetic, pack, compute, unpacked=pack)
+        widen(self._model, held, compute)
+
+
+class GivenBody(nn.Module):
+    """In place of a model's body, where its head is to be computed alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.states: Tensor | None = None
+
+    def forward(self, *_: Any, **__: Any) -> "GivenOutput":
+        """The states that were given."""
+        assert self.states is not None
+        return GivenOutput(self.states)
+
+
+class GivenOutput:
+    """Output of a body: of its fields only the last hidden states are there, the others are None."""
+
+    def __init__(self, states: Tensor) -> None:
+        self.last_hidden_state = states
+
+    def __getitem__(self, index: int) -> Tensor:
+        return (self.last_hidden_state,)[index]
+
+    def __getattr__(self, name: str) -> None:
+        return None
+
+
+def _fix_rotary(model: nn.Module, length: int) -> None:
+    """Rotations that depend on the longest position of a batch: always those of the longest sequence, so that neither
+    chunks nor neighbours change them."""
+    for module in model.modules():
+        kind = getattr(module, "rope_type", None)
+        kinds = set(kind.values()) if isinstance(kind, dict) else {kind}
+        if kinds & LENGTH_ROPES and hasattr(module, "forward"):
+            module.forward = partial(_as_longest, module.forward, length)
+
+
+def _as_longest(forward: Any, length: int, x: Tensor, position_ids: Tensor, *args: Any, **named: Any) -> Any:
+    """Rotations of positions beside the last one of the longest sequence."""
+    longest = position_ids.new_full((*position_ids.shape[:-1], 1), length - 1)
+    found = forward(x, torch.cat((position_ids, longest), -1), *args, **named)
+    return tuple(each[..., :-1, :] for each in found)

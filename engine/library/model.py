@@ -1,0 +1,338 @@
+"""Building a model of transformers' modules: on the meta device to look at it, or with the weights of a stage's layers.
+
+Never code of a repository, nor kernels of the hub. Weights that are missing, left over or misshapen are errors.
+"""
+
+import hashlib
+import importlib
+import json
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+)
+
+from headrace.core.types.errors import ConfigError
+from headrace.engine.library.cache import RowsCache
+from headrace.engine.library.hooks import NAME, register, running
+from headrace.engine.library.probe import TOKENS, Probe
+from headrace.engine.model.config import ModelSpec, RopeSpec
+from headrace.engine.model.library_spec import CachedLayer, LibrarySpec
+
+VERSION = "5.23"  # of transformers, whose hooks this package relies on; another one is tried with its own tests
+LAYER_LISTS = ("layers", "h", "blocks")
+OTHER_INPUTS = ("vision", "visual", "audio", "image")
+# Of a configuration: they do not change what is computed of a prompt.
+UNCOMPUTED = (
+    "_name_or_path", "architectures", "transformers_version", "dtype", "torch_dtype", "use_cache", "model_type",
+    "max_position_embeddings", "pad_token_id", "bos_token_id", "eos_token_id", "initializer_range",
+    "attn_implementation", "output_attentions", "output_hidden_states", "return_dict", "tie_word_embeddings",
+    "quantization_config",
+)  # fmt: skip
+log = logging.getLogger(__name__)
+
+
+class LayersDone(Exception):
+    """The layers of a stage have run: the rest of the model belongs to the stages after it."""
+
+
+class OtherLayer(nn.Module):
+    """In place of a layer of another stage.
+
+    The one before a stage's first gives what came from the stage before, so that what a model does around its layers
+    (scaled embeddings) is not done twice; the one behind its last ends the pass.
+    """
+
+    def __init__(self, place: str) -> None:
+        """place: "before", "behind", or "" for any other."""
+        super().__init__()
+        self.place = place
+        self.given: Tensor | None = None
+        self.taken: Tensor | None = None
+
+    def forward(self, hidden: Tensor | None = None, *_: Any, **named: Any) -> Tensor | None:
+        """Pass hidden states on."""
+        hidden = named.get("hidden_states", hidden)
+        if self.place == "behind":
+            self.taken = hidden
+            raise LayersDone
+        return self.given if self.place == "before" and self.given is not None else hidden
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "attention_type":  # asked by some models of their layers
+            return "full_attention"
+        return super().__getattr__(name)
+
+
+class NoEmbedding(nn.Module):
+    """In place of the embedding of a stage that has hidden states from the one before."""
+
+    def __init__(self, hidden: int) -> None:
+        super().__init__()
+        self._hidden = hidden
+        self.weight: Tensor
+
+    def load(self, dtype: torch.dtype) -> None:
+        """Have a weight to be asked for its device and dtype: made when the model is on no meta device any more."""
+        self.register_buffer("weight", torch.empty(0, dtype=dtype), persistent=False)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """Zeros [..., hidden size]."""
+        return self.weight.new_zeros(*ids.shape, self._hidden)
+
+
+def read_config(folder: Path) -> PreTrainedConfig:
+    """A model's configuration. Raises ConfigError for one that transformers does not know, or that is broken."""
+    try:
+        with _quiet():
+            return AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+    except Exception as error:  # whatever a configuration's own checks raise
+        raise ConfigError(f"transformers cannot read {folder / 'config.json'}: {_line(error)}") from error
+
+
+def model_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
+    """The class that computes a model's text. Raises ConfigError when transformers has none."""
+    for mapping in (MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING):
+        with suppress(KeyError):
+            found: type[PreTrainedModel] = mapping[type(config)]
+            return found
+    module = importlib.import_module(type(config).__module__.replace("configuration_", "modeling_"))
+    for name in dir(module):
+        if name.endswith(("ForCausalLM", "ForConditionalGeneration")):
+            named: type[PreTrainedModel] = getattr(module, name)
+            return named
+    raise ConfigError(f"transformers has no model that generates text for {type(config).__name__}")
+
+
+def library_spec(folder: Path) -> ModelSpec:
+    """The specification of a model, by a pass of its modules on the meta device. Raises ConfigError for one that cannot
+    be served, with the reason."""
+    check_version()
+    config = read_config(folder)
+    text = config.get_text_config(decoder=True)
+    shell = _on_meta(model_class(config), config)
+    probe = _probe(shell, text.num_hidden_layers)
+    name = type(shell).__name__
+    if probe.stateful:
+        owners = ", ".join(sorted(probe.stateful))
+        raise ConfigError(f"{name} keeps a state per request ({owners}), which is not supported")
+    if not probe.cached:
+        raise ConfigError(f"{name} caches no keys and values, which is not supported")
+    layers: list[CachedLayer | None] = [None] * text.num_hidden_layers
+    expanded = {seen.layer for seen in probe.seen if seen.expanded}
+    for layer, ((heads, key_width), (value_heads, value_width)) in probe.cached.items():
+        if heads != value_heads or layer >= len(layers):
+            raise ConfigError(f"{name} caches keys of {heads} and values of {value_heads} heads in layer {layer}")
+        layers[layer] = CachedLayer(heads, key_width, value_width, layer in expanded)
+    first = next(each for each in layers if each is not None)
+    blocks = layer_list(shell)
+    weights = [sum(parameter.numel() for parameter in block.parameters()) for block in blocks]
+    linear = [_multiplied(block) for block in blocks]
+    active = [_multiplied(block, text) for block in blocks]
+    before = shell.get_input_embeddings().weight.numel()
+    every = sum(parameter.numel() for parameter in shell.parameters())
+    return ModelSpec(
+        family=str(text.model_type),
+        vocab_size=text.vocab_size,
+        hidden_size=text.hidden_size,
+        intermediate_size=text.hidden_size,
+        layers=len(layers),
+        heads=first.kv_heads * max(1, text.num_attention_heads // first.kv_heads),
+        kv_heads=first.kv_heads,
+        head_dim=first.key_width + first.key_width % 2,
+        norm_eps=1e-6,
+        rope=RopeSpec(),
+        max_positions=text.max_position_embeddings,
+        tied=_tied(config),
+        library=LibrarySpec(
+            architecture=name,
+            cached=tuple(layers),
+            weights=tuple(weights),
+            linear=tuple(linear),
+            active=tuple(active),
+            embedding=before,
+            head=max(0, every - sum(weights) - before),
+            config=_digest(text),
+            per_layer_inputs=bool(getattr(text, "hidden_size_per_layer_input", 0)),
+        ),
+    )
+
+
+def load_model(folder: Path, layers: range, dtype: torch.dtype) -> PreTrainedModel:
+    """A model with the weights of a stage's layers, of the embedding where it has the first and of the head where it
+    has the last. Raises ConfigError for weights that are missing, left over or misshapen."""
+    config = read_config(folder)
+    count = config.get_text_config(decoder=True).num_hidden_layers
+    elsewhere: set[str] = set()
+    if len(layers) < count:
+        elsewhere = set(_on_meta(model_class(config), config).state_dict())
+    with _quiet():
+        model, info = _stage_class(model_class(config), layers, count).from_pretrained(
+            folder,
+            config=config,
+            dtype=dtype,
+            attn_implementation=_attention_of(config),
+            trust_remote_code=False,
+            local_files_only=True,
+            use_safetensors=True,
+            output_loading_info=True,
+        )
+    _set_experts(model)
+    unexpected = set(info["unexpected_keys"]) - elsewhere
+    for what, names in (
+        ("is missing tensors", sorted(info["missing_keys"])),
+        ("has tensors that the model does not read", sorted(unexpected)),
+        ("has tensors of another shape", sorted(str(each[0]) for each in info["mismatched_keys"])),
+    ):
+        if names:
+            more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+            raise ConfigError(f"{folder} {what}: {', '.join(names[:3])}{more}")
+    for module in model.modules():
+        if isinstance(module, NoEmbedding):
+            module.load(dtype)
+    model.eval().requires_grad_(False)
+    return model
+
+
+def layer_list(model: nn.Module) -> nn.ModuleList:
+    """The layers of a model's text. Raises ConfigError when they are not found."""
+    for name, module in model.named_modules():
+        other = any(word in name for word in OTHER_INPUTS)
+        if isinstance(module, nn.ModuleList) and name.split(".")[-1] in LAYER_LISTS and not other:
+            return module
+    raise ConfigError(f"the layers of {type(model).__name__} were not found")
+
+
+def body_of(model: nn.Module) -> tuple[str, nn.Module]:
+    """The child of a model that has its layers, and its name: all of it but the head."""
+    blocks = layer_list(model)
+    [found] = [(name, child) for name, child in model.named_children() if blocks in list(child.modules())]
+    return found
+
+
+def call(model: nn.Module, cache: RowsCache, **given: Any) -> Any:
+    """Run a model with our cache."""
+    return model(**given, past_key_values=cache, use_cache=False)
+
+
+def check_version() -> None:
+    """Raises ConfigError for a release of transformers that this package was not tested with."""
+    if not transformers.__version__.startswith(f"{VERSION}."):
+        raise ConfigError(
+            f"models without a decoder of our own need transformers {VERSION}, this is {transformers.__version__}"
+        )
+
+
+def _on_meta(cls: type[PreTrainedModel], config: PreTrainedConfig) -> PreTrainedModel:
+    register()
+    try:
+        with torch.device("meta"), _quiet():
+            shell: PreTrainedModel = cls._from_config(config, attn_implementation=_attention_of(config))
+    except Exception as error:
+        raise ConfigError(f"transformers cannot make {cls.__name__} of this configuration: {_line(error)}") from error
+    _set_experts(shell)
+    return shell.eval()
+
+
+def _probe(shell: PreTrainedModel, layers: int) -> Probe:
+    """What a pass over a model on the meta device asks for."""
+    probe = Probe()
+    hooks = probe.watch(shell)
+    ids = torch.ones(1, TOKENS, dtype=torch.long, device="meta")
+    positions = torch.arange(TOKENS, device="meta")[None]
+    try:
+        with running(probe), torch.inference_mode():
+            call(shell, RowsCache(probe, layers), input_ids=ids, position_ids=positions)
+    except Exception as error:
+        if probe.stateful:
+            return probe  # what it read of its state was not there
+        raise ConfigError(f"{type(shell).__name__} cannot be computed over a paged pool: {_line(error)}") from error
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return probe
+
+
+def _attention_of(config: PreTrainedConfig) -> Any:
+    """Our attention for the text, transformers' own for other inputs."""
+    parts = tuple(config.sub_configs)
+    if not parts:
+        return NAME
+    return {part: NAME if part in ("text_config", "") else "eager" for part in ("", *parts)}
+
+
+def _set_experts(model: nn.Module) -> None:
+    for module in model.modules():
+        if hasattr(module, "config"):
+            with suppress(AttributeError):
+                setattr(module.config, "_experts_implementation", NAME)  # noqa: B010
+
+
+def _stage_class(cls: type[PreTrainedModel], layers: range, count: int) -> type[PreTrainedModel]:
+    """A model's class whose instances have these layers only."""
+    if len(layers) == count:
+        return cls
+    last = layers.stop == count
+
+    def __init__(self: Any, config: PreTrainedConfig, *args: Any, **named: Any) -> None:
+        cls.__init__(self, config, *args, **named)
+        blocks = layer_list(self)
+        for each in range(count):
+            if each not in layers:
+                blocks[each] = OtherLayer({layers.start - 1: "before", layers.stop: "behind"}.get(each, ""))
+        if layers.start and not (last and _tied(config)):
+            self.set_input_embeddings(NoEmbedding(config.get_text_config(decoder=True).hidden_size))
+        if not last and hasattr(self, "lm_head"):
+            self.lm_head = nn.Identity()
+
+    untied: dict[str, Any] = {} if last else {"_tied_weights_keys": {}}
+    return type(cls.__name__, (cls,), {"__init__": __init__, "__module__": cls.__module__, **untied})
+
+
+def _tied(config: PreTrainedConfig) -> bool:
+    """Whether the head is the embedding, as far as a configuration says; a wrapper and its text may say it."""
+    return any(getattr(each, "tie_word_embeddings", False) for each in (config, config.get_text_config(decoder=True)))
+
+
+def _multiplied(block: nn.Module, text: PreTrainedConfig | None = None) -> int:
+    """Parameters of a layer's matrices. text: of experts only as many as a token goes through."""
+    most = getattr(text, "num_experts_per_tok", None) or 1
+    total = 0
+    for parameter in block.parameters():
+        if parameter.dim() > 1:
+            joined = parameter.dim() == 3 and text is not None  # experts, with a matrix each
+            total += parameter.numel() * min(most, len(parameter)) // len(parameter) if joined else parameter.numel()
+    return total
+
+
+def _digest(text: PreTrainedConfig) -> str:
+    fields = {key: value for key, value in text.to_dict().items() if key not in UNCOMPUTED}
+    return hashlib.sha256(json.dumps(fields, sort_keys=True, default=str).encode()).hexdigest()
+
+
+def _line(error: Exception) -> str:
+    """An error of transformers, in one line of bounded length."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without progress bars and warnings of transformers: what they warn of is an error here."""
+    bars, level = transformers.utils.logging.is_progress_bar_enabled(), transformers.logging.get_verbosity()
+    transformers.utils.logging.disable_progress_bar()
+    transformers.logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        transformers.logging.set_verbosity(level)
+        if bars:
+            transformers.utils.logging.enable_progress_bar()

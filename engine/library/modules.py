@@ -1,0 +1,137 @@
+"""Modules of transformers whose products our arithmetic computes: nn.Linear, experts, and F.linear of routers."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from headrace.engine.model.arithmetic import Arithmetic, Weight
+
+ROUTERS = ("gate", "router", "shared_expert_gate")
+Pack = Callable[[Tensor], Weight]
+"""Rounds, quantises and packs a weight [out, in]."""
+
+
+class PackedLinear(nn.Module):
+    """nn.Linear by an Arithmetic. Some models read its weight's dtype: an empty tensor has it."""
+
+    def __init__(self, of: nn.Linear, arithmetic: Arithmetic, pack: Pack, compute: torch.dtype) -> None:
+        super().__init__()
+        self._arithmetic = arithmetic
+        self._packed = pack(of.weight.detach())
+        self.in_features, self.out_features = of.in_features, of.out_features
+        self.weight = torch.empty(0, dtype=compute)
+        self.bias = None if of.bias is None else of.bias.detach().to(compute)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [..., in] → [..., out]."""
+        flat = x.reshape(-1, self.in_features).contiguous()
+        return self._arithmetic.linear(flat, self._packed, self.bias).view(*x.shape[:-1], self.out_features)
+
+
+class Head(nn.Module):
+    """The output head: float32 logits by an Arithmetic. Its weight may be the embedding's."""
+
+    def __init__(self, of: nn.Linear, arithmetic: Arithmetic) -> None:
+        super().__init__()
+        self._arithmetic = arithmetic
+        self.weight, self.bias = of.weight, of.bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [..., hidden size] → [..., vocabulary]."""
+        logits = self._arithmetic.logits(x.reshape(-1, x.shape[-1]).contiguous(), self.weight)
+        logits = logits if self.bias is None else logits + self.bias.float()
+        return logits.view(*x.shape[:-1], -1)
+
+
+class PackedExperts:
+    """The experts of a module that has them in joined tensors, as transformers' interface of experts says."""
+
+    def __init__(self, module: Any, arithmetic: Arithmetic, pack: Pack, compute: torch.dtype) -> None:
+        """Take the weights of a module, which has none afterwards."""
+        self._module = module
+        self._arithmetic = arithmetic
+        name = "gate_up_proj" if module.has_gate else "up_proj"
+        up, down = getattr(module, name).detach(), module.down_proj.detach()
+        if module.is_transposed:
+            up, down = up.transpose(1, 2), down.transpose(1, 2)
+        self._up = [pack(each) for each in up]
+        self._down = [pack(each) for each in down]
+        self._up_bias = getattr(module, f"{name}_bias").detach().to(compute) if module.has_bias else None
+        self._down_bias = module.down_proj_bias.detach().to(compute) if module.has_bias else None
+        for each in (name, "down_proj"):
+            delattr(module, each)
+
+    def compute(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        """Weighted sums over the chosen experts, added in ascending order of experts, in float32 and rounded once.
+
+        x: [tokens, hidden size]. chosen, weights: [tokens, k].
+        """
+        module, arithmetic = self._module, self._arithmetic
+        sums = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+        numbers, order = chosen.reshape(-1).sort(stable=True)
+        tokens, factors = order // chosen.shape[-1], weights.reshape(-1)[order].float()
+        bounds = torch.searchsorted(numbers, torch.arange(len(self._up) + 1, device=numbers.device)).tolist()
+        for expert, (up, down) in enumerate(zip(self._up, self._down, strict=True)):
+            start, stop = bounds[expert], bounds[expert + 1]
+            if start == stop:
+                continue
+            rows = tokens[start:stop]
+            inner = arithmetic.linear(x[rows], up, None if self._up_bias is None else self._up_bias[expert])
+            inner = module._apply_gate(inner) if module.has_gate else module.act_fn(inner)
+            bias = None if self._down_bias is None else self._down_bias[expert]
+            result = arithmetic.linear(inner.contiguous(), down, bias)
+            if module.has_post_expert_norm:
+                result = module.post_expert_norm(result)
+            sums.index_add_(0, rows, result.float() * factors[start:stop, None])
+        return sums.to(x.dtype)
+
+
+class Products(TorchFunctionMode):
+    """F.linear by an Arithmetic, for modules that call it with a parameter: routers."""
+
+    def __init__(self, arithmetic: Arithmetic) -> None:
+        super().__init__()
+        self._arithmetic = arithmetic
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Called by torch for every one of its functions."""
+        if func is F.linear and not kwargs and args[0].dtype == args[1].dtype:
+            x, weight, bias = (*args, None)[:3]
+            flat = x.reshape(-1, x.shape[-1]).contiguous()
+            return self._arithmetic.linear(flat, weight.contiguous(), bias).view(*x.shape[:-1], len(weight))
+        return func(*args, **(kwargs or {}))
+
+
+def replace_products(
+    model: nn.Module, arithmetic: Arithmetic, pack: Pack, compute: torch.dtype, *, unpacked: Pack
+) -> None:
+    """Have our arithmetic compute the products of all nn.Linear and experts below a module. unpacked: in place of pack
+    for those that choose experts, which are never in 8 bits."""
+    for name, child in list(model.named_children()):
+        if type(child) is nn.Linear:
+            chosen = unpacked if name in ROUTERS else pack
+            setattr(model, name, PackedLinear(child, arithmetic, chosen, compute))
+            continue
+        replace_products(child, arithmetic, pack, compute, unpacked=unpacked)
+        if hasattr(child, "is_transposed") and isinstance(getattr(child, "down_proj", None), nn.Parameter):
+            packed = PackedExperts(child, arithmetic, pack, compute)
+            object.__setattr__(child, "packed", packed)
+
+
+def widen(model: nn.Module, held: torch.dtype, compute: torch.dtype) -> None:
+    """Bring what is left of a model's weights to the dtype of computation: norms and other vectors. Embeddings stay as
+    they are held, and what they give is widened. Where computation is in 16 bits, what transformers keeps in float32
+    stays so."""
+    tables = [each for each in model.modules() if type(each) is nn.Embedding]
+    of_tables = {id(each.weight) for each in tables}
+    for each in tables:
+        each.weight.data = each.weight.data.to(held)
+        if held != compute:
+            each.register_forward_hook(lambda _, __, found: found.to(compute))
+    for parameter in model.parameters():
+        if id(parameter) not in of_tables and parameter.is_floating_point() and compute == torch.float32:
+            parameter.data = parameter.data.to(compute)

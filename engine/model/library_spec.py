@@ -1,0 +1,86 @@
+"""What serving needs to know of a model that transformers' modules compute (engine/library): what each layer caches,
+and how many weights it has. Pure data.
+"""
+
+import msgspec
+
+from headrace.core.types.kv.geometry import KV, Component, Geometry
+
+
+class CachedLayer(msgspec.Struct, frozen=True):
+    """What one layer caches of a token."""
+
+    kv_heads: int
+    key_width: int
+    value_width: int
+    expanded: bool = False
+    """Attention sees keys and values that the model makes of these (latents)."""
+
+    @property
+    def names(self) -> tuple[str, str]:
+        """Names of the tensors of a pool that hold such keys and values, where it holds several."""
+        name = f"{self.kv_heads}x{self.key_width}"
+        return (name, name) if self.key_width == self.value_width else (f"k{name}", f"v{name}x{self.value_width}")
+
+
+class LibrarySpec(msgspec.Struct, frozen=True):
+    """A model as a pass on the meta device has shown it."""
+
+    architecture: str
+    """Class of transformers that computes it."""
+    cached: tuple[CachedLayer | None, ...]
+    """By layer; None for one that attends to what another has written."""
+    weights: tuple[int, ...]
+    """Number of parameters of each layer."""
+    linear: tuple[int, ...]
+    """Those of them that products multiply with."""
+    active: tuple[int, ...]
+    """The same, of experts only as many as a token goes through."""
+    embedding: int
+    """Parameters before the first layer."""
+    head: int
+    """Parameters behind the last layer, apart from a tied head."""
+    config: str
+    """Digest of the configuration, as far as it says what is computed."""
+    per_layer_inputs: bool = False
+    """Layers need token ids, so one stage has all of them."""
+
+    def weight_count(self, layers: range, *, tied: bool) -> int:
+        """Parameters of a stage with these layers. tied: the head is the embedding."""
+        first, last = layers.start == 0, layers.stop == len(self.weights)
+        ends = self.embedding * (first or (last and tied)) + self.head * last
+        return sum(self.weights[layers.start : layers.stop]) + ends
+
+    @property
+    def uniform(self) -> bool:
+        """All layers cache keys and values of one shape: the pool is as that of other models."""
+        first = self.cached[0]
+        return first is not None and first.key_width == first.value_width and set(self.cached) == {first}
+
+    def place(self, layer: int, first: int) -> tuple[str, str, int]:
+        """Where a layer's keys and values are in the pool of a stage whose first layer is this: names of two tensors,
+        and the layer's number there. Raises ValueError for one that caches nothing."""
+        cached = self.cached[layer]
+        if cached is None:
+            raise ValueError(f"layer {layer} caches nothing of its own")
+        if self.uniform:
+            return KV, KV, layer - first
+        return *cached.names, self.cached[first:layer].count(cached)
+
+    def geometry(self, dtype: str, page_size: int, layers: range) -> Geometry:
+        """Shape of the pool of a stage with these layers. Tensors are in the order of the first layers that use them;
+        layers of a tensor are counted among those that use it."""
+        if self.uniform and (cached := self.cached[0]) is not None:
+            return Geometry(dtype, len(layers), cached.kv_heads, cached.key_width, page_size, layer_start=layers.start)
+        own, before = self.cached[layers.start : layers.stop], self.cached[: layers.start]
+        components: list[Component] = []
+        for cached in dict.fromkeys(own):
+            if cached is None:
+                continue
+            keys, values = cached.names
+            count, start = own.count(cached), before.count(cached)
+            both = 2 if keys == values else 1
+            components.append(Component(keys, dtype, count, cached.kv_heads, cached.key_width, both, start))
+            if keys != values:
+                components.append(Component(values, dtype, count, cached.kv_heads, cached.value_width, 1, start))
+        return Geometry(dtype, 0, 0, 0, page_size, components=tuple(components))

@@ -1,0 +1,1 @@
+"""A zoo: small random models of the architectures that people serve."""

@@ -1,0 +1,39 @@
+"""Models of the zoo on a pair of servers: two prefill stages hand over to a decode server, which says what transformers
+says."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from headrace.engine.model.stub import stub_tokenizer
+from tests.e2e.expert_models import TOKENS, VOCABULARY, clear_texts
+from tests.e2e.harness import pair, wait_until
+from tests.e2e.texts import check_together
+from tests.models.architectures import ARCHITECTURES
+from tests.models.zoo import make_model
+
+LENGTHS = (5, 40, 130)
+FLAGS = ("--dtype", "float32", "--kv-pages", "128", "--chunk-tokens", "32", "--threads", "1")
+QUICK = ("gpt-oss", "mimo-v2-flash")  # windows and sinks; two shapes of keys and values
+
+
+def served() -> list[Any]:
+    return [
+        pytest.param(name, marks=() if name in QUICK else pytest.mark.full)
+        for name, each in ARCHITECTURES.items()
+        if not each.refused
+    ]
+
+
+@pytest.mark.parametrize("name", served())
+def test_texts_behind_a_handoff_are_those_of_transformers(name: str, tmp_path: Path) -> None:
+    architecture = ARCHITECTURES[name]
+    model = make_model(architecture, vocab_size=VOCABULARY, eos_token_id=None, bos_token_id=None)
+    model.save_pretrained(tmp_path)
+    stub_tokenizer(f"stub:vocab={VOCABULARY}").save(str(tmp_path / "tokenizer.json"))
+    texts = clear_texts(tmp_path, LENGTHS, model)
+    flags = ("--model", str(tmp_path), "--decoder", "library", *FLAGS)
+    with pair((*flags, "--pp", "2" if architecture.stages else "1"), flags) as (prefill, decode):
+        check_together(decode, texts, TOKENS)
+        wait_until(lambda: prefill.total("headrace_bytes_sent_total") > 0, 5, "the stages' counters, once a second")

@@ -1,0 +1,97 @@
+"""Every architecture of the zoo as transformers computes it: chunks beside another request, then single tokens."""
+
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+from headrace.core.types.errors import ConfigError
+from headrace.engine.runner import ModelRunner
+from tests.engine.models import VOCABULARY, Prompt, make_runner, random_tokens, reported_logprobs
+from tests.models.architectures import ARCHITECTURES
+from tests.models.zoo import Reference, make_model, reference
+
+LENGTH, STEPS, CHUNK, PAGE = 70, 5, 33, 16
+CLOSE = 2e-3
+QUICK = ("smollm3", "gpt-oss", "gemma3", "qwen3-vl", "gemma4", "mimo-v2-flash", "granite", "deepseek-v3")
+SERVED = [name for name, each in ARCHITECTURES.items() if not each.refused]
+
+
+class Kept(NamedTuple):
+    """A model in a folder, and what transformers makes of the prompt."""
+
+    folder: Path
+    expected: Reference
+
+
+@pytest.fixture(scope="module")
+def kept(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Kept]:
+    """Makes a model of the zoo once."""
+
+    @cache
+    def make(name: str) -> Kept:
+        folder = tmp_path_factory.mktemp(name)
+        model = make_model(ARCHITECTURES[name])
+        model.save_pretrained(folder)
+        return Kept(folder, reference(model, random_tokens(LENGTH), STEPS + 1))
+
+    return make
+
+
+def some(names: list[str]) -> list[Any]:
+    """The quick ones, and the others in make full."""
+    return [pytest.param(name, marks=() if name in QUICK else pytest.mark.full) for name in names]
+
+
+def computed(runners: list[ModelRunner], expected: Reference) -> Tensor:
+    """Log-probabilities after the prompt and after each token of the reference, by a pipeline of runners. A second
+    request is computed in the same passes."""
+    tokens = [*random_tokens(LENGTH), *expected.tokens[:-1]]
+    own = Prompt(1, tokens, [3, 1, 9, 5, 12, 7], PAGE)
+    other = Prompt(2, random_tokens(90, seed=9), [2, 4, 6, 8, 10, 11], PAGE)
+    steps = [(0, CHUNK), (CHUNK, CHUNK), (2 * CHUNK, LENGTH - 2 * CHUNK), *((LENGTH + at, 1) for at in range(STEPS))]
+    found = []
+    for index, (start, count) in enumerate(steps):
+        rows = [other.row(index * 11, 11), own.row(start, count)] if index < 8 else [own.row(start, count)]
+        if start + count >= LENGTH:
+            greedy = Prompt(1, tokens[: start + count], own.pages, PAGE)
+            rows[-1] = greedy.row(start, count)
+        hidden = None
+        for runner in runners:
+            hidden = runner.forward(rows, hidden)
+        assert hidden is not None
+        samples = {each.request: each for each in runners[-1].sample(rows, hidden).samples}
+        if 1 in samples:
+            found.append(reported_logprobs(samples[1]))
+    return torch.stack(found)
+
+
+@pytest.mark.parametrize("name", some(SERVED))
+def test_logprobs_are_those_of_transformers(kept: Callable[[str], Kept], name: str) -> None:
+    model = kept(name)
+    found = computed([make_runner(model.folder, decoder="library")], model.expected)
+    assert found.shape == (STEPS + 1, VOCABULARY)
+    torch.testing.assert_close(found, model.expected.logprobs, atol=CLOSE, rtol=CLOSE)
+
+
+@pytest.mark.parametrize("name", some([name for name in SERVED if ARCHITECTURES[name].stages]))
+def test_two_stages_equal_transformers(kept: Callable[[str], Kept], name: str) -> None:
+    model = kept(name)
+    whole = make_runner(model.folder, decoder="library")
+    layers = whole._part.spec.layers
+    runners = [
+        make_runner(model.folder, decoder="library", layers=part)
+        for part in (range(layers // 2), range(layers // 2, layers))
+    ]
+    assert runners[0].fingerprint == runners[1].fingerprint == whole.fingerprint
+    torch.testing.assert_close(computed(runners, model.expected), model.expected.logprobs, atol=CLOSE, rtol=CLOSE)
+
+
+@pytest.mark.parametrize("name", some([name for name, each in ARCHITECTURES.items() if each.refused]))
+def test_what_is_not_served_is_refused_with_the_reason(kept: Callable[[str], Kept], name: str) -> None:
+    with pytest.raises(ConfigError, match=ARCHITECTURES[name].refused):
+        make_runner(kept(name).folder)

@@ -1,0 +1,57 @@
+"""Makes models of the zoo, and computes them with transformers."""
+
+import importlib
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from tests.models.architectures import Architecture
+
+SPREAD = 0.2  # of norms and biases, which a new model has equal
+
+
+class Reference(NamedTuple):
+    """What transformers makes of a prompt."""
+
+    tokens: list[int]
+    """Greedy ones."""
+    logprobs: Tensor
+    """float32 [tokens, vocabulary], of each of them."""
+
+
+def make_model(architecture: Architecture, **others: Any) -> Any:
+    """A random model in float32 whose vectors are random, too. others: fields of its text in place of those."""
+    torch.manual_seed(0)
+    fields = {**architecture.fields, **others}
+    if "text_config" in fields:
+        fields = {**architecture.fields, "text_config": {**fields["text_config"], **others}}
+    config = AutoConfig.for_model(architecture.model_type, **fields)
+    try:
+        model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    except ValueError:  # a wrapper of several inputs
+        module = importlib.import_module(type(config).__module__.replace("configuration_", "modeling_"))
+        name, *_ = [name for name in dir(module) if name.endswith(("ForCausalLM", "ForConditionalGeneration"))]
+        model = getattr(module, name)._from_config(config, attn_implementation="eager")
+    for name, parameter in sorted(model.named_parameters()):
+        if parameter.dim() < 2 and not name.endswith(("A_log", "dt_bias", ".D")):
+            parameter.data += torch.randn_like(parameter) * SPREAD
+        elif "router" in name or name.endswith("gate.weight"):
+            parameter.data = torch.randn_like(parameter)
+        elif parameter.dim() > 1:
+            parameter.data = torch.randn_like(parameter) * 2 / parameter.shape[-1] ** 0.5
+    return model.eval()
+
+
+def reference(model: Any, prompt: Sequence[int], steps: int) -> Reference:
+    """Greedy tokens of transformers, whole prompt first and then one by one."""
+    tokens: list[int] = []
+    found = []
+    with torch.inference_mode():
+        for _ in range(steps):
+            logits = model(input_ids=torch.tensor([[*prompt, *tokens]]), use_cache=False).logits[0, -1].float()
+            found.append(torch.log_softmax(logits, -1))
+            tokens.append(int(found[-1].argmax()))
+    return Reference(tokens, torch.stack(found))
