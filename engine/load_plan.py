@@ -17,7 +17,7 @@ from headrace.engine.kv.memory_plan import MemoryPlan, plan_memory, stage_geomet
 from headrace.engine.model.config import ModelSpec
 from headrace.engine.model.expert_plan import own_experts
 from headrace.engine.model.sharding import RankPart, part_of, split_model
-from headrace.engine.model.source import ModelSource, load_spec, refuse_quantized, resolve_source
+from headrace.engine.model.source import ModelSource, load_spec, resolve_source
 
 
 class ModelTerms(NamedTuple):
@@ -87,7 +87,6 @@ def model_spec(source: ModelSource, decoder: DecoderChoice = "auto") -> ModelSpe
             reason = str(unknown)
     else:
         reason = ""
-    refuse_quantized(source)
     try:
         from headrace.engine.library.model import library_spec
     except ImportError as error:

@@ -30,7 +30,7 @@ from headrace.engine.layers.moe import ExpertRows
 from headrace.engine.layers.native_decoder import NativeDecoder
 from headrace.engine.load_plan import LoadPlan
 from headrace.engine.model.arithmetic import TorchArithmetic
-from headrace.engine.model.checkpoint import CountedCheckpoint, open_checkpoint
+from headrace.engine.model.checkpoint import CountedCheckpoint, SafetensorsCheckpoint, open_checkpoint
 from headrace.engine.model.compiled import choose_arithmetic
 from headrace.engine.model.fingerprint import fingerprint
 from headrace.engine.native.kernel_calls import Kernels, load_kernels
@@ -166,9 +166,11 @@ class ModelRunner:
         if spec.library is not None:
             from headrace.engine.library.decoder import LibraryDecoder
 
+            assert isinstance(checkpoint, SafetensorsCheckpoint)
             self._decoder = LibraryDecoder(
                 spec,
                 terms.source.path,
+                checkpoint,
                 part.layers,
                 positions=terms.length,
                 precision=precision,

@@ -21,6 +21,7 @@ from headrace.engine.library.hooks import running
 from headrace.engine.library.model import LayersDone, OtherLayer, body_of, call, layer_list, load_model
 from headrace.engine.library.modules import Head, Products, replace_products, widen
 from headrace.engine.model.arithmetic import Arithmetic, TorchArithmetic, Weight
+from headrace.engine.model.checkpoint import SafetensorsCheckpoint
 from headrace.engine.model.config import ModelSpec
 from headrace.engine.model.int8 import quantize
 from headrace.engine.native.kernel_calls import Kernels
@@ -40,6 +41,7 @@ class LibraryDecoder:
         self,
         spec: ModelSpec,
         folder: Path,
+        checkpoint: SafetensorsCheckpoint,
         layers: range,
         *,
         positions: int,
@@ -59,8 +61,7 @@ class LibraryDecoder:
         first = layers.start == 0
         if not first and self._library.per_layer_inputs:
             raise ConfigError(f"{self._library.architecture} needs token ids in all layers; write --pp 1")
-        self._model = load_model(folder, layers, precision.model).to(device)
-        loading.read(sum(parameter.numel() for parameter in self._model.parameters()))
+        self._model = load_model(folder, checkpoint, layers, precision.model, loading).to(device)
         blocks = layer_list(self._model)
         self._others = {each.place: each for each in blocks if isinstance(each, OtherLayer)}
         for each in blocks:

@@ -8,7 +8,10 @@ import importlib
 import json
 import logging
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -21,14 +24,17 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
 )
 
+from headrace.core.runtime.progress import LoadProgress
 from headrace.core.types.errors import ConfigError
 from headrace.engine.library.cache import RowsCache
 from headrace.engine.library.hooks import NAME, register, running
 from headrace.engine.library.probe import TOKENS, Probe
+from headrace.engine.model.checkpoint import SafetensorsCheckpoint
 from headrace.engine.model.config import ModelSpec, RopeSpec
 from headrace.engine.model.library_spec import CachedLayer, LibrarySpec
 
 VERSION = "5.23"  # of transformers, whose hooks this package relies on; another one is tried with its own tests
+LOADERS = 4  # threads that read weights
 LAYER_LISTS = ("layers", "h", "blocks")
 OTHER_INPUTS = ("vision", "visual", "audio", "image")
 # Of a configuration: they do not change what is computed of a prompt.
@@ -167,23 +173,31 @@ def library_spec(folder: Path) -> ModelSpec:
     )
 
 
-def load_model(folder: Path, layers: range, dtype: torch.dtype) -> PreTrainedModel:
+def load_model(
+    folder: Path, checkpoint: SafetensorsCheckpoint, layers: range, dtype: torch.dtype, loading: LoadProgress
+) -> PreTrainedModel:
     """A model with the weights of a stage's layers, of the embedding where it has the first and of the head where it
     has the last. Raises ConfigError for weights that are missing, left over or misshapen."""
     config = read_config(folder)
+    for part in (config, config.get_text_config(decoder=True)):
+        part.__dict__.pop("quantization_config", None)  # weights are expanded as they are read
     count = config.get_text_config(decoder=True).num_hidden_layers
     elsewhere: set[str] = set()
     if len(layers) < count:
         elsewhere = set(_on_meta(model_class(config), config).state_dict())
+    read = partial(_read, checkpoint, dtype, loading)
+    names = [name for name in sorted(checkpoint.names) if _is_read(name, layers, count)]
+    with ThreadPoolExecutor(LOADERS) as loaders:
+        weights = dict(zip(names, loaders.map(read, names), strict=True))
     with _quiet():
         model, info = _stage_class(model_class(config), layers, count).from_pretrained(
-            folder,
+            None,
             config=config,
+            state_dict=weights,
             dtype=dtype,
             attn_implementation=_attention_of(config),
             trust_remote_code=False,
             local_files_only=True,
-            use_safetensors=True,
             output_loading_info=True,
         )
     _set_experts(model)
@@ -301,6 +315,21 @@ def _stage_class(cls: type[PreTrainedModel], layers: range, count: int) -> type[
 def _tied(config: PreTrainedConfig) -> bool:
     """Whether the head is the embedding, as far as a configuration says; a wrapper and its text may say it."""
     return any(getattr(each, "tie_word_embeddings", False) for each in (config, config.get_text_config(decoder=True)))
+
+
+def _read(checkpoint: SafetensorsCheckpoint, dtype: torch.dtype, loading: LoadProgress, name: str) -> Tensor:
+    weight = checkpoint.read(name, checkpoint.shape(name))
+    loading.read(weight.numel())
+    return weight.to(dtype)
+
+
+def _is_read(name: str, layers: range, count: int) -> bool:
+    """Whether a stage with these layers reads a tensor: not those of other layers."""
+    parts = name.split(".")
+    for kind, number in pairwise(parts):
+        if kind in LAYER_LISTS and number.isdigit() and not any(word in name for word in OTHER_INPUTS):
+            return int(number) in layers or int(number) >= count
+    return True
 
 
 def _multiplied(block: nn.Module, text: PreTrainedConfig | None = None) -> int:

@@ -4,6 +4,7 @@ import re
 from pathlib import Path
 from typing import Any, Protocol
 
+import msgspec
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -17,15 +18,13 @@ from headrace.engine.model.config_fields import TEXTS, Fields
 from headrace.engine.model.families import BY_MODEL_TYPE
 from headrace.engine.model.gguf_file import ROPE_DIVISORS, GgufFile
 from headrace.engine.model.int8 import Int8Weight
+from headrace.engine.model.quantization import FLOATS, Form, Stored, find_forms, read_scheme
 from headrace.engine.model.source import ModelSource, read_json
 from headrace.engine.model.tensor_names import Shapes, model_tensors, refuse_unread
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 SHARDS = "model-*-of-*.safetensors"  # beside other copies of the weights, such as consolidated.safetensors
-# What safetensors files call dtypes whose values are the weights. Those of float8 and integer types are weights only
-# together with their scales, wherever and under whatever names these are.
-FLOATS = ("F64", "F32", "F16", "BF16")
 _GGUF_TOP = {
     "model.embed_tokens.weight": "token_embd.weight",
     "model.norm.weight": "output_norm.weight",
@@ -81,7 +80,7 @@ def check_files(source: ModelSource, spec: ModelSpec) -> None:
     """Read the headers of all files of a model's weights: that each of its tensors is there, in a shape and a dtype
     that can be read, and that the files are as long as they say. Raises ConfigError."""
     if spec.library is not None:
-        SafetensorsCheckpoint(source.path).check_dtypes()
+        SafetensorsCheckpoint(source.path).check_shards()
         return
     open_checkpoint(source, spec).check(model_tensors(spec))
 
@@ -93,8 +92,7 @@ def open_checkpoint(source: ModelSource, spec: ModelSpec) -> "SafetensorsCheckpo
         return GgufCheckpoint(source.path, spec)
     checkpoint = SafetensorsCheckpoint(source.path)
     if spec.library is not None:
-        checkpoint.check_dtypes()  # what is missing or left over is found where the model is loaded
-        return checkpoint
+        return checkpoint  # what is missing or left over is found where the model is loaded
     refuse_unread(spec, checkpoint.names, str(source.path))
     return checkpoint
 
@@ -151,28 +149,43 @@ class SafetensorsCheckpoint:
                     raise ConfigError(f"{folder}: {stored[name]} and {file} both have a tensor {name!r:.100}")
                 stored[name] = file
         self._file_of = self._file_of or stored
-        self.names = self._file_of.keys() | stored.keys()
+        tensors = {name: each for file in names for name, each in _header(folder / file).items()}
+        try:
+            scheme = read_scheme(folder, read_json(folder / "config.json"), read_json)
+            self._forms, parts = find_forms(tensors, scheme, self._whole)
+        except ConfigError as error:
+            raise ConfigError(f"{folder}: {error}") from error
+        self.names = (self._file_of.keys() | stored.keys()) - parts | self._forms.keys()
 
     def check(self, tensors: Shapes) -> None:
         """Raises ConfigError for a tensor that read() would refuse."""
         for name, shape in tensors.items():
-            self._stored(name, shape)
+            if name in self._forms:
+                self._form(name, shape)
+            else:
+                self._stored(name, shape)
 
-    def check_dtypes(self) -> None:
-        """Raises ConfigError for a tensor of a dtype that read() would refuse, of whatever name."""
+    def check_shards(self) -> None:
+        """Raises ConfigError for a shard that the index names and that is not there."""
         for file in sorted(set(self._file_of.values())):
             if not (self._folder / file).is_file():
                 raise ConfigError(f"{INDEX} names {file}, which is not in {self._folder}")
-            opened = self._open(file)
-            for name in opened.keys():  # noqa: SIM118
-                self._check_dtype(name, opened.get_slice(name).get_dtype())
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Of a tensor that is there."""
+        if name in self._forms:
+            return self._forms[name].shape
         return tuple(self._open(self._file_of[name]).get_slice(name).get_shape())
 
     def read(self, name: str, shape: tuple[int, ...], rows: Rows | None = None, columns: range | None = None) -> Tensor:
-        """See Checkpoint."""
+        """See Checkpoint. A quantised weight in float32, of which all is expanded."""
+        if name in self._forms:
+            try:
+                expanded = self._form(name, shape).expand(self._whole)
+            except (IndexError, RuntimeError) as error:  # parts whose shapes or indices contradict each other
+                raise ConfigError(f"quantised tensor {name} in {self._folder} cannot be expanded: {error}") from error
+            some = expanded if rows is None else expanded[_slice(rows) if isinstance(rows, range) else rows]
+            return some if columns is None else some[:, _slice(columns)]
         stored = self._stored(name, shape)
         if columns is None and not isinstance(rows, range):
             whole: Tensor = self._open(self._file_of[name]).get_tensor(name)
@@ -184,7 +197,19 @@ class SafetensorsCheckpoint:
     def read_int8(
         self, name: str, shape: tuple[int, int], rows: Rows | None = None, columns: range | None = None
     ) -> None:
-        """None: checkpoints in 8 bits are not read."""
+        """None: weights in 8 bits have other scales."""
+
+    def _whole(self, name: str) -> Tensor:
+        """A tensor as it is stored."""
+        whole: Tensor = self._open(self._file_of[name]).get_tensor(name)
+        return whole
+
+    def _form(self, name: str, shape: tuple[int, ...]) -> Form:
+        """A quantised weight of the expected shape."""
+        form = self._forms[name]
+        if form.shape != shape:
+            raise _misshapen(name, shape, form.shape)
+        return form
 
     def _stored(self, name: str, shape: tuple[int, ...]) -> Any:
         """A tensor in its file, of the expected shape and of a dtype that can be read."""
@@ -194,17 +219,14 @@ class SafetensorsCheckpoint:
         if name not in file.keys():  # noqa: SIM118
             raise _missing(name, shape, self._folder / self._file_of[name])
         stored = file.get_slice(name)
-        self._check_dtype(name, stored.get_dtype())
+        if (dtype := stored.get_dtype()) not in FLOATS:
+            raise ConfigError(
+                f"tensor {name} in {self._folder / self._file_of[name]} is stored as {dtype}, which is no weight; "
+                f"supported are {', '.join(FLOATS)}, and quantised weights with their scales"
+            )
         if (found := tuple(stored.get_shape())) != shape:
             raise _misshapen(name, shape, found)
         return stored
-
-    def _check_dtype(self, name: str, dtype: str) -> None:
-        if dtype not in FLOATS:
-            raise ConfigError(
-                f"tensor {name} in {self._folder / self._file_of[name]} is stored as {dtype}, which is a weight only "
-                f"together with its scales; supported are {', '.join(FLOATS)}, and GGUF files"
-            )
 
     def _open(self, name: str) -> Any:
         if name not in self._files:
@@ -282,6 +304,15 @@ def gguf_tensor_name(name: str) -> str:
     if match is None or match[2] not in _GGUF_LAYER:
         return _GGUF_TOP.get(name, name)
     return f"blk.{match[1]}.{_GGUF_LAYER[match[2]]}.{match[3]}"
+
+
+def _header(path: Path) -> dict[str, Stored]:
+    """Dtypes and shapes of the tensors of a file that was opened."""
+    with path.open("rb") as file:
+        header = msgspec.json.decode(file.read(int.from_bytes(file.read(8), "little")))
+    return {
+        name: Stored(each["dtype"], tuple(each["shape"])) for name, each in header.items() if name != "__metadata__"
+    }
 
 
 def _in_folder(folder: Path, name: str) -> Path:

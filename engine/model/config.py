@@ -199,14 +199,6 @@ def _refuse_unsupported(config: Fields) -> None:
         raise UnknownModel(f"hidden_act {activation!r} is not supported; supported is 'silu'")
     if config.get("mlp_bias", FLAG, False):
         raise UnknownModel("mlp_bias true is not supported; supported are MLPs without bias")
-    refuse_quantization(config)
-
-
-def refuse_quantization(config: Fields) -> None:
-    """Raises ConfigError where a configuration says that weights are quantised."""
-    for key in ("quantization_config", "compression_config"):
-        if config.get(key, OBJECT, {}):
-            raise ConfigError(f"{key} is not supported; supported are unquantized safetensors and GGUF")
 
 
 def _window(config: Fields, family: Family) -> int | None:

