@@ -224,7 +224,7 @@ def _open_files(config: Config) -> None:
 
     source = resolve_source(config.model.model)
     if source.kind != "stub":
-        check_files(source, model_spec(source, config.model.decoder))
+        check_files(source, model_spec(source, config.model.decoder, config.server.cache_dir))
     load_tokenizer(config.model.model, config.server.cache_dir, config.server.chat_template)
 
 

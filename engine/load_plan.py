@@ -14,6 +14,7 @@ from headrace.core.types.errors import ConfigError, UnknownModel
 from headrace.core.types.kv.geometry import Geometry
 from headrace.engine.device import Computation, available_memory, resolve_computation
 from headrace.engine.kv.memory_plan import MemoryPlan, plan_memory, stage_geometry, weight_count
+from headrace.engine.library.spec_store import kept_spec
 from headrace.engine.model.config import ModelSpec
 from headrace.engine.model.expert_plan import own_experts
 from headrace.engine.model.sharding import RankPart, part_of, split_model
@@ -71,9 +72,11 @@ class LoadPlan(NamedTuple):
         return weight_count(self.part)
 
 
-def model_spec(source: ModelSource, decoder: DecoderChoice = "auto") -> ModelSpec:
-    """The specification of a model, for the decoder that --decoder names. Raises ConfigError for a model that it cannot
-    run."""
+def model_spec(source: ModelSource, decoder: DecoderChoice = "auto", cache_dir: str = "") -> ModelSpec:
+    """The specification of a model, for the decoder that --decoder names.
+
+    cache_dir: where it may be kept, "" for nowhere. Raises ConfigError for a model that the decoder cannot run.
+    """
     if source.kind != "hf":
         if decoder == "library":
             raise ConfigError("--decoder library reads safetensors folders; leave it out for this model")
@@ -88,11 +91,7 @@ def model_spec(source: ModelSource, decoder: DecoderChoice = "auto") -> ModelSpe
     else:
         reason = ""
     try:
-        from headrace.engine.library.model import library_spec
-    except ImportError as error:
-        raise ConfigError(f"{reason or '--decoder library'}: transformers cannot be imported: {error}") from error
-    try:
-        return library_spec(source.path)
+        return kept_spec(source, cache_dir)
     except ConfigError as error:
         raise ConfigError(f"{reason}; {error}" if reason else str(error)) from error
 
@@ -104,7 +103,7 @@ def model_terms(model: ModelConfig, engine: EngineConfig, max_model_len: int = 0
     that does not work here.
     """
     source = resolve_source(model.model)
-    spec = model_spec(source, model.decoder)
+    spec = model_spec(source, model.decoder, engine.cache_dir)
     return ModelTerms(
         model=model,
         engine=engine,

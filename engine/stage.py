@@ -87,7 +87,7 @@ def _serve(config: StageConfig, memory: KvMemory, groups: Groups) -> int:
     loading = LoadProgress()
     report = LoadingReport(loading, partial(_send, control), clock, rank=config.rank, epoch=config.epoch)
     with report:  # it has the connection meanwhile
-        spec = model_spec(resolve_source(config.model.model), config.model.decoder)
+        spec = model_spec(resolve_source(config.model.model), config.model.decoder, config.engine.cache_dir)
         runner = _make_runner(config, spec, memory, groups, loading)
     links = PipelineLinks(config.shared_layout, config.shared_rank, runner.hidden_spec, groups.tokens, config.credits)
     inbox: queue.Queue[AnyOrder] = queue.Queue(QUEUE_LIMIT)

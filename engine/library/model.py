@@ -189,17 +189,22 @@ def load_model(
     names = [name for name in sorted(checkpoint.names) if _is_read(name, layers, count)]
     with ThreadPoolExecutor(LOADERS) as loaders:
         weights = dict(zip(names, loaders.map(read, names), strict=True))
-    with _quiet():
-        model, info = _stage_class(model_class(config), layers, count).from_pretrained(
-            None,
-            config=config,
-            state_dict=weights,
-            dtype=dtype,
-            attn_implementation=_attention_of(config),
-            trust_remote_code=False,
-            local_files_only=True,
-            output_loading_info=True,
-        )
+    register()
+    stage_class = _stage_class(model_class(config), layers, count)
+    try:
+        with _quiet():
+            model, info = stage_class.from_pretrained(
+                None,
+                config=config,
+                state_dict=weights,
+                dtype=dtype,
+                attn_implementation=_attention_of(config),
+                trust_remote_code=False,
+                local_files_only=True,
+                output_loading_info=True,
+            )
+    except Exception as error:  # whatever a model's own code raises
+        raise ConfigError(f"transformers cannot load {folder}: {_line(error)}") from error
     _set_experts(model)
     unexpected = set(info["unexpected_keys"]) - elsewhere
     for what, names in (

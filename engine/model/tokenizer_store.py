@@ -7,33 +7,16 @@ transformers knows how to read the tokenizers of many models. But importing it t
 that a front end does not need afterwards.
 """
 
-import contextlib
-import hashlib
-import logging
-import os
-import subprocess
 import sys
-import tempfile
-from collections.abc import Iterator
-from importlib.metadata import version
 from importlib.util import find_spec
-from pathlib import Path
 
 import msgspec
-import xxhash
 
-from headrace.core.runtime.private_folder import private_folder
-from headrace.core.runtime.process import die_with_parent, leave_signals_to_parent, module_command
 from headrace.core.types.errors import ConfigError
 from headrace.engine.model.config_fields import Fields, Kind
+from headrace.engine.model.kept_records import KeptRecords
 from headrace.engine.model.source import ModelSource, eos_token_ids, read_json, resolve_source
 
-log = logging.getLogger(__name__)
-
-FORMAT = 4  # version of the files; those of other versions are not read
-UNUSABLE_MODEL = 2  # exit status of a conversion that failed because of the model
-NOT_WRITTEN = 3  # exit status of a conversion whose result cannot be written
-CHECKSUM_BYTES = 8  # xxh3 of a record, before it
 TOKENIZER_CONFIG = "tokenizer_config.json"
 TEMPLATE: Kind[str | list[dict[str, str]]] = Kind(
     str | list[dict[str, str]], "a text or a list of objects with name and template"
@@ -59,98 +42,23 @@ class TokenizerRecord(msgspec.Struct, frozen=True, kw_only=True):
     """By the names that chat templates use."""
 
 
+RECORDS = KeptRecords(
+    folder="tokenizers",
+    version=4,
+    module="headrace.engine.model.tokenizer_store",
+    type=TokenizerRecord,
+    what="the tokenizer",
+    libraries=("transformers", "tokenizers"),
+    unusable="no tokenizer could be loaded from {path}: ",
+)
+
+
 def load_record(source: ModelSource, cache_dir: str) -> TokenizerRecord:
     """The tokenizer of a model, converted now if it is not in cache_dir ("" for no cache). Raises ConfigError for a
     model without a tokenizer that can be used."""
     if source.kind == "hf" and not any((source.path / name).is_file() for name in TOKENIZER_FILES):
         raise ConfigError(f"model folder {source.path} has no tokenizer; expected one of {', '.join(TOKENIZER_FILES)}")
-    with _folder(cache_dir) as folder:
-        try:
-            return _record_in(folder, source)
-        except _NotWritten as error:
-            if not cache_dir:
-                raise ConfigError(f"the tokenizer cannot be converted: {error}") from error
-            log.warning("%s: the tokenizer is converted at every start (--cache-dir)", error)
-    return load_record(source, "")
-
-
-class _NotWritten(Exception):
-    """A record cannot be written to its folder; the message names the file and says why."""
-
-
-def _record_in(folder: Path, source: ModelSource) -> TokenizerRecord:
-    """The record of a folder, converted now if it is not there or damaged. Raises ConfigError for a tokenizer that
-    cannot be used, _NotWritten."""
-    path = folder / f"{_key(source)}.msgpack"
-    record = _read(path)
-    if record is None:
-        log.info("converting the tokenizer of %s to %s", source.path, path)
-        _convert_in_child(source, path)
-        record = _read(path)
-    if record is None:
-        raise _NotWritten(f"{path} was written and cannot be read back")
-    return record
-
-
-@contextlib.contextmanager
-def _folder(cache_dir: str) -> Iterator[Path]:
-    """The folder of records; a temporary one if that cannot be written."""
-    if cache_dir:
-        folder = Path(cache_dir) / "tokenizers"
-        with contextlib.suppress(OSError):
-            folder.mkdir(parents=True, exist_ok=True)
-        if os.access(folder, os.R_OK | os.W_OK | os.X_OK):
-            yield folder
-            return
-        log.warning("%s cannot be written: the tokenizer is converted at every start (--cache-dir)", folder)
-    with private_folder() as temporary:
-        yield temporary
-
-
-def _key(source: ModelSource) -> str:
-    """Hash of the names, sizes and times of the model's files, and of the versions of the libraries that read them."""
-    path = source.path.resolve()
-    paths = [path] if path.is_file() else sorted([*path.iterdir(), *path.glob("additional_chat_templates/*")])
-    states = [(str(file), stat.st_size, stat.st_mtime_ns) for file in paths if file.is_file() for stat in [file.stat()]]
-    about = (FORMAT, version("transformers"), version("tokenizers"), states)
-    return hashlib.sha256(msgspec.json.encode(about)).hexdigest()[:32]
-
-
-def _read(path: Path) -> TokenizerRecord | None:
-    """The record of a file; None where there is none, or a damaged one."""
-    try:
-        stored = path.read_bytes()
-        packed = stored[CHECKSUM_BYTES:]
-        if stored[:CHECKSUM_BYTES] != xxhash.xxh3_64_digest(packed):
-            return None
-        return msgspec.msgpack.decode(packed, type=TokenizerRecord)
-    except (OSError, msgspec.DecodeError):
-        return None
-
-
-def _convert_in_child(source: ModelSource, path: Path) -> None:
-    """Run main() in a child process. Raises ConfigError with its error message, _NotWritten."""
-    command = module_command("headrace.engine.model.tokenizer_store", str(os.getpid()), str(source.path), str(path))
-    # A session of its own: Ctrl-C in a terminal is for the server.
-    child = subprocess.run(
-        command,
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        errors="replace",
-        check=False,
-        start_new_session=True,
-        env={**os.environ, "HF_HUB_OFFLINE": "1"},  # all files are here; none that they name elsewhere is fetched
-    )
-    if child.returncode == NOT_WRITTEN:
-        raise _NotWritten(child.stderr.strip().splitlines()[-1])
-    if child.returncode:
-        said = child.stderr.strip()
-        reason = (said.splitlines() or ["no message"])[-1]
-        if child.returncode != UNUSABLE_MODEL:
-            log.debug("the conversion of a tokenizer ended with status %d: %s", child.returncode, said)
-            reason = f"{reason} (status {child.returncode})"
-        raise ConfigError(f"no tokenizer could be loaded from {source.path}: {reason}")
+    return RECORDS.load(source, cache_dir)
 
 
 def convert(source: ModelSource) -> TokenizerRecord:
@@ -211,34 +119,8 @@ def _check_files(source: ModelSource) -> None:
 
 
 def main(parent: str, model: str, path: str) -> int:
-    """Convert one tokenizer; returns the exit status. The file is replaced atomically, since other servers may convert
-    the same tokenizer at the same time."""
-    die_with_parent(int(parent))
-    leave_signals_to_parent()
-    try:
-        record = convert(resolve_source(model))
-    except ConfigError as error:
-        print(" ".join(str(error).split()), file=sys.stderr)
-        return UNUSABLE_MODEL
-    try:
-        _write(record, Path(path))
-    except OSError as error:
-        print(f"{path} cannot be written: {error.strerror}", file=sys.stderr)
-        return NOT_WRITTEN
-    return 0
-
-
-def _write(record: TokenizerRecord, path: Path) -> None:
-    """Raises OSError, and leaves nothing behind then."""
-    packed = msgspec.msgpack.encode(record)
-    with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
-        try:
-            file.write(xxhash.xxh3_64_digest(packed) + packed)
-            file.flush()
-            os.replace(file.name, path)
-        except OSError:
-            os.unlink(file.name)
-            raise
+    """Convert one tokenizer; returns the exit status."""
+    return RECORDS.make(parent, path, lambda: convert(resolve_source(model)))
 
 
 if __name__ == "__main__":

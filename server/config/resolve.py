@@ -42,7 +42,9 @@ def resolve(config: Config) -> Resolved:
     """Inspect the model and the machine. Raises ConfigError for a model that cannot be served here."""
     check_keys(config)
     if config.group.start == "external":
-        return _resolve_external(config, model_spec(resolve_source(config.model.model), config.model.decoder))
+        return _resolve_external(
+            config, model_spec(resolve_source(config.model.model), config.model.decoder, config.server.cache_dir)
+        )
     terms = model_terms(config.model, config.engine)
     spec, device, dtype = terms.spec, terms.computation.device, terms.computation.dtype
     layers = _layers(config, spec)
