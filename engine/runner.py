@@ -198,7 +198,7 @@ class ModelRunner:
         loading.end()
         self.expert_rows = self._decoder.expert_rows
         self.progress = self._decoder.progress
-        self.fingerprint = fingerprint(spec, checkpoint, terms.model.quantize)
+        self.fingerprint = fingerprint(spec, checkpoint, terms.model.quantize, terms.length)
         self.vocab_size = spec.vocab_size
         self.hidden_spec = HiddenSpec(spec.hidden_size, compute, torch.device(device))
         self.geometry = plan.geometry

@@ -18,15 +18,13 @@ from headrace.engine.layers.vocabulary import Best, best_of
 from headrace.engine.library.batch import Batch, CachedSlot
 from headrace.engine.library.cache import RowsCache
 from headrace.engine.library.hooks import running
-from headrace.engine.library.model import LayersDone, OtherLayer, body_of, call, layer_list, load_model
+from headrace.engine.library.model import LayersDone, OtherLayer, body_of, call, layer_list, length_ropes, load_model
 from headrace.engine.library.modules import Head, Products, replace_products, widen
 from headrace.engine.model.arithmetic import Arithmetic, TorchArithmetic, Weight
 from headrace.engine.model.checkpoint import SafetensorsCheckpoint
 from headrace.engine.model.config import ModelSpec
 from headrace.engine.model.int8 import quantize
 from headrace.engine.native.kernel_calls import Kernels
-
-LENGTH_ROPES = {"dynamic", "longrope"}  # rotations that depend on the longest position
 
 
 class LibraryDecoder:
@@ -185,11 +183,8 @@ class GivenOutput:
 def _fix_rotary(model: nn.Module, length: int) -> None:
     """Rotations that depend on the longest position of a batch: always those of the longest sequence, so that neither
     chunks nor neighbours change them."""
-    for module in model.modules():
-        kind = getattr(module, "rope_type", None)
-        kinds = set(kind.values()) if isinstance(kind, dict) else {kind}
-        if kinds & LENGTH_ROPES and hasattr(module, "forward"):
-            module.forward = partial(_as_longest, module.forward, length)
+    for module in length_ropes(model):
+        module.forward = partial(_as_longest, module.forward, length)
 
 
 def _as_longest(forward: Any, length: int, x: Tensor, position_ids: Tensor, *args: Any, **named: Any) -> Any:

@@ -34,6 +34,7 @@ from headrace.engine.model.config import ModelSpec, RopeSpec
 from headrace.engine.model.library_spec import CachedLayer, LibrarySpec
 
 VERSION = "5.23"  # of transformers, whose hooks this package relies on; another one is tried with its own tests
+LENGTH_ROPES = {"dynamic", "longrope"}
 LOADERS = 4  # threads that read weights
 LAYER_LISTS = ("layers", "h", "blocks")
 OTHER_INPUTS = ("vision", "visual", "audio", "image")
@@ -168,6 +169,7 @@ def library_spec(folder: Path) -> ModelSpec:
             embedding=before,
             head=max(0, every - sum(weights) - before),
             config=_digest(text),
+            rotates_by_length=any(True for _ in length_ropes(shell)),
             per_layer_inputs=bool(getattr(text, "hidden_size_per_layer_input", 0)),
         ),
     )
@@ -229,6 +231,14 @@ def layer_list(model: nn.Module) -> nn.ModuleList:
         if isinstance(module, nn.ModuleList) and name.split(".")[-1] in LAYER_LISTS and not other:
             return module
     raise ConfigError(f"the layers of {type(model).__name__} were not found")
+
+
+def length_ropes(model: nn.Module) -> Iterator[nn.Module]:
+    """Modules whose rotations depend on the longest position of a batch."""
+    for module in model.modules():
+        kind = getattr(module, "rope_type", None)
+        if (set(kind.values()) if isinstance(kind, dict) else {kind}) & LENGTH_ROPES:
+            yield module
 
 
 def body_of(model: nn.Module) -> tuple[str, nn.Module]:

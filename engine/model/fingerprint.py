@@ -15,13 +15,14 @@ SAMPLED_ROWS = 8  # of each sampled matrix
 SAMPLED_TENSORS = 8  # of a model that is known by its files alone
 
 
-def fingerprint(spec: ModelSpec, checkpoint: Tensors, quantize: Quantize = "none") -> str:
+def fingerprint(spec: ModelSpec, checkpoint: Tensors, quantize: Quantize = "none", length: int = 0) -> str:
     """Hash of the sizes, the rotary frequencies and sampled rows of a few tensors, rounded to bfloat16: xxh3, 128 bits,
     hex.
 
     Independent of how the model is stored (tied or not, notation of the rope scaling, dtype, position limit). A
     quantised model has another one, so that its KV is not mixed with that of the model itself; one that transformers'
-    modules compute has one by its configuration and its files. Raises ConfigError for a
+    modules compute has one by its configuration and its files. length: of the longest sequence, which matters where
+    rotations depend on it. Raises ConfigError for a
     missing or misshapen tensor.
     """
     digest = xxhash.xxh3_128()
@@ -30,6 +31,8 @@ def fingerprint(spec: ModelSpec, checkpoint: Tensors, quantize: Quantize = "none
     if spec.library is not None:
         assert isinstance(checkpoint, SafetensorsCheckpoint)
         digest.update(spec.library.config.encode())
+        if spec.library.rotates_by_length:
+            digest.update(str(length).encode())
         names = sorted(checkpoint.names)
         for at in torch.linspace(0, len(names) - 1, min(SAMPLED_TENSORS, len(names))).long().tolist():
             shape = checkpoint.shape(names[at])

@@ -42,6 +42,8 @@ class LibrarySpec(msgspec.Struct, frozen=True):
     """Parameters behind the last layer, apart from a tied head."""
     config: str
     """Digest of the configuration, as far as it says what is computed."""
+    rotates_by_length: bool = False
+    """Rotations depend on the longest sequence (longrope, dynamic)."""
     per_layer_inputs: bool = False
     """Layers need token ids, so one stage has all of them."""
 

@@ -62,7 +62,9 @@ def common_terms(config: StageConfig) -> dict[str, str]:
     spec, computation = terms.spec, terms.computation
     return {
         "the version of Headrace": headrace_version(),
-        "the model of --model": fingerprint(spec, open_checkpoint(terms.source, spec), model.quantize)[:12],
+        "the model of --model": fingerprint(spec, open_checkpoint(terms.source, spec), model.quantize, terms.length)[
+            :12
+        ],
         "--dtype": computation.dtype,
         "--quantize": model.quantize,
         "the dtype of hidden states": computation.compute_dtype,

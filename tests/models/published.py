@@ -199,6 +199,7 @@ PUBLISHED: dict[str, Published] = {
     "gptq-act-order": Published(
         gptq(4, offset=1, shuffled=True), {"quant_method": "gptq", "bits": 4, "desc_act": True}
     ),
+    "gptq-2": Published(gptq(2, offset=1), {"quant_method": "gptq", "bits": 2}),
     "gptq-v2-8": Published(gptq(8, offset=0), {"quant_method": "gptq", "bits": 8, "checkpoint_format": "gptq_v2"}),
     "gptq-file": Published(gptq(4, offset=1), None, file=("quantize_config.json", {"bits": 4})),
     "nvfp4": Published(nvfp4(modelopt=False), compressed(4)),

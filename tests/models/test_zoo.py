@@ -95,3 +95,13 @@ def test_two_stages_equal_transformers(kept: Callable[[str], Kept], name: str) -
 def test_what_is_not_served_is_refused_with_the_reason(kept: Callable[[str], Kept], name: str) -> None:
     with pytest.raises(ConfigError, match=ARCHITECTURES[name].refused):
         make_runner(kept(name).folder)
+
+
+def test_rotations_by_length_are_part_of_the_fingerprint(kept: Callable[[str], Kept]) -> None:
+    """A pair of servers with other --max-model-len would have other keys."""
+    model = kept("phi4-mini")
+    short, long = (make_runner(model.folder, max_model_len=length) for length in (128, 256))
+    assert short.fingerprint != long.fingerprint
+    plain = kept("phi3")
+    short, long = (make_runner(plain.folder, max_model_len=length) for length in (128, 256))
+    assert short.fingerprint == long.fingerprint

@@ -1,0 +1,97 @@
+"""docs/models.md, made from the zoo: python -m tests.models.document writes it."""
+
+from pathlib import Path
+
+from transformers import AutoConfig
+
+from headrace.engine.library.model import model_class
+from headrace.engine.model.families import BY_ARCHITECTURE
+from tests.models.architectures import ARCHITECTURES, SIZES
+
+DOCUMENT = Path(__file__).parents[2] / "docs" / "models.md"
+BEFORE = """# Models
+
+This page is made from the code (`python -m tests.models.document`).
+
+## Two decoders
+
+| `--decoder` | what computes a stage's layers |
+|---|---|
+| `native` | our own layers and kernels, for the architectures marked so below |
+| `library` | the modules of transformers 5.23 over the same paged pool |
+| `auto` (the default) | native where it is, library elsewhere; the start says which |
+
+Scheduler, cache, tiers and handoff do not know which one it is. What both have: `--pp`, chunks, ragged batches, the
+prefix cache, `--quantize int8` on CPUs, every form of checkpoint below. Native only: `--tp`, `--expert-parallel`, GGUF
+files, latents attended to as they are (DeepSeek).
+
+The library's decoder has no table of architectures. A pass of the model on torch's meta device shows what each layer
+caches before a weight is read (`engine/library/probe.py`; the result is kept in `--cache-dir`). The model's cache
+writes to the pool; attention, masks and experts are ours through transformers' interfaces for them; `nn.Linear`,
+experts and the products of routers are computed by our kernels. Code of a repository is never run
+(`trust_remote_code`), and a weight that is missing or left over is an error.
+
+**A trial at every start** computes random tokens whole, in chunks and beside another request, and says in the log
+whether these gave the same bits or differed by rounding; a model for which they differ by more is refused. Rotations
+that depend on the longest position of a batch (longrope, dynamic) are always those of the longest sequence, so
+`--max-model-len` is part of the model there: prefill and decode servers need the same.
+
+Both decoders of one architecture cache the same keys and values up to rounding, but their fingerprints differ: prefill
+and decode servers have to use the same one.
+
+## Architectures
+
+Each is a small random model of the zoo (`make test-models`): logprobs after a prompt in chunks beside another request
+and after single tokens, as transformers computes them; the same in two stages; and texts behind a handoff from two
+stages.
+
+"""
+AFTER = """
+Wrappers of several inputs (Qwen3-VL, Qwen2.5-VL, Gemma 3, Mistral 3) are served for text; requests cannot have images
+yet. A native window (Mistral 7B v0.1) limits a request to it; `--decoder library` computes beyond. Windows are computed
+as they are, but all positions stay in the pool and are handed over.
+
+## Checkpoints
+
+From safetensors, for both decoders. Forms are recognised by what lies beside a weight in its file, whatever the
+configuration says, and expanded to the model's dtype while they are loaded, four tensors at a time; with
+`--quantize int8` into 8 bits directly. A weight without its scale is refused by name.
+
+| form | tensors |
+|---|---|
+| float8 in blocks (DeepSeek-V3, Kimi K2, Qwen3) | `weight` + `weight_scale_inv` |
+| float8 per tensor or channel (compressed-tensors, modelopt) | `weight` + `weight_scale` |
+| int8 per channel (compressed-tensors, bitsandbytes) | `weight` + `weight_scale` or `SCB` |
+| compressed-tensors, 4 and 8 bits | `weight_packed` + `weight_scale`, zero points, activation order |
+| AWQ (gemm), 4 bits | `qweight` + `qzeros` + `scales` |
+| GPTQ and GPTQ v2, 2, 4 and 8 bits | the same, with or without activation order (`g_idx`) |
+| MXFP4 (gpt-oss) | `NAME_blocks` + `NAME_scales` |
+| NVFP4 (compressed-tensors, modelopt) | `weight_packed` or `weight` + `weight_scale` + a scale of scales |
+| nf4, fp4 (bitsandbytes), nested scales too | `weight` + `weight.absmax` + `weight.quant_map` + `weight.quant_state…` |
+
+Products are those of expanded weights with activations as they are: scales of activations and of KV are not used.
+Refused: other methods (`hqq`, `aqlm`, `torchao` …), sparse layouts, transforms, GPTQ in 3 bits, AWQ's gemv.
+"""
+
+
+def written() -> str:
+    """The document."""
+    rows = ["| architecture | decoder | stages |", "|---|---|---|"]
+    for name, each in ARCHITECTURES.items():
+        architecture = model_class(AutoConfig.for_model(each.model_type, **{**SIZES, **each.fields})).__name__
+        decoder = f"not served: {each.refused}" if each.refused else "library"
+        if architecture in BY_ARCHITECTURE and not each.refused:
+            decoder = "native, library"
+        rows.append(f"| `{architecture}` ({name}) | {decoder} | {stages(each.refused, many=each.stages)} |")
+    return BEFORE + "\n".join(rows) + "\n" + AFTER
+
+
+def stages(refused: str, *, many: bool) -> str:
+    """How many pipeline stages."""
+    if refused:
+        return ""
+    return "any" if many else "1"
+
+
+if __name__ == "__main__":
+    DOCUMENT.write_text(written())
