@@ -35,6 +35,7 @@ ROUTES: dict[Kind, tuple[str, Body]] = {
     schema.DetokenizeBody: ("/detokenize", {"tokens": [5]}),
 }
 WEATHER = {"name": "weather", "parameters": {"type": "object", "properties": {"city": {"type": "string"}}}}
+MESSAGES: dict[str, Any] = {"prompt": None, "messages": [{"role": "user", "content": "x"}]}
 TOOL = {"type": "function", "function": WEATHER}
 CLOCK = {"type": "function", "function": {"name": "clock"}}
 PLAIN_TOOL = {"type": "function", **WEATHER}  # of /v1/responses
@@ -100,6 +101,10 @@ OF_ROUTE: dict[Kind, dict[str, Case]] = {
     },
     schema.ChatBody: {
         "messages": Case([{"role": "user", "content": "another"}]),
+        "chat_template_kwargs": Case({"enable_thinking": False}),
+        "reasoning_effort": Case("low"),
+        "add_generation_prompt": Case(False),
+        "continue_final_message": Case(True),
         "logprobs": Case(True),
         "top_logprobs": Case(2, {"logprobs": True}),
         "max_completion_tokens": Case(1),
@@ -132,6 +137,10 @@ OF_ROUTE: dict[Kind, dict[str, Case]] = {
         "prompt": Case("another"),
         "prompt_token_ids": Case([5, 6], {"prompt": None}),
         "messages": Case([{"role": "user", "content": "another"}], {"prompt": None}),
+        "chat_template_kwargs": Case({"enable_thinking": False}, MESSAGES),
+        "reasoning_effort": Case("low", MESSAGES),
+        "add_generation_prompt": Case(False, MESSAGES),
+        "continue_final_message": Case(True, MESSAGES),
         "logprobs": Case(1),
         "stop": Case("\x07"),
         "ticket": Case("another"),
@@ -143,7 +152,11 @@ OF_ROUTE: dict[Kind, dict[str, Case]] = {
     schema.TokenizeBody: {
         "prompt": Case("another"),
         "messages": Case([{"role": "user", "content": "another"}], {"prompt": None}),
-        "tools": Case([TOOL], {"prompt": None, "messages": [{"role": "user", "content": "x"}]}),
+        "chat_template_kwargs": Case({"enable_thinking": False}, MESSAGES),
+        "reasoning_effort": Case("low", MESSAGES),
+        "add_generation_prompt": Case(False, MESSAGES),
+        "continue_final_message": Case(True, MESSAGES),
+        "tools": Case([TOOL], MESSAGES),
     },
     schema.DetokenizeBody: {"tokens": Case([6])},
 }

@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 
+from headrace.text.chat_template import TemplateUse
 from headrace.text.tokenizer import Tokenizer, check_text_bytes
 
 THREADS = 2
@@ -36,19 +37,21 @@ class AsyncTokenizer:
         messages: Sequence[Mapping[str, Any]],
         field: str = "messages",
         tools: Sequence[Mapping[str, Any]] = (),
+        use: TemplateUse = TemplateUse(),  # noqa: B008 - immutable
     ) -> list[int]:
         """Token ids of a conversation. Raises HeadraceError (400) for messages that are too long, or that the chat
         template refuses."""
         length = sum(len(message["content"] or "") for message in messages)
-        others = [*tools, *(message["tool_calls"] for message in messages if "tool_calls" in message)]
+        calls = [message["tool_calls"] for message in messages if "tool_calls" in message]
+        others = [*tools, *calls, *use.variables.values()]
         with suppress(RecursionError):  # rendering says so
             size = len(msgspec.json.encode(others))
             length += size
             if self._limit:  # a filter of the template may hold the GIL for all of them
-                check_text_bytes(size, self._limit, field, " of tools and calls")
+                check_text_bytes(size, self._limit, field, " of tools, calls and variables")
         encode = self.tokenizer.encode_chat
         return await asyncio.get_running_loop().run_in_executor(
-            self._fit(length), encode, messages, self._limit, field, tools
+            self._fit(length), encode, messages, self._limit, field, tools, use
         )
 
     async def decode(self, ids: Sequence[int]) -> str:

@@ -7,7 +7,8 @@ import json
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from functools import cached_property
-from typing import Any, NoReturn
+from types import MappingProxyType
+from typing import Any, NamedTuple, NoReturn
 
 import jinja2
 from jinja2.ext import Extension, loopcontrols
@@ -31,6 +32,22 @@ REFUSALS = (
 """What rendering raises for messages that a template does not take."""
 
 
+RESERVED = ("messages", "tools", "documents", "add_generation_prompt", "continue_final_message")
+"""Variables that are given by other means than by name."""
+_END = "END_OF_THE_LAST_MESSAGE "  # what a message that is continued ends in, until it is rendered
+
+
+class TemplateUse(NamedTuple):
+    """What a request asks of a chat template beside its messages."""
+
+    variables: Mapping[str, Any] = MappingProxyType({})
+    """Further variables by name, such as enable_thinking."""
+    opens: bool = True
+    """The text goes on to where the assistant's answer begins."""
+    continues: bool = False
+    """It ends within the last message, which the answer continues."""
+
+
 class ChatTemplate:
     """A model's Jinja template for conversations. tokens: special tokens by the names that templates use, such as
     bos_token."""
@@ -39,21 +56,34 @@ class ChatTemplate:
         self.source = source
         self._tokens = tokens
 
-    def render(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()) -> str:
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] = (),
+        use: TemplateUse = TemplateUse(),  # noqa: B008 - immutable
+    ) -> str:
         """The text of a conversation up to where the assistant's answer begins. tools: functions that it may call, as
         OpenAI's API has them.
 
         Raises jinja2.TemplateError, and what the template's own expressions raise for values that it does not expect:
-        see REFUSALS.
+        see REFUSALS. ValueError for a last message to be continued that has no text, or of which the template shows
+        none.
         """
+        shown = list(messages)
+        if use.continues:
+            if not shown or not shown[-1].get("content"):
+                raise ValueError("the last message has no text to be continued")
+            shown[-1] = {**shown[-1], "content": shown[-1]["content"] + _END}
         variables = {
-            "messages": list(messages),
+            **use.variables,
+            "messages": shown,
             "tools": list(tools) or None,
             "documents": None,
-            "add_generation_prompt": True,
+            "add_generation_prompt": use.opens and not use.continues,
             **self._tokens,
         }
-        return self._environment.render_limited(self._compiled, variables)
+        text = self._environment.render_limited(self._compiled, variables)
+        return _up_to_end(text) if use.continues else text
 
     def check(self) -> None:
         """Raises jinja2.TemplateError for a source that cannot be compiled."""
@@ -74,6 +104,14 @@ class ChatTemplate:
         environment.limit_filters({"tojson": _to_json})
         environment.globals |= {"raise_exception": _raise, "strftime_now": _strftime_now}
         return environment
+
+
+def _up_to_end(text: str) -> str:
+    """A text up to the end of its last message. Templates may strip messages: then the end is that of what is left."""
+    at = text.rfind(_END.strip())
+    if at < 0:
+        raise ValueError("the template does not show the last message, which was to be continued")
+    return text[:at] if text.startswith(_END, at) else text[:at].rstrip()
 
 
 class _Generation(Extension):

@@ -22,7 +22,7 @@ from headrace.text.byte_fallback import (
     decodes_byte_tokens,
     with_whole_characters,
 )
-from headrace.text.chat_template import REFUSALS, ChatTemplate
+from headrace.text.chat_template import REFUSALS, ChatTemplate, TemplateUse
 from headrace.text.detokenizer import TokenDecoder
 from headrace.text.token_length import TokenBound, length_bound
 
@@ -73,6 +73,7 @@ class Tokenizer:
         limit: int = 0,
         field: str = "messages",
         tools: Sequence[Mapping[str, Any]] = (),
+        use: TemplateUse = TemplateUse(),  # noqa: B008 - immutable
     ) -> list[int]:
         """Token ids of a conversation up to where the assistant's answer begins. Raises HeadraceError (400) as encode()
         does, if the chat template refuses it, or if the model has no template."""
@@ -80,7 +81,7 @@ class Tokenizer:
         if template is None:
             raise invalid(field, "this model has no chat template: send a prompt instead", code="no_chat_template")
         try:
-            text = template.render(messages, tools)
+            text = template.render(messages, tools, use)
         except REFUSALS as error:
             message = f"the model's chat template refuses these messages: {shown(str(error), 300)}"
             raise invalid(field, message) from error

@@ -16,6 +16,8 @@ from headrace.engine.model.moe_spec import LayerKind, MoeSpec
 STUB = "stub"
 END = 256  # end-of-sequence token; lower ids are bytes, higher ids are words that only the model generates
 CHAT_TEMPLATE = (
+    "{% if reasoning_effort %}effort: {{ reasoning_effort }}\n{% endif %}"
+    "{% if not enable_thinking | default(true) %}without thinking\n{% endif %}"
     "{% if tools %}tools: {{ tools | tojson }}\n{% endif %}"
     "{% for message in messages %}{{ message['role'] }}: {{ message['content'] or '' }}"
     "{% for call in message['tool_calls'] or () %}<tool_call>{{ call['function'] | tojson }}</tool_call>{% endfor %}"

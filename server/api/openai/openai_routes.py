@@ -28,6 +28,7 @@ from headrace.server.api.request.prompts import (
     encode_all,
     encode_chat,
     input_messages,
+    template_use,
 )
 from headrace.server.api.request.sampling import (
     chat_logprobs_wanted,
@@ -167,7 +168,8 @@ async def _check_chat(model: ServedModel, client: str, body: ChatBody) -> Comple
     if given:
         tokens = await encode(model, given[0], "prompt")
     else:
-        tokens = await encode_chat(model, body.messages, functions=tools.functions if tools else {})
+        functions = tools.functions if tools else {}
+        tokens = await encode_chat(model, body.messages, functions=functions, use=template_use(body))
     check_logprobs_start(sampling, [tokens])
     base = _base_request("chatcmpl", body, sampling, constraint)
     base = msgspec.structs.replace(base, shown=shown_tokens(model, tools))

@@ -8,7 +8,7 @@ from headrace.core.config import ServerConfig
 from headrace.core.types.errors import invalid
 from headrace.server.api.description.operation import BODY_ERRORS, described
 from headrace.server.api.request.parse import decode_body
-from headrace.server.api.request.prompts import check_ids, check_model, encode, encode_chat
+from headrace.server.api.request.prompts import check_ids, check_model, encode, encode_chat, template_use
 from headrace.server.api.request.schema import DetokenizeBody, TokenizeBody
 from headrace.server.api.request.tools import check_tools_taken, offered_functions
 from headrace.server.api.response.usage import Count
@@ -51,7 +51,7 @@ def tokenizer_routes(model: ServedModel, config: ServerConfig, budget: BodyBudge
             functions = offered_functions(body.tools or [])
             if functions:
                 check_tools_taken(model)
-            tokens = await encode_chat(model, body.messages, functions=functions)
+            tokens = await encode_chat(model, body.messages, functions=functions, use=template_use(body))
         else:
             tokens = await encode(model, body.prompt or "", "prompt")
         return json_response(TokenizeReply(tokens, len(tokens), model.max_model_len))

@@ -94,7 +94,6 @@ _GENERATION = (
         "not served", "bad_words allowed_token_ids logprob_token_ids repetition_detection watermarking moderation"
     ),
     *_refused("reasoning is not parsed", "thinking_token_budget"),
-    *_refused("reasoning is not parsed", "reasoning_effort", "none"),
     *_refused("reasoning is not parsed", "reasoning", {"effort": "none"}),
     *_refused("how much is said is the model's to decide", "verbosity", "medium"),
     *_refused("prompts are not cut; send what fits", "truncate_prompt_tokens truncation_side truncation", "disabled"),
@@ -109,9 +108,8 @@ _GENERATION = (
     *_accepted("the id of a response is made here; X-Request-Id is in the logs", "request_id"),
 )
 _CHAT_TEMPLATE = (
-    *_refused("the model's own chat template is used", "chat_template chat_template_kwargs"),
-    *_refused("the model's own chat template decides", "add_generation_prompt", True),
-    *_refused("the model's own chat template decides", "continue_final_message add_special_tokens"),
+    *_refused("the model's own chat template is used", "chat_template"),
+    *_refused("the model's own chat template decides", "add_special_tokens"),
     *_refused("reasoning is not parsed", "include_reasoning separate_reasoning stream_reasoning", True),
 )
 _FUNCTIONS = (
@@ -146,6 +144,7 @@ OTHER_FIELDS: Mapping[type[msgspec.Struct], Mapping[str, OtherField]] = {
     schema.CompletionBody: _table(
         _OPENAI,
         _refused("the tokenizer decides", "add_special_tokens", True),
+        _refused("it is for messages", "reasoning_effort", "none"),
         _refused("text is continued at its end", "suffix"),
         _refused("POST /v1/chat/completions has them", "top_logprobs", 0),
         _refused("POST /v1/chat/completions has them", "tools functions"),
@@ -161,6 +160,8 @@ OTHER_FIELDS: Mapping[type[msgspec.Struct], Mapping[str, OtherField]] = {
     schema.ResponsesBody: _table(
         _OPENAI,
         _CHAT_TEMPLATE,
+        _refused("POST /v1/chat/completions has them", "chat_template_kwargs reasoning_effort continue_final_message"),
+        _refused("POST /v1/chat/completions has them", "add_generation_prompt", True),
         _FUNCTIONS,
         _accepted("no tools are called here", "max_tool_calls"),
         _STORE,

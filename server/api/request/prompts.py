@@ -10,12 +10,14 @@ import msgspec
 from headrace.core.types.errors import ErrorInfo, HeadraceError, invalid, shown
 from headrace.server.api.request.schema import (
     CalledFunction,
+    ChatBody,
     ChatMessage,
     Function,
     InputItem,
     Part,
     PrefillBody,
     ResponsesBody,
+    TokenizeBody,
     ToolCall,
 )
 from headrace.server.api.request.tools import (
@@ -26,9 +28,11 @@ from headrace.server.api.request.tools import (
     template_tools,
 )
 from headrace.server.frontend.served_model import ServedModel
+from headrace.text.chat_template import RESERVED, TemplateUse
 from headrace.text.tokenizer import too_long
 
 MAX_PROMPTS = 256  # in one HTTP request
+MAX_VARIABLE = 64  # characters of the name of a variable of a chat template
 MANY_IDS = 1 << 10
 ROLES = ("system", "developer", "user", "assistant", "tool")
 TEXT_PARTS = ("text", "input_text", "output_text")  # the latter two in /v1/responses
@@ -98,11 +102,14 @@ async def encode_chat(
     instructions: str | None = None,
     functions: Mapping[str, Function] = MappingProxyType({}),
     places: Sequence[str] = (),
+    use: TemplateUse = TemplateUse(),  # noqa: B008 - immutable
 ) -> tuple[int, ...]:
-    """Token ids of a conversation in the model's chat template. field: its name in errors. instructions: a system
-    message before all others. functions: that it may call. places: names of the messages in errors, if they are not
-    the items of the field; then results of calls have been checked. Raises HeadraceError (400) as encode() does, and
-    for content other than text."""
+    """Token ids of a conversation in the model's chat template.
+
+    field: its name in errors. instructions: a system message before all others. functions: that it may call. places:
+    names of the messages in errors, if they are not the items of the field; then results of calls have been checked.
+    use: see template_use(). Raises HeadraceError (400) as encode() does, and for content other than text.
+    """
     if not messages:
         raise invalid(field, f"{field} is empty", code="empty_prompt")
     await check_arguments((call.function.arguments for each in messages for call in each.tool_calls or ()), field)
@@ -113,7 +120,27 @@ async def encode_chat(
     if instructions:
         plain.insert(0, {"role": "system", "content": instructions})
     tools = template_tools(functions)
-    return _checked(model, await model.tokens.encode_chat(plain, field, tools), field)
+    return _checked(model, await model.tokens.encode_chat(plain, field, tools, use), field)
+
+
+def template_use(body: ChatBody | PrefillBody | TokenizeBody) -> TemplateUse:
+    """What a body asks of the chat template. Raises HeadraceError (400) for variables that are given by other fields,
+    and for fields that contradict each other."""
+    variables = dict(body.chat_template_kwargs or {})
+    for name in variables:
+        field = f"chat_template_kwargs.{shown(name)}"
+        if name in RESERVED:
+            raise invalid(field, f"{field}: send {name} beside chat_template_kwargs, if it is a field of this body")
+        if not name.isidentifier() or len(name) > MAX_VARIABLE:
+            raise invalid(field, f"{field}: no template has a variable of this name")
+    if body.reasoning_effort is not None:
+        thinks = {"enable_thinking": body.reasoning_effort != "none"}
+        variables = {**thinks, **variables, "reasoning_effort": body.reasoning_effort}
+    continues = bool(body.continue_final_message)
+    if continues and body.add_generation_prompt:
+        message = "continue_final_message and add_generation_prompt contradict each other; send one of them"
+        raise invalid("continue_final_message", message)
+    return TemplateUse(variables, body.add_generation_prompt is not False, continues)
 
 
 async def encode_any(model: ServedModel, body: PrefillBody) -> tuple[int, ...]:
@@ -130,7 +157,7 @@ async def encode_any(model: ServedModel, body: PrefillBody) -> tuple[int, ...]:
         message = f"{problem}; send exactly one of prompt, prompt_token_ids and messages"
         raise invalid(names[-1] if names else "prompt", message)
     if body.messages is not None:
-        return await encode_chat(model, body.messages)
+        return await encode_chat(model, body.messages, use=template_use(body))
     if body.prompt is not None:
         return await encode(model, body.prompt, "prompt")
     return await encode(model, body.prompt_token_ids or [], "prompt_token_ids")

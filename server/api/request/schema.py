@@ -15,6 +15,7 @@ from headrace.server.http.ranges import (
     Choices,
     DeadlineS,
     DraftTopK,
+    Effort,
     MaxTokens,
     MaxTokensOrNone,
     MinP,
@@ -218,6 +219,11 @@ class PrefillBody(SamplingBody, frozen=True, kw_only=True, forbid_unknown_fields
     """A text, or token ids, as of prompt_token_ids."""
     prompt_token_ids: list[TokenId] | None = None
     messages: list[ChatMessage] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    """See ChatBody; so are the next three."""
+    reasoning_effort: Effort | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
     max_tokens: MaxTokensOrNone | None = None
     """0 for the KV of the prompt alone: the response has no first token."""
     logprobs: Alternatives | None = None
@@ -292,6 +298,14 @@ class ChatBody(OpenAIBody, frozen=True, kw_only=True, forbid_unknown_fields=True
     """Body of POST /v1/chat/completions."""
 
     messages: list[ChatMessage]
+    chat_template_kwargs: dict[str, Any] | None = None
+    """Further variables of the template, such as enable_thinking."""
+    reasoning_effort: Effort | None = None
+    """A variable of the template, as is enable_thinking: false for "none"."""
+    add_generation_prompt: bool | None = None
+    """false: the prompt ends behind the last message, not where an answer begins."""
+    continue_final_message: bool | None = None
+    """The answer continues the last message."""
     logprobs: bool | None = None
     top_logprobs: Alternatives | None = None
     max_completion_tokens: MaxTokens | None = None
@@ -398,6 +412,11 @@ class TokenizeBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     prompt: str | None = None
     messages: list[ChatMessage] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    """See ChatBody; so are the next three."""
+    reasoning_effort: Effort | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
     tools: list[Tool] | None = None
     """Functions that the conversation may call."""
     model: str | None = None

@@ -151,4 +151,4 @@ async def test_tools_that_cannot_fit_are_not_rendered(path: str, monkeypatch: py
     assert answer.status_code == 400
     error = json_of(answer)["error"]
     assert error["code"] == "prompt_too_long"
-    assert "bytes of tools and calls" in error["message"]
+    assert "bytes of tools, calls and variables" in error["message"]
