@@ -210,6 +210,7 @@ def _check(given: argparse.Namespace) -> int:
     for rank, part in enumerate(resolved.parts):
         port = f", data port {first + rank}" if first and resolved.memory else ""
         print(f"# {layout.name(rank)}: {part}{port}")
+    print(f"# decoder: {resolved.decoder}")
     for line in resolved.memory_lines:
         print(f"# {line}")
     return 0

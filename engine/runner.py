@@ -87,6 +87,11 @@ class Runner(Protocol):
         """Steps of all passes so far."""
         ...
 
+    @property
+    def same_bits(self) -> bool | None:
+        """Whether a trial at loading gave the same bits in chunks and beside another request; None: none was made."""
+        ...
+
     def warm_up(self, most: int = WARM_UP_TOKENS) -> None:
         """Run once before the first plan, with so many tokens at most; pages of the pool are overwritten."""
         ...
@@ -204,6 +209,7 @@ class ModelRunner:
         self.geometry = plan.geometry
         self.pool = KVPool(self.geometry, kv_pages, device, allocate)
         self._decoder.attach(self.pool)
+        self.same_bits: bool | None = None
         if spec.library is not None:
             self._try_library(spec.library.architecture)
         compiler = partial(GrammarCompiler, terms.model.model, engine.cache_dir, spec.vocab_size)
@@ -222,6 +228,7 @@ class ModelRunner:
             return torch.randn(count, form.size, generator=generator).to(form.device, form.dtype)
 
         trial = try_decoder(self._decoder, self.pool, self._max_model_len, incoming)
+        self.same_bits = trial.same_bits
         what = "the same bits" if trial.same_bits else f"the same up to rounding ({trial.gap:.1g})"
         log.info(
             "%s by transformers' modules: a trial in chunks and beside another request gave %s", architecture, what

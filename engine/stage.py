@@ -206,6 +206,7 @@ def _ready(
         backends=memory.backends,
         host=memory.host,
         nixl=memory.nixl,
+        same_bits=runner.same_bits,
         memory=memory.pool_memory,
     )
 

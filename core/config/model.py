@@ -38,6 +38,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
             "that it has, library for all others",
         ),
     ] = "auto"
+    """Resolved, never "auto", when a stage gets it."""
     device: Annotated[str, Flag("device", MODEL, "auto, cpu or cuda[:index]")] = "auto"
     """Resolved, never "auto", when a stage gets it."""
     max_model_len: Annotated[

@@ -37,6 +37,8 @@ class StagePools(msgspec.Struct, frozen=True, kw_only=True):
     """tcp://HOST:PORT of the data socket of each rank that offers KV, in rank order."""
     data_ranks: tuple[int, ...] = ()
     """Their ranks."""
+    same_bits: bool | None = None
+    """Whether trials of all stages gave the same bits, see StageReady; None where one made none."""
     cache: CacheShape | None = None
     """Keys and values of the whole model; None for one with other components."""
 

@@ -83,6 +83,8 @@ class StageReady(StageEvent, frozen=True, kw_only=True):
     """Token of the host's shared memory; "" where there is none."""
     nixl: str = ""
     """Version of NIXL; "" where it is not used."""
+    same_bits: bool | None = None
+    """Whether a trial at the start gave the same bits in chunks and beside another request; None: none was made."""
     memory: PoolMemory | None = None
     """How peers may write into the pool; None where they may not."""
 

@@ -73,6 +73,8 @@ def have_fault(fault: DeviceFault | None) -> None:
 class StubRunner:
     """A Runner for the layers of one stage of a stub model (engine/model/stub.py), or one shard of them."""
 
+    same_bits = None
+
     def __init__(
         self,
         plan: LoadPlan,

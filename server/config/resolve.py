@@ -2,7 +2,7 @@
 
 import msgspec
 
-from headrace.core.config import Config, EngineConfig, ModelConfig
+from headrace.core.config import Config, DecoderChoice, EngineConfig, ModelConfig
 from headrace.core.runtime.cpu import usable_cores
 from headrace.core.types.errors import ConfigError
 from headrace.core.types.ranks.coordinate import Rules
@@ -27,6 +27,8 @@ class Resolved(msgspec.Struct, frozen=True):
     """Memory plan of each rank; empty with external stages."""
     parts: tuple[str, ...]
     """What each rank holds of the model, in words; empty for a single rank."""
+    decoder: str
+    """What computes the model, in words."""
 
     @property
     def memory_lines(self) -> tuple[str, ...]:
@@ -61,7 +63,7 @@ def resolve(config: Config) -> Resolved:
     engine = msgspec.structs.replace(config.engine, kv_pages=memory[0].kv_pages, threads=threads, pp_layers=layers)
     model = msgspec.structs.replace(config.model, device=device, dtype=dtype, max_model_len=terms.length)
     completed = _completed(_coordinated(config, experts), spec, model, engine)
-    return Resolved(completed, memory, rank_parts(layout, layers, shards, experts))
+    return Resolved(completed, memory, rank_parts(layout, layers, shards, experts), _decoder(spec))
 
 
 def _resolve_external(config: Config, spec: ModelSpec) -> Resolved:
@@ -73,7 +75,7 @@ def _resolve_external(config: Config, spec: ModelSpec) -> Resolved:
     check_experts(engine, layout, spec)
     experts = plan_experts(msgspec.structs.replace(model, device="cpu"), engine, layout, spec)
     completed = _completed(_coordinated(config, experts), spec, model, engine)
-    return Resolved(completed, (), rank_parts(layout, engine.pp_layers, shards, experts))
+    return Resolved(completed, (), rank_parts(layout, engine.pp_layers, shards, experts), _decoder(spec))
 
 
 def _coordinated(config: Config, experts: ExpertPlan | None) -> Config:
@@ -92,9 +94,16 @@ def _coordinated(config: Config, experts: ExpertPlan | None) -> Config:
     return msgspec.structs.replace(config, scheduler=scheduler)
 
 
+def _decoder(spec: ModelSpec) -> str:
+    if spec.library is None:
+        return "native"
+    return f"library: {spec.library.architecture} of transformers"
+
+
 def _completed(config: Config, spec: ModelSpec, model: ModelConfig, engine: EngineConfig) -> Config:
     scheduler = msgspec.structs.replace(config.scheduler, vocab_size=spec.vocab_size)
-    model = msgspec.structs.replace(model, hidden_size=spec.hidden_size)
+    decoder: DecoderChoice = "native" if spec.library is None else "library"
+    model = msgspec.structs.replace(model, hidden_size=spec.hidden_size, decoder=decoder)
     return copy_shared(msgspec.structs.replace(config, model=model, engine=engine, scheduler=scheduler))
 
 

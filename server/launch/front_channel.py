@@ -84,6 +84,7 @@ class FrontChannel:
             kv_pages=min(stage.kv_pages for stage in stages),
             data_endpoints=tuple(usable_url("tcp", stage.data_host, stage.data_port) for stage in offering),
             data_ranks=tuple(stage.stage for stage in offering),
+            same_bits=None if None in (tried := [stage.same_bits for stage in stages]) else all(tried),
             cache=cache_shape(stage.offers for stage in offering if stage.offers is not None),
         )
         self._send(msgspec.structs.replace(self._info, stages=pools))

@@ -35,5 +35,7 @@ def test_texts_behind_a_handoff_are_those_of_transformers(name: str, tmp_path: P
     texts = clear_texts(tmp_path, LENGTHS, model)
     flags = ("--model", str(tmp_path), "--decoder", "library", *FLAGS)
     with pair((*flags, "--pp", "2" if architecture.stages else "1"), flags) as (prefill, decode):
+        info = prefill.get("/server_info").json()
+        assert (info["decoder"], type(info["same_bits"])) == ("library", bool)
         check_together(decode, texts, TOKENS)
         wait_until(lambda: prefill.total("headrace_bytes_sent_total") > 0, 5, "the stages' counters, once a second")

@@ -7,7 +7,7 @@ import msgspec
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from headrace.core.config import Config
+from headrace.core.config import Config, DecoderChoice
 from headrace.core.config.server import Role
 from headrace.core.stats import Stats, join
 from headrace.core.types.peers.addresses import url
@@ -61,6 +61,11 @@ class ServerInfoReply(msgspec.Struct):
     page_size: int
     max_model_len: int
     max_total_num_tokens: int
+    decoder: DecoderChoice
+    """What computes the model: native or library; auto where external stages choose."""
+    same_bits: bool | None
+    """Whether a trial of the library's decoder gave the same bits in chunks and beside another request; null: none was
+    made."""
 
 
 class ModelInfoReply(msgspec.Struct):
@@ -185,4 +190,6 @@ def _server_info(model: ServedModel, control: ControlAddress, config: Config) ->
         page_size=page_size,
         max_model_len=model.max_model_len,
         max_total_num_tokens=kv_pages * page_size,
+        decoder=config.model.decoder,
+        same_bits=info.stages.same_bits if info is not None and info.stages is not None else None,
     )
