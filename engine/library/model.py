@@ -1,12 +1,11 @@
 """Building a model of transformers' modules: on the meta device to look at it, or with the weights of a stage's layers.
 
-Never code of a repository, nor kernels of the hub. Weights that are missing, left over or misshapen are errors.
+Never by code of a repository. Weights that are missing, left over or misshapen are errors.
 """
 
 import hashlib
 import importlib
 import json
-import logging
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -45,7 +44,6 @@ UNCOMPUTED = (
     "attn_implementation", "output_attentions", "output_hidden_states", "return_dict", "tie_word_embeddings",
     "quantization_config",
 )  # fmt: skip
-log = logging.getLogger(__name__)
 
 
 class LayersDone(Exception):

@@ -1,5 +1,6 @@
 """Specifications by transformers' modules are made in a child process and kept; both ways give the same."""
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -43,3 +44,21 @@ def test_what_a_child_says_of_a_model_is_said_here(tmp_path: Path) -> None:
     make_model(ARCHITECTURES["granite4"]).save_pretrained(tmp_path / "model")
     with pytest.raises(ConfigError, match="GraniteMoeHybridForCausalLM keeps a state per request"):
         RECORDS.load(ModelSource("hf", tmp_path / "model"), "")
+
+
+@pytest.mark.parametrize("model_type", ["own_model", "smollm3"])
+def test_code_of_a_repository_is_not_run(tmp_path: Path, model_type: str) -> None:
+    """Neither for a model that transformers does not know, nor for one that it knows."""
+    make_model(ARCHITECTURES["smollm3"]).save_pretrained(tmp_path)
+    ran = tmp_path / "ran"
+    (tmp_path / "own.py").write_text(f"open({str(ran)!r}, 'w').close()\nclass Own: pass\n")
+    config = json.loads((tmp_path / "config.json").read_text())
+    own = {"AutoConfig": "own.Own", "AutoModelForCausalLM": "own.Own"}
+    changed = {**config, "model_type": model_type, "auto_map": own}
+    (tmp_path / "config.json").write_text(json.dumps(changed))
+    if model_type == "own_model":
+        with pytest.raises(ConfigError, match="transformers cannot read"):
+            library_spec(tmp_path)
+    else:
+        assert library_spec(tmp_path).library is not None
+    assert not ran.exists()
