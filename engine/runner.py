@@ -29,8 +29,13 @@ from headrace.engine.layers.exchange import Exchange, Replicated
 from headrace.engine.layers.moe import ExpertRows
 from headrace.engine.layers.native_decoder import NativeDecoder
 from headrace.engine.load_plan import LoadPlan
-from headrace.engine.model.arithmetic import TorchArithmetic
-from headrace.engine.model.checkpoint import CountedCheckpoint, SafetensorsCheckpoint, open_checkpoint
+from headrace.engine.model.arithmetic import Arithmetic, TorchArithmetic
+from headrace.engine.model.checkpoint import (
+    CountedCheckpoint,
+    GgufCheckpoint,
+    SafetensorsCheckpoint,
+    open_checkpoint,
+)
 from headrace.engine.model.compiled import choose_arithmetic
 from headrace.engine.model.fingerprint import fingerprint
 from headrace.engine.native.kernel_calls import Kernels, load_kernels
@@ -167,39 +172,7 @@ class ModelRunner:
         self._part, self._max_model_len = part, terms.length
         precision = Precision(TORCH_DTYPES[dtype], TORCH_DTYPES[memory.weight_dtype], compute, terms.int8)
         arithmetic = choose_arithmetic(engine.compile, device, kernels or TorchArithmetic())
-        self._decoder: Decoder
-        if spec.library is not None:
-            from headrace.engine.library.decoder import LibraryDecoder
-
-            assert isinstance(checkpoint, SafetensorsCheckpoint)
-            self._decoder = LibraryDecoder(
-                spec,
-                terms.source.path,
-                checkpoint,
-                part.layers,
-                positions=terms.length,
-                precision=precision,
-                arithmetic=arithmetic,
-                kernels=kernels,
-                device=device,
-                loading=loading,
-            )
-        else:
-            self._decoder = NativeDecoder(
-                spec,
-                CountedCheckpoint(checkpoint, loading),
-                part.layers,
-                positions=terms.length,
-                precision=precision,
-                arithmetic=arithmetic,
-                device=device,
-                shard=part.shard,
-                tp=tp,
-                exchanges=exchanges,
-                mla_form=resolve_form(engine.mla, device),
-                kernels=kernels,
-                native_units=native,
-            )
+        self._decoder = _make_decoder(plan, checkpoint, loading, precision, arithmetic, kernels, exchanges, tp)
         loading.end()
         self.expert_rows = self._decoder.expert_rows
         self.progress = self._decoder.progress
@@ -340,4 +313,50 @@ def _kernels(cpuinfo: str) -> Kernels | None:
     """The native kernels for what the CPU has. cpuinfo: as in EngineConfig."""
     return load_kernels(
         wide=has_wide_vectors(cpuinfo), bfloat16=has_bfloat16_vectors(cpuinfo), vnni=has_int8_vectors(cpuinfo)
+    )
+
+
+def _make_decoder(
+    plan: LoadPlan,
+    checkpoint: SafetensorsCheckpoint | GgufCheckpoint,
+    loading: LoadProgress,
+    precision: Precision,
+    arithmetic: Arithmetic,
+    kernels: Kernels | None,
+    exchanges: Sequence[Exchange],
+    tp: Collectives,
+) -> Decoder:
+    """The decoder of a plan, with its weights. Arguments and errors as of ModelRunner."""
+    terms, part, _ = plan
+    spec, (device, _, native) = terms.spec, terms.computation
+    if spec.library is None:
+        return NativeDecoder(
+            spec,
+            CountedCheckpoint(checkpoint, loading),
+            part.layers,
+            positions=terms.length,
+            precision=precision,
+            arithmetic=arithmetic,
+            device=device,
+            shard=part.shard,
+            tp=tp,
+            exchanges=exchanges,
+            mla_form=resolve_form(terms.engine.mla, device),
+            kernels=kernels,
+            native_units=native,
+        )
+    from headrace.engine.library.decoder import LibraryDecoder  # imports transformers
+
+    assert isinstance(checkpoint, SafetensorsCheckpoint)
+    return LibraryDecoder(
+        spec,
+        terms.source.path,
+        checkpoint,
+        part.layers,
+        positions=terms.length,
+        precision=precision,
+        arithmetic=arithmetic,
+        kernels=kernels,
+        device=device,
+        loading=loading,
     )

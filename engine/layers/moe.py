@@ -88,10 +88,20 @@ class Experts:
         """Tokens and weights [rows, 1] in the order of experts, and where each own expert's rows begin and end."""
         if self._edges is None:
             self._edges = torch.arange(self._own.start, self._own.stop + 1, device=choice.experts.device)
-        numbers, order = choice.experts.flatten().sort(stable=True)
-        edges = torch.searchsorted(numbers, self._edges).cpu()
-        self.rows += edges.diff()
-        return order // choice.experts.shape[1], choice.weights.flatten()[order, None], edges.tolist()
+        tokens, weights, bounds = rows_by_expert(choice, self._edges)
+        self.rows += bounds.diff()
+        return tokens, weights, bounds.tolist()
+
+
+def rows_by_expert(choice: ExpertChoice, edges: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Rows in the order of the experts that compute them, of each expert in the order of tokens.
+
+    edges: consecutive experts' numbers and the next. Returns tokens int64 [rows], weights [rows, 1], and where each
+    expert's rows begin and end, on the host: int64 [experts + 1].
+    """
+    numbers, order = choice.experts.flatten().sort(stable=True)
+    bounds = torch.searchsorted(numbers, edges).cpu()
+    return order // choice.experts.shape[1], choice.weights.flatten()[order, None], bounds
 
 
 class MoeMlp:

@@ -60,7 +60,7 @@ class Batch:
         """See CacheOwner. Raises RuntimeError: the probe refuses such models."""
         raise RuntimeError("a module keeps something of a request that the probe has not seen")
 
-    def attend(self, module: nn.Module, query: Tensor, keys: Tensor, values: Tensor, asked: Asked) -> Tensor:
+    def attend(self, query: Tensor, keys: Tensor, values: Tensor, asked: Asked) -> Tensor:
         """See Running."""
         scores = Scores(asked.scale or query.shape[3] ** -0.5, asked.softcap, asked.sinks)
         layer = self._layer_of.get(id(keys))
@@ -96,7 +96,7 @@ class Batch:
     def _ranges_of(self, asked: Asked) -> Ranges | None:
         """What a layer's mask and window let tokens attend to; None: all before them. Evaluated once for all layers
         that have the same mask. Raises ValueError where what a token sees is no range."""
-        mask, window = asked.mask, asked.window or 0
+        mask, window = asked.mask, asked.window
         key = id(mask), window
         if key not in self._ranges:
             plain = mask is None or (isinstance(mask, Mask) and mask.causal)
@@ -119,17 +119,12 @@ class Batch:
 
     def _seen_of(self, asked: Asked) -> list[Tensor]:
         """The same as bool [tokens, positions] of each row."""
-        key = id(asked.mask), asked.window or 0
+        key = id(asked.mask), asked.window
         if key not in self._seen:
+            spans = [(span.start, span.start + span.count) for span in self._attention.spans]
             self._seen[key] = [
-                torch.from_numpy(
-                    _allowed(
-                        asked.mask, asked.window or 0, np.arange(span.start, span.start + span.count),
-                        span.start + span.count,
-                    )
-                )
-                for span in self._attention.spans
-            ]  # fmt: skip
+                torch.from_numpy(_allowed(asked.mask, asked.window, np.arange(start, end), end)) for start, end in spans
+            ]
             self._kept.append(asked.mask)
         return self._seen[key]
 

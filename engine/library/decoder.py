@@ -19,7 +19,7 @@ from headrace.engine.library.batch import Batch, CachedSlot
 from headrace.engine.library.cache import RowsCache
 from headrace.engine.library.hooks import running
 from headrace.engine.library.model import LayersDone, OtherLayer, body_of, call, layer_list, length_ropes, load_model
-from headrace.engine.library.modules import Head, Products, replace_products, widen
+from headrace.engine.library.modules import OutputHead, Products, replace_products, widen
 from headrace.engine.model.arithmetic import Arithmetic, TorchArithmetic, Weight
 from headrace.engine.model.checkpoint import SafetensorsCheckpoint
 from headrace.engine.model.config import ModelSpec
@@ -53,30 +53,28 @@ class LibraryDecoder:
         for weights that do not fit the model."""
         assert spec.library is not None
         self.progress = PassProgress()
-        self._spec, self._library, self._layers = spec, spec.library, layers
-        self._precision, self._arithmetic, self._kernels = precision, arithmetic, kernels
+        library = spec.library
+        self._spec, self._arithmetic, self._kernels = spec, arithmetic, kernels
         self._pool: KVPool | None = None
-        first = layers.start == 0
-        if not first and self._library.per_layer_inputs:
-            raise ConfigError(f"{self._library.architecture} needs token ids in all layers; write --pp 1")
+        if layers.start and library.per_layer_inputs:
+            raise ConfigError(f"{library.architecture} needs token ids in all layers; write --pp 1")
         self._model = load_model(folder, checkpoint, layers, precision.model, loading).to(device)
         blocks = layer_list(self._model)
         self._others = {each.place: each for each in blocks if isinstance(each, OtherLayer)}
         for each in blocks:
             if not isinstance(each, OtherLayer):
                 each.register_forward_pre_hook(lambda *_: self.progress.step())
-        self._compute_ourselves(blocks)
+        self._compute_ourselves(blocks, precision)
         _fix_rotary(self._model, positions)
         name, self._body = body_of(self._model)
         if layers.stop == spec.layers:
             self._given = GivenBody()
             setattr(self._model, name, self._given)
         self._products = Products(arithmetic)
-        cached = [(layer, self._library.cached[layer]) for layer in layers]
         self._slots = {
-            layer: CachedSlot(LayerSlot(*self._library.place(layer, layers.start)), each.expanded)
-            for layer, each in cached
-            if each is not None
+            layer: CachedSlot(LayerSlot(*library.place(layer, layers.start)), cached.expanded)
+            for layer in layers
+            if (cached := library.cached[layer]) is not None
         }
 
     def attach(self, pool: KVPool) -> None:
@@ -134,9 +132,9 @@ class LibraryDecoder:
         """See Decoder: they are."""
         return hidden
 
-    def _compute_ourselves(self, blocks: nn.ModuleList) -> None:
+    def _compute_ourselves(self, blocks: nn.ModuleList, precision: Precision) -> None:
         """Have our arithmetic compute the products, in the precision of the stage."""
-        _, held, compute, int8 = self._precision
+        _, held, compute, int8 = precision
         packs = int8 or held == compute
         pack_held = self._arithmetic.pack if packs else TorchArithmetic().pack
 
@@ -148,7 +146,7 @@ class LibraryDecoder:
 
         head = self._model.get_output_embeddings()
         if type(head) is nn.Linear:
-            self._model.set_output_embeddings(Head(head, self._arithmetic))
+            self._model.set_output_embeddings(OutputHead(head, self._arithmetic))
         replace_products(blocks, self._arithmetic, pack_int8 if int8 else pack, compute, unpacked=pack)
         replace_products(self._model, self._arithmetic, pack, compute, unpacked=pack)
         widen(self._model, held, compute)

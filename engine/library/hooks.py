@@ -23,7 +23,7 @@ _thread = threading.local()
 class Running(Protocol):
     """A pass through a model's modules."""
 
-    def attend(self, module: nn.Module, query: Tensor, keys: Tensor, values: Tensor, asked: "Asked") -> Tensor:
+    def attend(self, query: Tensor, keys: Tensor, values: Tensor, asked: "Asked") -> Tensor:
         """Attention of one layer. query: [1, heads, tokens, width]; keys and values as update() of the cache returned
         them. Returns [1, tokens, heads, width of values]."""
         ...
@@ -47,7 +47,7 @@ class Asked:
         """mask: a Mask, or None. indices: positions that a module has selected for each token."""
         self.mask = mask
         self.scale = scale
-        self.window = window
+        self.window = window or 0
         self.softcap = softcap or 0.0
         self.sinks = sinks
         self.indices = indices
@@ -102,7 +102,7 @@ def _attention(
     indices: Tensor | None = None, **_: Any,
 ) -> tuple[Tensor, None]:  # fmt: skip
     asked = Asked(attention_mask, scaling, sliding_window, softcap, s_aux, indices)
-    return current().attend(module, query, key, value, asked), None
+    return current().attend(query, key, value, asked), None
 
 
 def _mask(*, mask_function: Callable[..., Tensor], **_: Any) -> Mask:

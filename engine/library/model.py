@@ -97,11 +97,8 @@ class NoEmbedding(nn.Module):
 
 def read_config(folder: Path) -> PreTrainedConfig:
     """A model's configuration. Raises ConfigError for one that transformers does not know, or that is broken."""
-    try:
-        with _quiet():
-            return AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
-    except Exception as error:  # whatever a configuration's own checks raise
-        raise ConfigError(f"transformers cannot read {folder / 'config.json'}: {_line(error)}") from error
+    with _reported(f"transformers cannot read {folder / 'config.json'}"):
+        return AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
 
 
 def model_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
@@ -191,20 +188,17 @@ def load_model(
         weights = dict(zip(names, loaders.map(read, names), strict=True))
     register()
     stage_class = _stage_class(model_class(config), layers, count)
-    try:
-        with _quiet():
-            model, info = stage_class.from_pretrained(
-                None,
-                config=config,
-                state_dict=weights,
-                dtype=dtype,
-                attn_implementation=_attention_of(config),
-                trust_remote_code=False,
-                local_files_only=True,
-                output_loading_info=True,
-            )
-    except Exception as error:  # whatever a model's own code raises
-        raise ConfigError(f"transformers cannot load {folder}: {_line(error)}") from error
+    with _reported(f"transformers cannot load {folder}"):
+        model, info = stage_class.from_pretrained(
+            None,
+            config=config,
+            state_dict=weights,
+            dtype=dtype,
+            attn_implementation=_attention_of(config),
+            trust_remote_code=False,
+            local_files_only=True,
+            output_loading_info=True,
+        )
     _set_experts(model)
     unexpected = set(info["unexpected_keys"]) - elsewhere
     for what, names in (
@@ -261,11 +255,8 @@ def check_version() -> None:
 
 def _on_meta(cls: type[PreTrainedModel], config: PreTrainedConfig) -> PreTrainedModel:
     register()
-    try:
-        with torch.device("meta"), _quiet():
-            shell: PreTrainedModel = cls._from_config(config, attn_implementation=_attention_of(config))
-    except Exception as error:
-        raise ConfigError(f"transformers cannot make {cls.__name__} of this configuration: {_line(error)}") from error
+    with _reported(f"transformers cannot make {cls.__name__} of this configuration"), torch.device("meta"):
+        shell: PreTrainedModel = cls._from_config(config, attn_implementation=_attention_of(config))
     _set_experts(shell)
     return shell.eval()
 
@@ -277,12 +268,15 @@ def _probe(shell: PreTrainedModel, layers: int) -> Probe:
     ids = torch.ones(1, TOKENS, dtype=torch.long, device="meta")
     positions = torch.arange(TOKENS, device="meta")[None]
     try:
-        with running(probe), torch.inference_mode():
+        with (
+            _reported(f"{type(shell).__name__} cannot be computed over a paged pool"),
+            running(probe),
+            torch.inference_mode(),
+        ):
             call(shell, RowsCache(probe, layers), input_ids=ids, position_ids=positions)
-    except Exception as error:
-        if probe.stateful:
-            return probe  # what it read of its state was not there
-        raise ConfigError(f"{type(shell).__name__} cannot be computed over a paged pool: {_line(error)}") from error
+    except ConfigError:
+        if not probe.stateful:  # else what it read of its state was not there
+            raise
     finally:
         for hook in hooks:
             hook.remove()
@@ -361,14 +355,21 @@ def _digest(text: PreTrainedConfig) -> str:
     return hashlib.sha256(json.dumps(fields, sort_keys=True, default=str).encode()).hexdigest()
 
 
-def _line(error: Exception) -> str:
-    """An error of transformers, in one line of bounded length."""
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+@contextmanager
+def _reported(failed: str) -> Iterator[None]:
+    """Turn whatever code of transformers raises into ConfigError, in one line of bounded length; its progress bars and
+    warnings are left out: what they warn of is an error here."""
+    try:
+        with _quiet():
+            yield
+    except Exception as error:
+        what = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+        raise ConfigError(f"{failed}: {what}") from error
 
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Without progress bars and warnings of transformers: what they warn of is an error here."""
+    """Without progress bars and warnings of transformers."""
     bars, level = transformers.utils.logging.is_progress_bar_enabled(), transformers.logging.get_verbosity()
     transformers.utils.logging.disable_progress_bar()
     transformers.logging.set_verbosity_error()

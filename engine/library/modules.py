@@ -1,6 +1,7 @@
 """Modules of transformers whose products our arithmetic computes: nn.Linear, experts, and F.linear of routers."""
 
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -8,6 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from headrace.engine.layers.exchange import ExpertChoice
+from headrace.engine.layers.moe import rows_by_expert
 from headrace.engine.model.arithmetic import Arithmetic, Weight
 
 ROUTERS = ("gate", "router", "shared_expert_gate")
@@ -32,7 +35,7 @@ class PackedLinear(nn.Module):
         return self._arithmetic.linear(flat, self._packed, self.bias).view(*x.shape[:-1], self.out_features)
 
 
-class Head(nn.Module):
+class OutputHead(nn.Module):
     """The output head: float32 logits by an Arithmetic. Its weight may be the embedding's."""
 
     def __init__(self, of: nn.Linear, arithmetic: Arithmetic) -> None:
@@ -72,21 +75,21 @@ class PackedExperts:
         """
         module, arithmetic = self._module, self._arithmetic
         sums = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
-        numbers, order = chosen.reshape(-1).sort(stable=True)
-        tokens, factors = order // chosen.shape[-1], weights.reshape(-1)[order].float()
-        bounds = torch.searchsorted(numbers, torch.arange(len(self._up) + 1, device=numbers.device)).tolist()
-        for expert, (up, down) in enumerate(zip(self._up, self._down, strict=True)):
-            start, stop = bounds[expert], bounds[expert + 1]
+        edges = torch.arange(len(self._up) + 1, device=chosen.device)
+        tokens, factors, bounds = rows_by_expert(ExpertChoice(chosen, weights.float()), edges)
+        for expert, (start, stop) in enumerate(pairwise(bounds.tolist())):
             if start == stop:
                 continue
             rows = tokens[start:stop]
-            inner = arithmetic.linear(x[rows], up, None if self._up_bias is None else self._up_bias[expert])
+            inner = arithmetic.linear(
+                x[rows], self._up[expert], None if self._up_bias is None else self._up_bias[expert]
+            )
             inner = module._apply_gate(inner) if module.has_gate else module.act_fn(inner)
             bias = None if self._down_bias is None else self._down_bias[expert]
-            result = arithmetic.linear(inner.contiguous(), down, bias)
+            result = arithmetic.linear(inner.contiguous(), self._down[expert], bias)
             if module.has_post_expert_norm:
                 result = module.post_expert_norm(result)
-            sums.index_add_(0, rows, result.float() * factors[start:stop, None])
+            sums.index_add_(0, rows, result.float() * factors[start:stop])
         return sums.to(x.dtype)
 
 

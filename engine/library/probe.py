@@ -61,7 +61,7 @@ class Probe:
         self.stateful.add((owners or [type(self._stack[-1]).__name__])[-1])
         return value
 
-    def attend(self, module: nn.Module, query: Tensor, keys: Tensor, values: Tensor, asked: Asked) -> Tensor:
+    def attend(self, query: Tensor, keys: Tensor, values: Tensor, asked: Asked) -> Tensor:
         """See Running."""
         layer = self._layer_of.get(id(keys))
         self.seen.append(Seen(self._last if layer is None else layer, layer is None, asked.indices is not None))

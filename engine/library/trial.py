@@ -17,8 +17,6 @@ from headrace.engine.kv.pool import KVPool
 
 TOKENS = 60  # of a request, at most; an odd number of them in the first chunk
 ROUNDING = {torch.float32: 2e-3, torch.bfloat16: 6e-2, torch.float16: 1e-2}  # of the largest number, that may differ
-Rows = Sequence[tuple[int, Tensor]]
-"""First position and what forward() takes, of each row of a batch."""
 
 
 class Trial(NamedTuple):

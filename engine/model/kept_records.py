@@ -3,7 +3,7 @@
     files of the model ──transformers──► record in the cache folder ──► every start of a server
                         (child, seconds)                                 (no transformers)
 
-Importing transformers takes seconds and hundreds of megabytes that whoever reads such a record does not need.
+Importing transformers takes seconds and hundreds of megabytes that the readers of such a record do not need.
 """
 
 import contextlib

@@ -344,6 +344,3 @@ def fp4(packed: Tensor) -> Tensor:
     """E2M1 floats from bytes [..., width], the first in the lower half: float32 [..., 2 * width]."""
     table = torch.tensor([*FP4, *(-value for value in FP4)])
     return table[torch.stack((packed & 15, packed >> 4), -1).flatten(-2).long()]
-
-
-__all__ = ["FLOATS", "Form", "Scheme", "Stored", "find_forms", "read_scheme"]
