@@ -50,7 +50,7 @@ class Sampler:
             finite &= given.amax(dim=-1).isfinite()
         drawn = [index for index, row in enumerate(rows) if row.params.temperature >= GREEDY_BELOW]
         for filtered in (False, True):  # unfiltered rows need no order
-            chosen = [index for index in drawn if _is_filtered(rows[index].params) is filtered]
+            chosen = [index for index in drawn if rows[index].params.filters is filtered]
             if chosen:
                 params = [rows[index].params for index in chosen]
                 uniform = column([self._uniform(rows[index]) for index in chosen], logits)[:, 0]
@@ -108,10 +108,6 @@ def _without_early_stops(logits: Tensor, rows: Sequence[SampleRow]) -> Tensor:
 def _stops_early(row: SampleRow) -> bool:
     """Whether a stop token now would come before the row's min_tokens."""
     return bool(row.params.stop_token_ids) and row.generated < row.params.min_tokens
-
-
-def _is_filtered(params: SamplingParams) -> bool:
-    return params.top_k > 0 or params.top_p < 1.0 or params.min_p > 0.0
 
 
 def _probabilities(logits: Tensor, params: Sequence[SamplingParams]) -> Tensor:

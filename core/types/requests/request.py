@@ -116,6 +116,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     """Key of the constraint that the text has to match (Submit.constraint); "": none. Set by the front end."""
 
     @property
+    def filters(self) -> bool:
+        """Whether the token is drawn among the most likely ones alone."""
+        return self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0
+
+    @property
     def penalizes(self) -> bool:
         """Whether tokens that were seen before have other logits."""
         return self.presence_penalty != 0.0 or self.frequency_penalty != 0.0 or self.repetition_penalty != 1.0

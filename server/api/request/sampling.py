@@ -13,10 +13,18 @@ from headrace.server.api.request.schema import (
     PrefillBody,
     ResponsesBody,
     SamplingBody,
+    SamplingFields,
 )
 from headrace.server.http.ranges import MAX_INT64
 
 MAX_ID_DIGITS = 18
+
+COPIED = tuple(
+    field
+    for field in SamplingFields.__struct_fields__
+    if field in SamplingParams.__struct_fields__ and field not in ("top_k", "top_p", "logit_bias", "stop_token_ids")
+)
+"""Fields that mean in a body what they mean in SamplingParams. Those that need more are in sampling_params()."""
 
 
 class Ending(msgspec.Struct, frozen=True):
@@ -59,17 +67,13 @@ def sampling_params(body: SamplingBody, *, logprobs: int | None, max_tokens: int
     limit = max_tokens if ends.max_tokens is None else ends.max_tokens
     prompt_logprobs = _prompt_logprobs(body)
     return SamplingParams(
-        temperature=_or(body.temperature, 1.0),
+        **{field: value for field in COPIED if (value := getattr(body, field)) is not None},
         top_k=1 if body.top_p == 0 else min(max(0, body.top_k or 0), vocab_size),
         top_p=body.top_p or 1.0,
-        min_p=body.min_p or 0.0,
         seed=None if body.seed is None else body.seed & MAX_INT64,
         max_tokens=limit,
         min_tokens=_min_tokens(ends.min_tokens, limit),
         stop_token_ids=_stop_ids(ends.stop_token_ids, vocab_size),
-        presence_penalty=body.presence_penalty or 0.0,
-        frequency_penalty=body.frequency_penalty or 0.0,
-        repetition_penalty=_or(body.repetition_penalty, 1.0),
         logit_bias=_biases(body.logit_bias or {}, vocab_size),
         logprobs=logprobs,
         prompt_logprobs=prompt_logprobs,
@@ -129,10 +133,6 @@ def seeded(sampling: SamplingParams, choice: int) -> SamplingParams:
     if sampling.seed is None or choice == 0:
         return sampling
     return msgspec.structs.replace(sampling, seed=(sampling.seed + choice) & MAX_INT64)
-
-
-def _or(value: float | None, default: float) -> float:
-    return default if value is None else value
 
 
 def _min_tokens(given: int, limit: int) -> int:
