@@ -124,6 +124,7 @@ class IncomingTransfer:
             count=wanted.prompt_tokens - wanted.cached_tokens,
             pages=wanted.pages,
             row=wanted.row,
+            slot=wanted.slot,
             draft=wanted.draft,
         )
 

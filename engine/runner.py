@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import NamedTuple, Protocol
 
@@ -190,6 +191,7 @@ class ModelRunner:
 
     def _try_library(self, architecture: str) -> None:
         """See try_decoder(). Raises ConfigError."""
+        from headrace.engine.library.decoder import LibraryDecoder
         from headrace.engine.library.trial import try_decoder
 
         form = self.hidden_spec
@@ -200,6 +202,7 @@ class ModelRunner:
                 return torch.randint(self.vocab_size, (count,), generator=generator).to(form.device)
             return torch.randn(count, form.size, generator=generator).to(form.device, form.dtype)
 
+        assert isinstance(self._decoder, LibraryDecoder)
         trial = try_decoder(self._decoder, self.pool, self._max_model_len, incoming)
         self.same_bits = trial.same_bits
         what = "the same bits" if trial.same_bits else f"the same up to rounding ({trial.gap:.1g})"
@@ -213,8 +216,8 @@ class ModelRunner:
         pages = packed.pack(range(self.geometry.pages_for(count)))
         greedy = SamplingParams(temperature=0.0)
         for row in (
-            PlanRow(WARM_UP_REQUEST, 0, count, pages, packed.pack([0] * count), sample=greedy),
-            PlanRow(WARM_UP_REQUEST, count - 1, 1, pages, packed.pack([0]), sample=greedy),
+            PlanRow(WARM_UP_REQUEST, 0, count, pages, packed.pack([0] * count), sample=greedy, slot=0),
+            PlanRow(WARM_UP_REQUEST, count - 1, 1, pages, packed.pack([0]), sample=greedy, slot=0),
         ):
             incoming = None
             if not self._part.first:
@@ -248,7 +251,7 @@ class ModelRunner:
                 return self._decoder.take_part()
             if self._part.last:
                 self._sampler.begin(rows)
-            spans = [AttentionSpan(row.start, row.count, row_pages(row, self.pool)) for row in rows]
+            spans = [AttentionSpan(row.start, row.count, row_pages(row, self.pool), row.slot) for row in rows]
             ranges = [np.arange(row.start, row.start + row.count) for row in rows]
             positions = place(np.concatenate(ranges), self.hidden_spec.device)
             if hidden is None:
@@ -304,7 +307,7 @@ def _cut_spans(spans: Sequence[AttentionSpan], cut: int) -> list[list[AttentionS
     the first through the pool."""
     parts = halves([span.count for span in spans], cut)
     return [
-        [AttentionSpan(spans[part.row].start + part.first, part.count, spans[part.row].pages) for part in half]
+        [replace(spans[part.row], start=spans[part.row].start + part.first, count=part.count) for part in half]
         for half in parts
     ]
 

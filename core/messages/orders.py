@@ -61,6 +61,8 @@ class PlanRow(msgspec.Struct, frozen=True, omit_defaults=True):
     history: TokenHistory | None = None
     """Set in the first row under this number that samples for a request with penalties. What is sampled from then on,
     the last stage counts itself."""
+    slot: int = -1
+    """Where the request's states are in the pools of the stages; -1 where the model keeps none."""
 
     def prompt_targets(self) -> tuple[int, list[int]]:
         """The prompt positions whose logprobs this row gives: the first one, and the tokens from there on. They are
@@ -116,6 +118,10 @@ class SendChunk(Order, frozen=True, kw_only=True):
     """Metadata row of the request on this server."""
     dst_row: int
     """Metadata row of the request at the peer."""
+    slot: int = -1
+    """Where the request's states are in the pools of this server, -1 where it has none; the last chunk carries them."""
+    dst_slot: int = -1
+    """Where they go in the peer's pools."""
     last: FirstToken | None = None
     """Set on the last chunk, which carries the metadata row."""
 
@@ -170,6 +176,8 @@ class PrepareReceive(Order, frozen=True, kw_only=True):
     """Packed page ids in this stage's pool; the first holds position start."""
     row: int
     """Metadata row to be filled."""
+    slot: int = -1
+    """Where the request's states go; -1 where it has none."""
     draft: DraftTerms = NO_DRAFT
     """Draft data that was asked for: no other may come."""
 

@@ -21,6 +21,8 @@ class AttentionSpan:
     count: int
     pages: NDArray[np.int64]
     """Page ids covering [0, start + count), on the host."""
+    slot: int = -1
+    """Where the states of its request are in the pool; -1 where it keeps none."""
 
 
 class AttentionPass(Protocol):

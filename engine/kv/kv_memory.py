@@ -54,7 +54,7 @@ class KvMemory:
         if not self._on_cpu:
             log.warning("NIXL is not used: the KV pool is not on the CPU")
             return shared
-        size = pages * geometry.page_bytes
+        size = geometry.pool_bytes(pages)
         return self._register(geometry, pages, memoryview(mmap.mmap(-1, size)) if shared is None else shared)
 
     def close(self) -> None:
@@ -68,7 +68,7 @@ class KvMemory:
         try:
             self._pool = SharedPool(c_order(geometry, pages))
         except OSError as error:
-            size = pages * geometry.page_bytes / (1 << 20)
+            size = geometry.pool_bytes(pages) / (1 << 20)
             log.warning("the KV pool (%.0f MiB) cannot be in shared memory: %s", size, error)
             return None
         self._memory = PoolMemory(shm=self._pool.memory)

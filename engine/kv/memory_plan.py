@@ -21,6 +21,10 @@ class MemoryPlan(msgspec.Struct, frozen=True, kw_only=True):
     does not multiply that."""
     page_bytes: int
     kv_pages: int
+    state_slots: int = 0
+    """Requests that have states at a time; 0 where they need none."""
+    state_bytes: int = 0
+    """Of one request."""
     host_pages: int = 0
     """Pages of the host tier."""
     available_bytes: int
@@ -30,8 +34,8 @@ class MemoryPlan(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def kv_bytes(self) -> int:
-        """Bytes of the KV pool."""
-        return self.page_bytes * self.kv_pages
+        """Bytes of the KV pool, with the states of requests."""
+        return self.page_bytes * self.kv_pages + self.state_slots * self.state_bytes
 
     @property
     def host_bytes(self) -> int:
@@ -133,13 +137,13 @@ def plan_memory(
             f"{kv_pages} KV pages of {page_size} tokens hold less than one request of max_model_len {length}; "
             f"write --kv-pages {least} or more, or --max-model-len {kv_pages * page_size} or less"
         )
-    fitting = room // geometry.page_bytes
+    fitting = geometry.pages_within(room)
     if pages < least or pages > fitting:
         advice = f"--max-model-len {max(1, min(pages, fitting)) * page_size} or less"
         if kv_pages and fitting >= least:  # a request fits, only not so many
             advice = f"--kv-pages {fitting} or less, or leave it out"
         raise ConfigError(
-            f"{_mib(int(max(pages, least) * geometry.page_bytes * kv_copies))} of KV pages do not fit: "
+            f"{_mib(int(geometry.pool_bytes(max(pages, least)) * kv_copies))} of KV pages do not fit: "
             f"{_mib(available_bytes)} are available and the weights take {_mib(weights)}; "
             f"write {advice}"
         )
@@ -148,11 +152,13 @@ def plan_memory(
         weight_dtype=weight_dtype,
         page_bytes=geometry.page_bytes,
         kv_pages=pages,
+        state_slots=geometry.slots_for(pages),
+        state_bytes=geometry.state_bytes,
         available_bytes=available_bytes,
         explanation=(
             f"weights {_mib(weights)} ({'int8 and ' if int8 else ''}{weight_dtype}); "
             f"KV {_mib(pages * geometry.page_bytes)} = {pages} pages × "
-            f"{page_size} tokens × {geometry.token_bytes} bytes per token ({reason}); "
+            f"{page_size} tokens × {geometry.token_bytes} bytes per token ({reason}); {_states(geometry, pages)}"
             f"{f'exchange {_mib(exchange_bytes)}; ' if exchange_bytes else ''}"
             f"{_mib(available_bytes)} available; longest request {length} tokens = {least} pages"
         ),
@@ -176,7 +182,7 @@ def _default_pages(geometry: Geometry, least: int, available_bytes: int, room: i
     """KV pages where none are configured, and why so many. least: pages of the longest request. room: bytes that the
     weights leave."""
     wanted = max(least, geometry.pages_for(DEFAULT_KV_TOKENS))
-    pages = min(wanted, int(min(KV_SHARE * available_bytes, room)) // geometry.page_bytes)
+    pages = min(wanted, geometry.pages_within(int(min(KV_SHARE * available_bytes, room))))
     return pages, f"{DEFAULT_KV_TOKENS} tokens" if pages == wanted else f"{KV_SHARE:.0%} of the available memory"
 
 
@@ -196,6 +202,11 @@ def add_host_tier(plan: MemoryPlan, pages: int, room_bytes: int) -> MemoryPlan:
         )
     tier = f"host tier {_mib(planned.host_bytes)} = {pages} pages, taken when first used"
     return msgspec.structs.replace(planned, explanation=f"{plan.explanation}; {tier}")
+
+
+def _states(geometry: Geometry, pages: int) -> str:
+    slots, each = geometry.slots_for(pages), geometry.state_bytes
+    return f"states {_mib(slots * each)} = {slots} requests × {_mib(each)}; " if slots else ""
 
 
 def _mib(size: int) -> str:

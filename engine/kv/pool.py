@@ -39,14 +39,16 @@ class KVPool:
         self.pages = pages
         buffer = allocate(geometry, pages) if allocate is not None else None
         if buffer is None:
-            memory = torch.empty(pages * geometry.page_bytes, dtype=torch.uint8, device=device)
+            memory = torch.empty(geometry.pool_bytes(pages), dtype=torch.uint8, device=device)
         else:
             memory = torch.frombuffer(buffer, dtype=torch.uint8)
+        self.state_slots = geometry.slots_for(pages)
+        """Requests that have a state here at a time."""
         self.tensors = _views(geometry, pages, memory)
-        """By name, each [pages, layers, planes, kv_heads, page_size, head_dim]."""
+        """By name, each [pages, layers, planes, kv_heads, page_size, head_dim]; states have slots, see Component."""
         self.tensor = next(iter(self.tensors.values()))
         self._first = geometry.tensors[0]
-        self.blocks: Tensor = self.tensor.view(-1, geometry.page_size * self._first.head_dim)
+        self.blocks: Tensor = self.tensor.view(-1, self.tensor.shape[-2] * self._first.head_dim)
         self.slots: Tensor = self.tensor.view(-1, self._first.head_dim)
         on_cpu = memory.device.type == "cpu"
         self._bytes: dict[str, NDArray[np.uint8]] | None = (
@@ -72,8 +74,8 @@ class KVPool:
 
     @property
     def rows(self) -> NDArray[np.uint8] | None:
-        """All pages as bytes [pages, page bytes]; None on a GPU and in a pool of several tensors."""
-        if self._bytes is None or len(self._bytes) != 1:
+        """All pages as bytes [pages, page bytes]; None on a GPU and in a pool of several tensors, or of states."""
+        if self._bytes is None or len(self._bytes) != 1 or self._first.per_request:
             return None
         return self._bytes[self._first.name].reshape(self.pages, -1)
 
@@ -81,10 +83,10 @@ class KVPool:
         """Bytes of slots [first_slot, first_slot + count) of a page: uint8 [layers, planes, kv_heads, count, row
         bytes].
 
-        box: tensor, and range of layers and heads. On the CPU a strided view of the pool, on a GPU a copy. Raises
-        IndexError for a page or slots outside the pool, KeyError for a tensor that it has not.
+        page: of a state its slot. box: tensor, and range of layers and heads. On the CPU a strided view of the pool, on
+        a GPU a copy. Raises IndexError for a page or slots outside the pool, KeyError for a tensor that it has not.
         """
-        self._check(page, first_slot, count)
+        self._check(page, first_slot, count, box.tensor)
         if self._copies is not None:
             part = self.tensors[box.tensor][page, box.layers, :, box.heads, first_slot : first_slot + count]
             copied: NDArray[np.uint8] = self._copies.to_host(part).view(torch.uint8).numpy()
@@ -100,7 +102,7 @@ class KVPool:
     def write(self, page: int, first_slot: int, count: int, data: NDArray[np.uint8], box: Box = WHOLE) -> None:
         """Set slots [first_slot, first_slot + count) from bytes of the shape that read() returns. Raises what view()
         raises."""
-        self._check(page, first_slot, count)
+        self._check(page, first_slot, count, box.tensor)
         if self._bytes is not None:
             self._bytes[box.tensor][page, box.layers, :, box.heads, first_slot : first_slot + count] = data
             return
@@ -122,22 +124,22 @@ class KVPool:
         self._all_copies.append(DeviceCopies(self.tensor.device))
         return self._all_copies[-1]
 
-    def _check(self, page: int, first_slot: int, count: int) -> None:
-        if not 0 <= page < self.pages:
-            raise IndexError(f"page {page} is outside the pool of {self.pages}")
-        if first_slot < 0 or count < 1 or first_slot + count > self.geometry.page_size:
-            raise IndexError(
-                f"slots [{first_slot}, {first_slot + count}) are outside a page of {self.geometry.page_size}"
-            )
+    def _check(self, page: int, first_slot: int, count: int, tensor: str) -> None:
+        pages, _, _, _, size, _ = self.tensors[tensor].shape
+        if not 0 <= page < pages:
+            raise IndexError(f"page {page} is outside the pool of {pages}")
+        if first_slot < 0 or count < 1 or first_slot + count > size:
+            raise IndexError(f"slots [{first_slot}, {first_slot + count}) are outside a page of {size}")
 
 
 def _views(geometry: Geometry, pages: int, memory: Tensor) -> dict[str, Tensor]:
     """The tensors of a pool in its memory of bytes, by name."""
     views: dict[str, Tensor] = {}
-    at = 0
+    at, slots = 0, geometry.slots_for(pages)
     for tensor in geometry.tensors:
-        shape = (pages, tensor.layers, tensor.planes, tensor.kv_heads, geometry.page_size, tensor.head_dim)
-        size = pages * geometry.page_size * tensor.token_bytes
+        count, positions = geometry.extent(tensor, pages, slots)
+        shape = (count, tensor.layers, tensor.planes, tensor.kv_heads, positions, tensor.head_dim)
+        size = count * positions * tensor.token_bytes
         views[tensor.name] = memory[at : at + size].view(_DTYPES[tensor.dtype]).view(shape)
         at += size
     return views

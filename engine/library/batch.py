@@ -1,18 +1,21 @@
 """One forward pass of transformers' modules over rows of several requests, side by side in one sequence."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from headrace.engine.attention.native import Ranges
+from headrace.engine.attention.paged import AttentionSpan
 from headrace.engine.attention.slots import LayerSlot, Scores, SlotPass, plain_attention
-from headrace.engine.library.hooks import Asked, Mask
+from headrace.engine.library.cache import RowsCache
+from headrace.engine.library.hooks import Asked, Mask, positions_seen
 from headrace.engine.library.modules import PackedExperts
+from headrace.engine.library.states import RequestStates, StateStore, joined, of_request
 
 MASK_ROWS = 256  # tokens whose masks are evaluated at a time
 
@@ -28,10 +31,23 @@ class CachedSlot(NamedTuple):
 class Batch:
     """A pass. It is Running and a CacheOwner."""
 
-    def __init__(self, attention: SlotPass, slots: Mapping[int, CachedSlot], positions: Tensor) -> None:
-        """slots: by layer of the model. positions: int64 [tokens]."""
+    def __init__(
+        self,
+        attention: SlotPass,
+        slots: Mapping[int, CachedSlot],
+        states: StateStore,
+        positions: Tensor,
+        layers: int,
+        *,
+        one_by_one: bool,
+    ) -> None:
+        """slots: by layer of the model. positions: int64 [tokens]. layers: of the model. one_by_one: modules with
+        states cannot begin a chunk with one, so they get the tokens behind the first chunk singly."""
         self._attention = attention
         self._slots = slots
+        self._states = states
+        self._layers = layers
+        self._one_by_one = one_by_one
         spans = attention.spans
         edges = np.cumsum([0, *(span.count for span in spans)]).tolist()
         ends = np.cumsum([0, *(span.start + span.count for span in spans)]).tolist()
@@ -56,9 +72,44 @@ class Batch:
         self._kept.append(keys)
         return keys, values
 
-    def state(self, value: Any) -> Any:
-        """See CacheOwner. Raises RuntimeError: the probe refuses such models."""
+    def state(self, layer: int, kind: str, number: int) -> Tensor | None:
+        """See CacheOwner. Raises RuntimeError: modules that ask for one run by request."""
         raise RuntimeError("a module keeps something of a request that the probe has not seen")
+
+    def keep(self, layer: int, kind: str, number: int, value: Tensor) -> Tensor:
+        """See state()."""
+        raise RuntimeError("a module keeps something of a request that the probe has not seen")
+
+    def index_keys(self, keys: Tensor, layer: int) -> Tensor:
+        """See state()."""
+        raise RuntimeError("a module keeps something of a request that the probe has not seen")
+
+    def unknown(self) -> Any:
+        """See state()."""
+        raise RuntimeError("a module looks into its cache, which the probe has not seen")
+
+    def by_request(self, forward: Any, args: Any, named: Any) -> Any:
+        """See Running."""
+        tokens, parts = self._rows[-1].stop, []
+        for rows, span in self._pieces():
+            states = RequestStates(self._states, span)
+            cache = RowsCache(states, self._layers)
+            given = of_request((args, named), tokens, rows, span, cache)
+            parts.append(forward(*given[0], **given[1]))
+            states.write()
+        return joined(parts)
+
+    def _pieces(self) -> Iterator[tuple[slice, AttentionSpan]]:
+        """Rows of tokens that modules with states get at once."""
+        for rows, span in zip(self._rows, self._attention.spans, strict=True):
+            if not self._one_by_one or not span.start:
+                yield rows, span
+                continue
+            for index in range(span.count):
+                yield (
+                    slice(rows.start + index, rows.start + index + 1),
+                    replace(span, start=span.start + index, count=1),
+                )
 
     def attend(self, query: Tensor, keys: Tensor, values: Tensor, asked: Asked) -> Tensor:
         """See Running."""
@@ -109,7 +160,7 @@ class Batch:
         for span in self._attention.spans:
             for first in range(span.start, span.start + span.count, MASK_ROWS):
                 last = min(first + MASK_ROWS, span.start + span.count)
-                seen = _allowed(mask, window, np.arange(first, last), span.start + span.count)
+                seen = positions_seen(mask, window, np.arange(first, last), span.start + span.count)
                 begin, end = seen.argmax(1), seen.shape[1] - seen[:, ::-1].argmax(1)
                 if not (seen.sum(1) == end - begin).all() or not seen.any(1).all():
                     raise ValueError("a mask lets a token attend to positions that are not side by side")
@@ -123,23 +174,11 @@ class Batch:
         if key not in self._seen:
             spans = [(span.start, span.start + span.count) for span in self._attention.spans]
             self._seen[key] = [
-                torch.from_numpy(_allowed(asked.mask, asked.window, np.arange(start, end), end)) for start, end in spans
+                torch.from_numpy(positions_seen(asked.mask, asked.window, np.arange(start, end), end))
+                for start, end in spans
             ]
             self._kept.append(asked.mask)
         return self._seen[key]
-
-
-def _allowed(mask: object, window: int, queries: NDArray[np.int64], positions: int) -> NDArray[np.bool_]:
-    """bool [queries, positions]: what tokens at these positions see. Without a function that says it: what is not after
-    them, and in the window. Raises ValueError for a mask that is no function."""
-    keys = np.arange(positions)
-    if mask is not None and not isinstance(mask, Mask):
-        raise ValueError("a module makes a mask of its own")
-    if isinstance(mask, Mask) and not (mask.causal and window):
-        seen: NDArray[np.bool_] = mask.allowed(torch.from_numpy(queries), torch.from_numpy(keys)).numpy()
-        return seen
-    causal = keys <= queries[:, None]
-    return causal & (keys > queries[:, None] - window) if window else causal
 
 
 def _selected(indices: Tensor, positions: int) -> Tensor:

@@ -2,7 +2,8 @@
 
 from typing import Any, Protocol
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
 
@@ -18,8 +19,20 @@ class CacheOwner(Protocol):
         """Keep keys and values [1, heads, tokens, width] of a layer; return those to attend to."""
         ...
 
-    def state(self, value: Any) -> Any:
-        """A module keeps something of a request besides keys and values."""
+    def state(self, layer: int, kind: str, number: int) -> Tensor | None:
+        """What a layer has kept of a request besides keys and values [1, ...]; None at its beginning."""
+        ...
+
+    def keep(self, layer: int, kind: str, number: int, value: Tensor) -> Tensor:
+        """Keep it. Returns it."""
+        ...
+
+    def index_keys(self, keys: Tensor, layer: int) -> Tensor:
+        """Keep the keys [1, tokens, width] by which a layer selects positions. Returns those of all positions."""
+        ...
+
+    def unknown(self) -> Any:
+        """A module looks for something that no cache of ours has."""
         ...
 
 
@@ -55,7 +68,7 @@ class RowsCache(Cache):  # type: ignore[misc]
         return 0
 
     def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
-        """See CacheOwner.state()."""
+        """None that a model as a whole needs to know of."""
         return False
 
     def __len__(self) -> int:
@@ -69,25 +82,47 @@ class RowsCache(Cache):  # type: ignore[misc]
 
     @property
     def layers(self) -> Any:
-        """See CacheOwner.state()."""
-        return self._owner.state([])
+        """See CacheOwner.unknown()."""
+        return self._owner.unknown()
 
     def is_recording_past(self, layer_idx: int) -> bool:
         """No."""
         return False
 
-    def get_conv_state(self, *_: Any, **__: Any) -> Any:
-        """See CacheOwner.state(), as the methods below."""
-        return self._owner.state(None)
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+        """See CacheOwner.state(), as get_recurrent_state() and get_linear_cache()."""
+        return self._owner.state(layer_idx, "conv", state_idx)
 
-    get_recurrent_state = get_linear_cache = set_linear_cache = get_conv_state
+    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+        """See get_conv_state()."""
+        return self._owner.state(layer_idx, "recurrent", state_idx)
 
-    def update_conv_state(self, conv_states: Tensor, *_: Any, **__: Any) -> Any:
-        """See CacheOwner.state()."""
-        return self._owner.state(conv_states)
+    def get_linear_cache(self, layer_idx: int) -> Tensor | None:
+        """See get_conv_state()."""
+        return self._owner.state(layer_idx, "linear", 0)
 
-    update_recurrent_state = update_conv_state
+    def update_conv_state(
+        self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, conv_kernel_size: int | None = None, **_: Any
+    ) -> Tensor:
+        """Keep the last columns of inputs of a convolution [1, channels, tokens], as many as its kernel has. Returns
+        them behind those that were kept before, or behind zeros where they are fewer than that."""
+        before = self._owner.state(layer_idx, "conv", state_idx)
+        if before is not None:
+            width, found = before.shape[-1], torch.cat((before, conv_states), -1)
+        else:
+            width = conv_kernel_size or conv_states.shape[-1]
+            found = nn.functional.pad(conv_states, (max(0, width - conv_states.shape[-1]), 0))
+        self._owner.keep(layer_idx, "conv", state_idx, found[..., -width:])
+        return found
 
-    def update_indexer(self, indexer_key_states: Tensor, layer_idx: int) -> Any:
-        """See CacheOwner.state()."""
-        return self._owner.state(indexer_key_states)
+    def update_recurrent_state(self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0, **_: Any) -> Tensor:
+        """See CacheOwner.keep()."""
+        return self._owner.keep(layer_idx, "recurrent", state_idx, recurrent_states)
+
+    def set_linear_cache(self, layer_idx: int, linear_cache: Tensor) -> None:
+        """See CacheOwner.keep()."""
+        self._owner.keep(layer_idx, "linear", 0, linear_cache)
+
+    def update_indexer(self, indexer_key_states: Tensor, layer_idx: int) -> Tensor:
+        """See CacheOwner.index_keys()."""
+        return self._owner.index_keys(indexer_key_states, layer_idx)

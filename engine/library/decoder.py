@@ -1,6 +1,6 @@
 """Decoder of one stage by transformers' own modules, over the paged pool."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from headrace.engine.library.cache import RowsCache
 from headrace.engine.library.hooks import running
 from headrace.engine.library.model import LayersDone, OtherLayer, body_of, call, layer_list, length_ropes, load_model
 from headrace.engine.library.modules import OutputHead, Products, replace_products, widen
+from headrace.engine.library.states import StateStore, run_by_request
 from headrace.engine.model.arithmetic import Arithmetic, TorchArithmetic, Weight
 from headrace.engine.model.checkpoint import SafetensorsCheckpoint
 from headrace.engine.model.config import ModelSpec
@@ -56,21 +57,26 @@ class LibraryDecoder:
         library = spec.library
         self._spec, self._arithmetic, self._kernels = spec, arithmetic, kernels
         self._pool: KVPool | None = None
-        if layers.start and library.per_layer_inputs:
-            raise ConfigError(f"{library.architecture} needs token ids in all layers; write --pp 1")
+        if len(layers) < spec.layers and not library.divisible:
+            raise ConfigError(f"the layers of {library.architecture} cannot be divided into stages; write --pp 1")
         self._model = load_model(folder, checkpoint, layers, precision.model, loading).to(device)
         blocks = layer_list(self._model)
         self._others = {each.place: each for each in blocks if isinstance(each, OtherLayer)}
         for each in blocks:
             if not isinstance(each, OtherLayer):
                 each.register_forward_pre_hook(lambda *_: self.progress.step())
-        self._compute_ourselves(blocks, precision)
+        self._compute_ourselves(blocks, precision, library.uncalled)
         _fix_rotary(self._model, positions)
         name, self._body = body_of(self._model)
         if layers.stop == spec.layers:
-            self._given = GivenBody()
+            self._given = GivenBody(self._body)
             setattr(self._model, name, self._given)
         self._products = Products(arithmetic)
+        self._states = StateStore(library, layers)
+        self.has_states, self.compute = library.stateful, precision.compute
+        self.one_by_one = False
+        """Modules with states get the tokens behind a request's first chunk singly: they cannot begin with a state."""
+        run_by_request(self._body, library.mixers)
         self._slots = {
             layer: CachedSlot(LayerSlot(*library.place(layer, layers.start)), cached.expanded)
             for layer in layers
@@ -80,6 +86,7 @@ class LibraryDecoder:
     def attach(self, pool: KVPool) -> None:
         """See Decoder."""
         self._pool = pool
+        self._states.attach(pool)
 
     def begin(self, tokens: Sequence[int], padded: int, cut: int = 0) -> None:
         """See Decoder. Nothing is exchanged."""
@@ -95,7 +102,8 @@ class LibraryDecoder:
     def forward(self, hidden: Tensor, positions: Tensor, spans: Sequence[AttentionSpan]) -> Tensor:
         """See Decoder. Of the last stage the states are behind the model's final norm."""
         assert self._pool is not None, "attach() comes first"
-        batch = Batch(SlotPass(self._pool, self._kernels, spans), self._slots, positions)
+        attention = SlotPass(self._pool, self._kernels, spans)
+        batch = Batch(attention, self._slots, self._states, positions, self._spec.layers, one_by_one=self.one_by_one)
         ids = hidden
         if "before" in self._others:
             self._others["before"].given = hidden[None]
@@ -132,8 +140,8 @@ class LibraryDecoder:
         """See Decoder: they are."""
         return hidden
 
-    def _compute_ourselves(self, blocks: nn.ModuleList, precision: Precision) -> None:
-        """Have our arithmetic compute the products, in the precision of the stage."""
+    def _compute_ourselves(self, blocks: nn.ModuleList, precision: Precision, leave: Collection[str]) -> None:
+        """Have our arithmetic compute the products, in the precision of the stage. leave: see replace_products()."""
         _, held, compute, int8 = precision
         packs = int8 or held == compute
         pack_held = self._arithmetic.pack if packs else TorchArithmetic().pack
@@ -147,16 +155,20 @@ class LibraryDecoder:
         head = self._model.get_output_embeddings()
         if type(head) is nn.Linear:
             self._model.set_output_embeddings(OutputHead(head, self._arithmetic))
-        replace_products(blocks, self._arithmetic, pack_int8 if int8 else pack, compute, unpacked=pack)
-        replace_products(self._model, self._arithmetic, pack, compute, unpacked=pack)
+        replace_products(blocks, self._arithmetic, pack_int8 if int8 else pack, compute, unpacked=pack, leave=leave)
+        replace_products(self._model, self._arithmetic, pack, compute, unpacked=pack, leave=leave)
         widen(self._model, held, compute)
 
 
 class GivenBody(nn.Module):
     """In place of a model's body, where its head is to be computed alone."""
 
-    def __init__(self) -> None:
+    def __init__(self, body: nn.Module) -> None:
+        """body: whose numbers the head may ask for."""
         super().__init__()
+        for name, value in vars(body).items():
+            if isinstance(value, int | float):
+                setattr(self, name, value)
         self.states: Tensor | None = None
 
     def forward(self, *_: Any, **__: Any) -> "GivenOutput":

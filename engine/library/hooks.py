@@ -10,7 +10,9 @@ from contextlib import contextmanager
 from functools import cache
 from typing import Any, Protocol
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, causal_mask_function
@@ -30,6 +32,10 @@ class Running(Protocol):
 
     def experts(self, module: nn.Module, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
         """Weighted sums of the results of the chosen experts, of the shape of x. chosen, weights: [tokens, k]."""
+        ...
+
+    def by_request(self, forward: Any, args: Any, named: Any) -> Any:
+        """Call a module for each request alone. Returns what it gives for all tokens."""
         ...
 
     def mask_tensor(self, mask: "Mask") -> "Mask | Tensor":
@@ -70,6 +76,19 @@ class Mask:
         """bool [queries, keys] of positions int64 [queries] and [keys]."""
         zero = torch.zeros((), dtype=torch.long)
         return self._function(zero, zero, queries[:, None], keys[None]).expand(len(queries), len(keys))
+
+
+def positions_seen(mask: object, window: int, queries: NDArray[np.int64], positions: int) -> NDArray[np.bool_]:
+    """bool [queries, positions]: what tokens at these positions see. Without a function that says it: what is not after
+    them, and in the window. Raises ValueError for a mask that is no function."""
+    keys = np.arange(positions)
+    if mask is not None and not isinstance(mask, Mask):
+        raise ValueError("a module makes a mask of its own")
+    if isinstance(mask, Mask) and not (mask.causal and window):
+        seen: NDArray[np.bool_] = mask.allowed(torch.from_numpy(queries), torch.from_numpy(keys)).numpy()
+        return seen
+    causal = keys <= queries[:, None]
+    return causal & (keys > queries[:, None] - window) if window else causal
 
 
 @contextmanager

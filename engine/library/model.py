@@ -5,6 +5,7 @@ Never by code of a repository. Weights that are missing, left over or misshapen 
 
 import hashlib
 import importlib
+import inspect
 import json
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -30,12 +31,14 @@ from headrace.engine.library.hooks import NAME, register, running
 from headrace.engine.library.probe import TOKENS, Probe
 from headrace.engine.model.checkpoint import SafetensorsCheckpoint
 from headrace.engine.model.config import ModelSpec, RopeSpec
-from headrace.engine.model.library_spec import CachedLayer, LibrarySpec
+from headrace.engine.model.library_spec import CachedLayer, KeptState, LibrarySpec
 
 VERSION = "5.23"  # of transformers, whose hooks this package relies on; another one is tried with its own tests
 LENGTH_ROPES = {"dynamic", "longrope"}
 LOADERS = 4  # threads that read weights
 LAYER_LISTS = ("layers", "h", "blocks")
+UNLIMITED = 1 << 17  # positions of a model that names no limit
+CACHE_NAMES = ("past_key_values", "cache_params")
 OTHER_INPUTS = ("vision", "visual", "audio", "image")
 # Of a configuration: they do not change what is computed of a prompt.
 UNCOMPUTED = (
@@ -124,22 +127,23 @@ def library_spec(folder: Path) -> ModelSpec:
     shell = _on_meta(model_class(config), config)
     probe = _probe(shell, text.num_hidden_layers)
     name = type(shell).__name__
-    if probe.stateful:
-        owners = ", ".join(sorted(probe.stateful))
-        raise ConfigError(f"{name} keeps a state per request ({owners}), which is not supported")
-    if not probe.cached:
-        raise ConfigError(f"{name} caches no keys and values, which is not supported")
+    if probe.strangers:
+        raise ConfigError(
+            f"{name} has a cache of its own ({', '.join(sorted(probe.strangers))}), which is not supported"
+        )
     layers: list[CachedLayer | None] = [None] * text.num_hidden_layers
     expanded = {seen.layer for seen in probe.seen if seen.expanded}
     for layer, ((heads, key_width), (value_heads, value_width)) in probe.cached.items():
         if heads != value_heads or layer >= len(layers):
             raise ConfigError(f"{name} caches keys of {heads} and values of {value_heads} heads in layer {layer}")
         layers[layer] = CachedLayer(heads, key_width, value_width, layer in expanded)
-    first = next(each for each in layers if each is not None)
+    first = next((each for each in layers if each is not None), CachedLayer(1, 2, 2))
     blocks = layer_list(shell)
-    weights = [sum(parameter.numel() for parameter in block.parameters()) for block in blocks]
-    linear = [_multiplied(block) for block in blocks]
-    active = [_multiplied(block, text) for block in blocks]
+    shares = len(layers) // len(blocks)  # of a block that caches as several layers, all weights are the first one's
+    owners = [blocks[layer // shares] if layer % shares == 0 else nn.Module() for layer in range(len(layers))]
+    weights = [sum(parameter.numel() for parameter in block.parameters()) for block in owners]
+    linear = [_multiplied(block) for block in owners]
+    active = [_multiplied(block, text) for block in owners]
     before = shell.get_input_embeddings().weight.numel()
     every = sum(parameter.numel() for parameter in shell.parameters())
     return ModelSpec(
@@ -148,12 +152,12 @@ def library_spec(folder: Path) -> ModelSpec:
         hidden_size=text.hidden_size,
         intermediate_size=text.hidden_size,
         layers=len(layers),
-        heads=first.kv_heads * max(1, text.num_attention_heads // first.kv_heads),
+        heads=first.kv_heads * max(1, getattr(text, "num_attention_heads", 1) // first.kv_heads),
         kv_heads=first.kv_heads,
         head_dim=first.key_width + first.key_width % 2,
         norm_eps=1e-6,
         rope=RopeSpec(),
-        max_positions=text.max_position_embeddings,
+        max_positions=getattr(text, "max_position_embeddings", UNLIMITED),
         tied=_tied(config),
         library=LibrarySpec(
             architecture=name,
@@ -165,9 +169,49 @@ def library_spec(folder: Path) -> ModelSpec:
             head=max(0, every - sum(weights) - before),
             config=_digest(text),
             rotates_by_length=any(True for _ in length_ropes(shell)),
-            per_layer_inputs=bool(getattr(text, "hidden_size_per_layer_input", 0)),
+            divisible=_divides(config, text, len(blocks), len(layers)),
+            states=tuple(_states(probe, layer) for layer in range(len(layers))),
+            indexed=tuple(probe.indexed.get(layer, 0) for layer in range(len(layers))),
+            mixers=tuple(sorted(probe.mixers)),
+            uncalled=tuple(sorted(_names(shell, probe, called=False) - _names(shell, probe, called=True))),
         ),
     )
+
+
+def _divides(config: PreTrainedConfig, text: PreTrainedConfig, blocks: int, layers: int) -> bool:
+    """Whether two stages can compute a model, tried on the meta device: not where layers need token ids, give more than
+    hidden states to the next one, or are asked for something by the model as a whole."""
+    if getattr(text, "hidden_size_per_layer_input", 0) or blocks != layers or layers < 2:
+        return False
+    ids = torch.ones(1, TOKENS, dtype=torch.long, device="meta")
+    positions = torch.arange(TOKENS, device="meta")[None]
+    for own in (range(layers // 2), range(layers // 2, layers)):
+        try:
+            shell = _on_meta(_stage_class(model_class(config), own, layers), config)
+            shell.tie_weights()
+            for each in shell.modules():
+                if isinstance(each, NoEmbedding):
+                    with torch.device("meta"):
+                        each.load(torch.float32)
+                if isinstance(each, OtherLayer):
+                    each.given = torch.empty(1, TOKENS, text.hidden_size, device="meta")
+            with running(probe := Probe()), probe.watching(shell), torch.inference_mode(), suppress(LayersDone):
+                call(shell, RowsCache(probe, layers), input_ids=ids, position_ids=positions)
+        except Exception:
+            return False
+    return True
+
+
+def _names(shell: PreTrainedModel, probe: Probe, *, called: bool) -> set[str]:
+    """Names of nn.Linear modules that a pass has called, or has not, each in its parent."""
+    linear = [(name, module) for name, module in shell.named_modules() if type(module) is nn.Linear]
+    return {name.split(".")[-1] for name, module in linear if (id(module) in probe.called) is called}
+
+
+def _states(probe: Probe, layer: int) -> tuple[KeptState, ...]:
+    """What a layer keeps of a request."""
+    kept = probe.states.get(layer, {})
+    return tuple(KeptState(kind, number, shape) for (kind, number), shape in kept.items())
 
 
 def load_model(
@@ -242,7 +286,8 @@ def body_of(model: nn.Module) -> tuple[str, nn.Module]:
 
 def call(model: nn.Module, cache: RowsCache, **given: Any) -> Any:
     """Run a model with our cache."""
-    return model(**given, past_key_values=cache, use_cache=False)
+    name = next(each for each in CACHE_NAMES if each in inspect.signature(model.forward).parameters)
+    return model(**given, **{name: cache}, use_cache=False)
 
 
 def check_version() -> None:
@@ -264,22 +309,19 @@ def _on_meta(cls: type[PreTrainedModel], config: PreTrainedConfig) -> PreTrained
 def _probe(shell: PreTrainedModel, layers: int) -> Probe:
     """What a pass over a model on the meta device asks for."""
     probe = Probe()
-    hooks = probe.watch(shell)
     ids = torch.ones(1, TOKENS, dtype=torch.long, device="meta")
     positions = torch.arange(TOKENS, device="meta")[None]
     try:
         with (
             _reported(f"{type(shell).__name__} cannot be computed over a paged pool"),
             running(probe),
+            probe.watching(shell),
             torch.inference_mode(),
         ):
             call(shell, RowsCache(probe, layers), input_ids=ids, position_ids=positions)
     except ConfigError:
-        if not probe.stateful:  # else what it read of its state was not there
+        if not probe.strangers:  # else what it looked for was not there
             raise
-    finally:
-        for hook in hooks:
-            hook.remove()
     return probe
 
 

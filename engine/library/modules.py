@@ -1,6 +1,6 @@
 """Modules of transformers whose products our arithmetic computes: nn.Linear, experts, and F.linear of routers."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from itertools import pairwise
 from typing import Any
 
@@ -110,16 +110,24 @@ class Products(TorchFunctionMode):
 
 
 def replace_products(
-    model: nn.Module, arithmetic: Arithmetic, pack: Pack, compute: torch.dtype, *, unpacked: Pack
+    model: nn.Module,
+    arithmetic: Arithmetic,
+    pack: Pack,
+    compute: torch.dtype,
+    *,
+    unpacked: Pack,
+    leave: Collection[str],
 ) -> None:
     """Have our arithmetic compute the products of all nn.Linear and experts below a module. unpacked: in place of pack
-    for those that choose experts, which are never in 8 bits."""
+    for those that choose experts, which are never in 8 bits. leave: names of those whose weights others multiply
+    with."""
     for name, child in list(model.named_children()):
         if type(child) is nn.Linear:
-            chosen = unpacked if name in ROUTERS else pack
-            setattr(model, name, PackedLinear(child, arithmetic, chosen, compute))
+            if name not in leave:
+                chosen = unpacked if name in ROUTERS else pack
+                setattr(model, name, PackedLinear(child, arithmetic, chosen, compute))
             continue
-        replace_products(child, arithmetic, pack, compute, unpacked=unpacked)
+        replace_products(child, arithmetic, pack, compute, unpacked=unpacked, leave=leave)
         if hasattr(child, "is_transposed") and isinstance(getattr(child, "down_proj", None), nn.Parameter):
             packed = PackedExperts(child, arithmetic, pack, compute)
             object.__setattr__(child, "packed", packed)

@@ -1,5 +1,7 @@
 """A pass on the meta device that finds what each layer of a model caches, before a weight is read."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -29,24 +31,44 @@ class Probe:
         self.cached: dict[int, tuple[tuple[int, int], tuple[int, int]]] = {}
         """By layer: heads and width of keys, and of values."""
         self.seen: list[Seen] = []
-        self.stateful: set[str] = set()
-        """Classes of modules that keep something of a request besides keys and values."""
+        self.states: dict[int, dict[tuple[str, int], tuple[int, ...]]] = {}
+        """By layer, and by kind and number: shapes of what is kept of a request besides keys and values."""
+        self.indexed: dict[int, int] = {}
+        """By layer: width of the keys by which it selects positions."""
+        self.mixers: set[str] = set()
+        """Classes of modules that keep any of these."""
+        self.called: set[int] = set()
+        """Modules, by their ids."""
+        self.strangers: set[str] = set()
+        """Classes of modules that look for something else."""
         self._stack: list[nn.Module] = []
         self._kept: list[Tensor] = []
         self._layer_of: dict[int, int] = {}
         self._last = 0
 
-    def watch(self, model: nn.Module) -> list[Any]:
-        """Follow which module is running. Returns hooks to be removed."""
+    @contextmanager
+    def watching(self, model: nn.Module) -> Iterator[None]:
+        """Follow which module of a model on the meta device is running. Experts are left out: they keep nothing, and
+        some look into what was chosen, which is not there."""
+
+        def enter(module: nn.Module, _: Any) -> None:
+            self._stack.append(module)
+            self.called.add(id(module))
 
         def leave(*_: Any) -> None:
             self._stack.pop()
 
         hooks: list[Any] = []
-        for module in model.modules():
-            hooks.append(module.register_forward_pre_hook(lambda each, _: self._stack.append(each)))
+        for name, module in model.named_modules():
+            hooks.append(module.register_forward_pre_hook(enter))
             hooks.append(module.register_forward_hook(leave))
-        return hooks
+            if name.endswith(".experts"):
+                module.forward = lambda x, *_, **__: torch.empty_like(x)
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
 
     def update(self, keys: Tensor, values: Tensor, layer: int) -> tuple[Tensor, Tensor]:
         """See CacheOwner."""
@@ -55,11 +77,31 @@ class Probe:
         self._layer_of[id(keys)] = self._last = layer
         return keys, values
 
-    def state(self, value: Any) -> Any:
+    def state(self, layer: int, kind: str, number: int) -> Tensor | None:
         """See CacheOwner."""
-        owners = [type(module).__name__ for module in self._stack if hasattr(module, "layer_idx")]
-        self.stateful.add((owners or [type(self._stack[-1]).__name__])[-1])
+        self.mixers.add(self._owner())
+        return None
+
+    def keep(self, layer: int, kind: str, number: int, value: Tensor) -> Tensor:
+        """See CacheOwner."""
+        self.mixers.add(self._owner())
+        self.states.setdefault(layer, {})[kind, number] = tuple(value.shape[1:])
         return value
+
+    def index_keys(self, keys: Tensor, layer: int) -> Tensor:
+        """See CacheOwner."""
+        self.mixers.add(self._owner())
+        self.indexed[layer] = keys.shape[2]
+        return keys
+
+    def unknown(self) -> Any:
+        """See CacheOwner."""
+        self.strangers.add(self._owner())
+        return []
+
+    def by_request(self, forward: Any, args: Any, named: Any) -> Any:
+        """See Running. Modules are not wrapped on the meta device."""
+        return forward(*args, **named)
 
     def attend(self, query: Tensor, keys: Tensor, values: Tensor, asked: Asked) -> Tensor:
         """See Running."""
@@ -74,3 +116,8 @@ class Probe:
     def mask_tensor(self, mask: Mask) -> Tensor:
         """See Running."""
         return torch.ones(1, TOKENS, TOKENS, dtype=torch.bool, device="meta")
+
+    def _owner(self) -> str:
+        """Class of the innermost module under way that belongs to a layer."""
+        owners = [type(module).__name__ for module in self._stack if hasattr(module, "layer_idx")]
+        return (owners or [type(self._stack[-1]).__name__])[-1]

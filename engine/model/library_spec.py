@@ -2,6 +2,9 @@
 and how many weights it has. Pure data.
 """
 
+from collections.abc import Iterator
+from math import prod
+
 import msgspec
 
 from headrace.core.types.kv.geometry import KV, Component, Geometry
@@ -21,6 +24,21 @@ class CachedLayer(msgspec.Struct, frozen=True):
         """Names of the tensors of a pool that hold such keys and values, where it holds several."""
         name = f"{self.kv_heads}x{self.key_width}"
         return (name, name) if self.key_width == self.value_width else (f"k{name}", f"v{name}x{self.value_width}")
+
+
+class KeptState(msgspec.Struct, frozen=True):
+    """What one layer keeps of a request, whatever its length."""
+
+    kind: str
+    """"conv", "recurrent" or "linear"."""
+    number: int
+    """Of several states of one kind in a layer."""
+    shape: tuple[int, ...]
+
+    @property
+    def name(self) -> str:
+        """Name of the tensor of a pool that holds such states."""
+        return f"{self.kind}{self.number}:{'x'.join(map(str, self.shape))}"
 
 
 class LibrarySpec(msgspec.Struct, frozen=True):
@@ -44,8 +62,16 @@ class LibrarySpec(msgspec.Struct, frozen=True):
     """Digest of the configuration, as far as it says what is computed."""
     rotates_by_length: bool = False
     """Rotations depend on the longest sequence (longrope, dynamic)."""
-    per_layer_inputs: bool = False
-    """Layers need token ids, so one stage has all of them."""
+    divisible: bool = True
+    """Its layers can be divided into stages."""
+    states: tuple[tuple[KeptState, ...], ...] = ()
+    """By layer."""
+    indexed: tuple[int, ...] = ()
+    """By layer: width of the keys by which it selects positions; 0 where it does not."""
+    mixers: tuple[str, ...] = ()
+    """Classes of modules that have states or such keys."""
+    uncalled: tuple[str, ...] = ()
+    """Names of nn.Linear modules whose weights others multiply with."""
 
     def weight_count(self, layers: range, *, tied: bool) -> int:
         """Parameters of a stage with these layers. tied: the head is the embedding."""
@@ -54,8 +80,13 @@ class LibrarySpec(msgspec.Struct, frozen=True):
         return sum(self.weights[layers.start : layers.stop]) + ends
 
     @property
+    def stateful(self) -> bool:
+        """Requests have states."""
+        return any(self.states)
+
+    @property
     def uniform(self) -> bool:
-        """All layers cache keys and values of one shape: the pool is as that of other models."""
+        """All layers cache keys and values of one shape: the pool has them as that of other models."""
         first = self.cached[0]
         return first is not None and first.key_width == first.value_width and set(self.cached) == {first}
 
@@ -69,11 +100,22 @@ class LibrarySpec(msgspec.Struct, frozen=True):
             return KV, KV, layer - first
         return *cached.names, self.cached[first:layer].count(cached)
 
+    def state_place(self, layer: int, state: KeptState, first: int) -> int:
+        """The number of a layer with this state in the pool of a stage whose first layer is this."""
+        return sum(state in each for each in self.states[first:layer])
+
+    def index_place(self, layer: int, first: int) -> tuple[str, int]:
+        """The same of a layer's index keys, with the name of their tensor."""
+        width = self.indexed[layer]
+        return f"index{width}", self.indexed[first:layer].count(width)
+
     def geometry(self, dtype: str, page_size: int, layers: range) -> Geometry:
         """Shape of the pool of a stage with these layers. Tensors are in the order of the first layers that use them;
         layers of a tensor are counted among those that use it."""
+        beside = (*self._index_components(dtype, layers), *self._state_components(layers))
         if self.uniform and (cached := self.cached[0]) is not None:
-            return Geometry(dtype, len(layers), cached.kv_heads, cached.key_width, page_size, layer_start=layers.start)
+            size = len(layers), cached.kv_heads, cached.key_width
+            return Geometry(dtype, *size, page_size, layer_start=layers.start, components=beside)
         own, before = self.cached[layers.start : layers.stop], self.cached[: layers.start]
         components: list[Component] = []
         for cached in dict.fromkeys(own):
@@ -85,4 +127,17 @@ class LibrarySpec(msgspec.Struct, frozen=True):
             components.append(Component(keys, dtype, count, cached.kv_heads, cached.key_width, both, start))
             if keys != values:
                 components.append(Component(values, dtype, count, cached.kv_heads, cached.value_width, 1, start))
-        return Geometry(dtype, 0, 0, 0, page_size, components=tuple(components))
+        return Geometry(dtype, 0, 0, 0, page_size, components=(*components, *beside))
+
+    def _index_components(self, dtype: str, layers: range) -> Iterator[Component]:
+        own = self.indexed[layers.start : layers.stop]
+        for width in dict.fromkeys(each for each in own if each):
+            start = self.indexed[: layers.start].count(width)
+            yield Component(f"index{width}", dtype, own.count(width), 1, width, 1, start)
+
+    def _state_components(self, layers: range) -> Iterator[Component]:
+        own = [state for each in self.states[layers.start : layers.stop] for state in each]
+        before = [state for each in self.states[: layers.start] for state in each]
+        for state in dict.fromkeys(own):
+            size, start = prod(state.shape), before.count(state)
+            yield Component(state.name, "float32", own.count(state), 1, size, 1, start, per_request=True)

@@ -35,7 +35,9 @@ def measure(
         return None
     samples = []
     for length in lengths:
-        row = PlanRow(REQUEST, 0, length, packed.pack(range(geometry.pages_for(length))), packed.pack([0] * length))
+        row = PlanRow(
+            REQUEST, 0, length, packed.pack(range(geometry.pages_for(length))), packed.pack([0] * length), slot=0
+        )
         form = runner.hidden_spec
         hidden = None if first else torch.zeros(length, form.size, dtype=form.dtype, device=form.device)
         samples.append((length, min(_seconds(runner, row, hidden, clock) for _ in range(REPEATS))))

@@ -216,6 +216,7 @@ class Planner:
             prompt_logprobs_start=0 if logprobs is None else sampling.prompt_logprobs_start,
             hidden=request.hidden_wanted(end, count),
             draft_top_k=request.draft_wanted(end).top_k,
+            slot=lease.slot,
         )
         batch.add(row, request, end)
         self._replica.queues.plan(request, count)

@@ -216,9 +216,11 @@ class StageGroup:
         self._failure = ""
         state, stages = self._state, list(self._up.values())
         sizes = [stage.kv_pages for stage in stages]
+        slots = [stage.geometry.slots_for(stage.kv_pages) for stage in stages if stage.geometry.state_bytes]
         for replica in state.replicas:
             replica.cache.reset(
                 min([*sizes, state.config.kv_pages] if state.config.kv_pages else sizes),
+                slots=min(slots, default=0),
                 host_pages=min(stage.host_pages for stage in stages),
                 disk_pages=min(stage.disk_pages for stage in stages),
             )

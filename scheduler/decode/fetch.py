@@ -69,6 +69,7 @@ class RemoteFetch:
             cached_tokens=request.cached_tokens,
             pages=pack(lease.pages[lease.matched :]),
             row=request.row,
+            slot=lease.slot,
             wait=route.posting != "done",
             prompt_hash=prompt_hash(request.submit.prompt) if route.posting != "local" else "",
         )

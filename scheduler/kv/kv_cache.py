@@ -1,6 +1,7 @@
 """The KV pool of an engine: leases on its pages, and the prefix cache.
 
-A lease is the right of one request to KV pages. It has one owner and one end.
+A lease is the right of one request to KV pages, and to a slot for its states where the model keeps any. It has one
+owner and one end.
 
 pool   = free | tree (cached) | private
 leased = private pages of leases + pages of the tree that some lease has locked
@@ -61,6 +62,9 @@ class Lease:
     short: bool = False
     """It is the first turn, and of few tokens."""
 
+    slot: int = -1
+    """Of its states; -1 where the model keeps none."""
+
     ended: bool = False
     nonfinite: bool = False
     """Results computed from its pages were NaN or infinite: release() takes them out of the tree."""
@@ -86,8 +90,9 @@ class KvCache:
         self.page_size = page_size
         """Token positions in one page."""
 
-        self._prefix_cache = prefix_cache
+        self._prefix_cache = self._configured = prefix_cache
         self._allocator = PageAllocator(pages)
+        self._slots = PageAllocator(0)
         self._eviction = eviction
         self._short_tokens = short_tokens
         self._disk_turn = disk_turn
@@ -130,13 +135,15 @@ class KvCache:
         """Pages are being copied from or to tiers."""
         return self.tiers is not None and self.tiers.leaving + self.tiers.archiving + self.tiers.loading > 0
 
-    def reset(self, pages: int, host_pages: int = 0, disk_pages: int = 0) -> None:
+    def reset(self, pages: int, host_pages: int = 0, disk_pages: int = 0, slots: int = 0) -> None:
         """Start over with an empty pool of so many pages: the one before is gone with its engine, and so is the host
-        tier. host_pages, disk_pages: slots of the tiers; what the disk holds is restored by KvTiers. Raises ValueError
-        while a lease has not ended."""
+        tier. host_pages, disk_pages: slots of the tiers; what the disk holds is restored by KvTiers. slots: of states;
+        0 where requests need none. Raises ValueError while a lease has not ended."""
         if self._leases:
             raise ValueError(f"{len(self._leases)} leases have not ended")
         self._allocator = PageAllocator(pages)
+        self._slots = PageAllocator(slots)
+        self._prefix_cache = self._configured and not slots  # pages without the state behind them are of no use
         self._tree = self._new_tree(pages, host_pages, disk_pages)
         self.version += 1
         if self._events is not None:
@@ -171,6 +178,8 @@ class KvCache:
         positions that they may serve; None: all. load: how many of the pages that follow in other tiers are to be
         loaded; Lease.load is set when some are.
         """
+        if self._slots.total and not self._slots.free:
+            return None
         length = len(tokens) // ITEM_BYTES
         known = self._known(tokens, salt, cacheable) if self._prefix_cache else []
         path, turn = pages_of(known), next_turn(known)
@@ -189,7 +198,8 @@ class KvCache:
         path.extend(further)
         short = turn == 0 and length <= self._short_tokens
         loading = load_of(path[-1]) if path else None
-        lease = Lease(self._owners, salt, table, path, len(path), loading, turn, short)
+        slot = self._slots.allocate(1, self._owners)[0] if self._slots.total else -1
+        lease = Lease(self._owners, salt, table, path, len(path), loading, turn, short, slot)
         self._leases[lease.owner] = lease
         return lease
 
@@ -236,6 +246,8 @@ class KvCache:
         lease.ended = True
         del self._leases[lease.owner]
         self._allocator.release(self._private(lease), lease.owner)
+        if lease.slot >= 0:
+            self._slots.release([lease.slot], lease.owner)
         if self.tiers is not None and not lease.nonfinite:
             self.tiers.archive(lease.path, lease.turn, self.total // COPYING)
         self._tree.unlock(lease.path, lease.turn, lease.short)
@@ -278,6 +290,8 @@ class KvCache:
             private += len(own)
             for node in lease.path:
                 locks[node.number] = locks.get(node.number, 0) + 1
+            if lease.slot >= 0 and self._slots.owner(lease.slot) != lease.owner:
+                problems.append(f"lease {lease.owner} has slot {lease.slot} of another one")
             if foreign := [page for page in own if owner(page) != lease.owner]:
                 problems.append(f"lease {lease.owner} holds pages of others: {foreign}")
         nodes = unlocked = 0
@@ -293,6 +307,10 @@ class KvCache:
                 problems.append(f"page {node.page} is in the tree but owned by {owner(node.page)}")
         if nodes != self._tree.pages or unlocked != self._tree.unlocked:
             problems.append(f"the tree counts {self._tree.pages} pages, {self._tree.unlocked} unlocked; it has {nodes}")
+        if self._slots.total and self._slots.total - self._slots.free != len(self._leases):
+            problems.append(
+                f"{self._slots.free} of {self._slots.total} slots are free, with {len(self._leases)} leases"
+            )
         if self.free + nodes + private != self.total:
             problems.append(f"{self.free} free + {nodes} in the tree + {private} private pages != {self.total}")
         return problems

@@ -201,6 +201,8 @@ class KvHandoff:
                 dst_pages=pack(outgoing.dst_pages_until(end)),
                 row=request.row,
                 dst_row=outgoing.dst_row,
+                slot=request.lease.slot,
+                dst_slot=outgoing.dst_slot,
                 last=last,
             )
         )

@@ -191,6 +191,7 @@ class Rendezvous:
             dst_pages=unpack(reservation.pages),
             dst_page_size=state.peers[event.session].hello.terms.geometries[0].page_size,
             dst_row=reservation.row,
+            dst_slot=reservation.slot,
             cached_tokens=reservation.cached_tokens,
             sent=reservation.cached_tokens,
             draft=reservation.draft,

@@ -32,6 +32,9 @@ class OutgoingTransfer:
     sent: int
     """Positions below this one have been ordered out or are cached at the peer."""
 
+    dst_slot: int = -1
+    """Where the request's states go at the peer; -1 where the model keeps none."""
+
     draft: DraftTerms = NO_DRAFT
     """Draft data that the peer asks for."""
 

@@ -31,6 +31,7 @@ from headrace.core.config import EngineConfig, ModelConfig
 from headrace.core.messages.orders import PlanRow
 from headrace.core.messages.stage_events import SampledToken
 from headrace.core.types import packed
+from headrace.core.types.kv.geometry import LEAST_SLOTS
 from headrace.core.types.requests.request import SamplingParams
 from headrace.engine.collectives.operations import ALONE, Collectives
 from headrace.engine.layers.exchange import Exchange
@@ -209,6 +210,7 @@ class Prompt:
         if end == len(self.tokens):
             fields.setdefault("sample", GREEDY)
         pages = self.pages[: -(-end // self._page_size)]
+        fields.setdefault("slot", self.request % LEAST_SLOTS)
         return PlanRow(self.request, start, count, packed.pack(pages), **fields)
 
     def chunks(self, size: int) -> list[PlanRow]:

@@ -61,7 +61,6 @@ LONGROPE: dict[str, Any] = {
     "rope_type": "longrope", "rope_theta": 1e4, "partial_rotary_factor": 0.75, "short_factor": [1.0] * 6,
     "long_factor": [2.0] * 6, "original_max_position_embeddings": 48,
 }  # fmt: skip
-STATE = "keeps a state per request"
 
 ARCHITECTURES: dict[str, Architecture] = {
     # of which our own layers compute some, too
@@ -180,7 +179,7 @@ ARCHITECTURES: dict[str, Architecture] = {
             **LATENT, "num_layers": 2, "moe_topk": 2, "expert_ffn_hidden_size": 32, "ffn_hidden_size": 96,
             "zero_expert_num": 2, "head_dim": 8,
         },
-        refused="cannot be computed over a paged pool",
+        stages=False,
     ),
     # of other layers and routers
     "phi3": Architecture("phi3", {**SIZES, "sliding_window": None}),
@@ -223,15 +222,15 @@ ARCHITECTURES: dict[str, Architecture] = {
     "arcee": Architecture("arcee", SIZES),
     "gpt2": Architecture("gpt2", {"vocab_size": VOCABULARY, "n_embd": 64, "n_layer": 2, "n_head": 4}),
     # with an index of positions, which is cached, too
-    "glm5": Architecture("glm_moe_dsa", {**LATENT, **INDEXED}, refused=STATE),
-    "deepseek-v3.2": Architecture("deepseek_v32", {**LATENT, **INDEXED}, refused=STATE),
+    "glm5": Architecture("glm_moe_dsa", {**LATENT, **INDEXED}, stages=False),
+    "deepseek-v3.2": Architecture("deepseek_v32", {**LATENT, **INDEXED}),
     # with states
-    "qwen3.5": Architecture("qwen3_5_text", {**SIZES, **LINEAR}, refused=STATE),
+    "qwen3.5": Architecture("qwen3_5_text", {**SIZES, **LINEAR}),
     "qwen3.5-moe": Architecture(
-        "qwen3_5_moe_text", {**SIZES, **LINEAR, **EXPERTS, "shared_expert_intermediate_size": 32}, refused=STATE
+        "qwen3_5_moe_text", {**SIZES, **LINEAR, **EXPERTS, "shared_expert_intermediate_size": 32}
     ),
     "qwen3-next": Architecture(
-        "qwen3_next", {**SIZES, **LINEAR, **EXPERTS, "shared_expert_intermediate_size": 32}, refused=STATE
+        "qwen3_next", {**SIZES, **LINEAR, **EXPERTS, "shared_expert_intermediate_size": 32}
     ),
     "kimi-linear": Architecture(
         "kimi_linear",
@@ -239,62 +238,52 @@ ARCHITECTURES: dict[str, Architecture] = {
             **LATENT, "q_lora_rank": None, "num_local_experts": 8, "linear_head_dim": 16, "linear_num_heads": 4,
             "layer_types": ["linear_attention"] * 3 + ["full_attention"],
         },
-        refused=STATE,
-    ),
+            ),
     "minimax-m1": Architecture(
         "minimax",
         {
             **SIZES, "head_dim": 16, "num_local_experts": 8, "num_experts_per_tok": 2,
             "layer_types": ["linear_attention", "full_attention"] * 2, "block_size": 16,
         },
-        refused=STATE,
-    ),
+            ),
     "granite4": Architecture(
         "granitemoehybrid",
         {
             **SIZES, **MAMBA, "num_local_experts": 4, "num_experts_per_tok": 2, "shared_intermediate_size": 32,
             "layer_types": ["mamba"] * 3 + ["attention"],
         },
-        refused=STATE,
-    ),
+            ),
     "nemotron-h": Architecture(
         "nemotron_h",
         {
             **SIZES, "head_dim": 16, "hybrid_override_pattern": "M*-M", "mamba_num_heads": 8, "mamba_head_dim": 16,
-            "ssm_state_size": 16, "n_groups": 1, "chunk_size": 16, "n_routed_experts": 4, "num_experts_per_tok": 2,
+            "ssm_state_size": 16, "n_groups": 1, "time_step_min": 1e-6, "chunk_size": 16,
+            "n_routed_experts": 4, "num_experts_per_tok": 2,
             "moe_intermediate_size": 32, "moe_shared_expert_intermediate_size": 32,
-        },
-        refused=STATE,
-    ),
+        }, stages=False),
     "falcon-h1": Architecture(
         "falcon_h1",
         {
             **SIZES, "mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_n_groups": 1,
             "mamba_d_state": 16, "mamba_chunk_size": 16,
-        },
-        refused=STATE,
-    ),
+        }, stages=False),
     "lfm2": Architecture(
         "lfm2",
         {**SIZES, "block_auto_adjust_ff_dim": False, "layer_types": ["conv", "conv", "full_attention", "conv"]},
-        refused=STATE,
-    ),
+            ),
     "mamba2": Architecture(
         "mamba2",
         {
             "vocab_size": VOCABULARY, "hidden_size": 64, "num_hidden_layers": 3, "num_heads": 8, "head_dim": 16,
             "state_size": 16, "n_groups": 1, "chunk_size": 16,
         },
-        refused="caches no keys and values",
-    ),
+            ),
     "bamba": Architecture(
         "bamba",
         {
             **SIZES, "attn_layer_indices": [1, 3], "mamba_d_state": 16, "mamba_n_heads": 8, "mamba_d_head": 16,
             "mamba_chunk_size": 16,
-        },
-        refused=STATE,
-    ),
+        }, stages=False),
     "jamba": Architecture(
         "jamba",
         {
@@ -302,17 +291,14 @@ ARCHITECTURES: dict[str, Architecture] = {
             "expert_layer_period": 2, "expert_layer_offset": 1, "mamba_d_state": 8, "mamba_dt_rank": 8,
             "use_mamba_kernels": False,
         },
-        refused=STATE,
-    ),
+            ),
     "zamba2": Architecture(
         "zamba2",
         {
             **SIZES, "num_mem_blocks": 1, "layers_block_type": ["mamba", "hybrid"] * 2, "mamba_d_state": 16,
-            "n_mamba_heads": 8, "mamba_ngroups": 1, "chunk_size": 16, "use_mem_rope": True, "adapter_rank": 8,
-            "num_key_value_heads": 4,
-        },
-        refused=STATE,
-    ),
+            "n_mamba_heads": 8, "mamba_ngroups": 1, "time_step_min": 1e-6, "chunk_size": 16,
+            "use_mem_rope": True, "adapter_rank": 8, "num_key_value_heads": 4,
+        }, stages=False),
     "deepseek-v4": Architecture(
         "deepseek_v4",
         {
@@ -320,7 +306,5 @@ ARCHITECTURES: dict[str, Architecture] = {
             "num_experts_per_tok": 2, "moe_intermediate_size": 32, "n_shared_experts": 1, "sliding_window": WINDOW,
             "o_groups": 2, "o_lora_rank": 16, "index_n_heads": 2, "index_head_dim": 16, "index_topk": 16,
             "num_nextn_predict_layers": 0,
-        },
-        refused=STATE,
-    ),
+        }, refused="cache of its own"),
 }  # fmt: skip

@@ -39,6 +39,14 @@ that depend on the longest position of a batch (longrope, dynamic) are always th
 Both decoders of one architecture cache the same keys and values up to rounding, but their fingerprints differ: prefill
 and decode servers have to use the same one.
 
+**States.** What a layer keeps of a request whatever its length (recurrences, convolutions, linear attention) is in a
+slot of the pool, in float32: one slot for every 1,024 positions of the pool, 8 at least, so many requests are under way
+at once; `headrace check` says how many and how large. The last chunk of a handoff carries it. Such modules run request
+by request. Recurrences are summed from the beginning of a chunk, so these models give the same up to rounding, not the
+same bits; their prompts are not cached, since pages without the state behind them are of no use. Index keys (GLM-5,
+DeepSeek-V3.2) are kept for each token, and positions are selected as transformers does. Jamba's scan cannot begin with
+a state, which the trial finds: it gets the tokens behind a first chunk one by one.
+
 **Time.** Random models of eight families, library beside native, CPU time of forward passes in float32 on one thread of
 an AVX2 CPU, medians of three rounds in turns (`python -m benchmarks.decoders --threads 1 --rounds 3`): 1.2 to 1.3 times
 at 128 tokens, 1.15 to 1.2 at 512, 1.03 to 1.2 at 2,048; DeepSeek at 2,048 1.4, since the library expands latents of all

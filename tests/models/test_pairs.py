@@ -14,7 +14,7 @@ from tests.models.architectures import ARCHITECTURES
 from tests.models.zoo import make_model
 
 LENGTHS = (5, 40, 130)
-FLAGS = ("--dtype", "float32", "--kv-pages", "128", "--chunk-tokens", "32", "--threads", "1")
+FLAGS = ("--dtype", "float32", "--kv-pages", "128", "--chunk-tokens", "32", "--max-model-len", "512", "--threads", "1")
 QUICK = ("gpt-oss",)  # windows, sinks and experts
 
 

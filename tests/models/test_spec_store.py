@@ -41,8 +41,8 @@ def test_a_record_is_what_the_pass_finds_and_is_kept(tmp_path: Path) -> None:
 
 
 def test_what_a_child_says_of_a_model_is_said_here(tmp_path: Path) -> None:
-    make_model(ARCHITECTURES["granite4"]).save_pretrained(tmp_path / "model")
-    with pytest.raises(ConfigError, match="GraniteMoeHybridForCausalLM keeps a state per request"):
+    make_model(ARCHITECTURES["deepseek-v4"]).save_pretrained(tmp_path / "model")
+    with pytest.raises(ConfigError, match="DeepseekV4ForCausalLM has a cache of its own"):
         RECORDS.load(ModelSource("hf", tmp_path / "model"), "")
 
 

@@ -21,6 +21,7 @@ from tests.transfer.ranks import assemble
 from tests.transfer.raw import SESSION
 
 PAGES = 64
+SLOT, DST_SLOT = 5, 3  # of states, where a side has any
 
 
 class Group:
@@ -108,7 +109,7 @@ class Group:
                 receiver,
                 PrepareReceive(
                     seq=0, request=1, session=SESSION, ticket="t", generation=1, start=start, count=count,
-                    pages=pack(pages), row=0,
+                    pages=pack(pages), row=0, slot=self._slot(self.destinations, DST_SLOT),
                 ),
             )  # fmt: skip
 
@@ -119,6 +120,7 @@ class Group:
                 seq=0, request=1, after=0, session=SESSION, ticket="t", generation=1, chunk=chunk, start=start,
                 count=count, pages=pack(part(self.sources[0].page_size, pages, 0, start, count)),
                 dst_pages=pack(part(self.destinations[0].page_size, dst, 0, start, count)), row=0, dst_row=0,
+                slot=self._slot(self.sources, SLOT), dst_slot=self._slot(self.destinations, DST_SLOT),
                 last=FIRST if last else None,
             ),
         )  # fmt: skip
@@ -131,7 +133,7 @@ class Group:
                 self.send(sender, chunk, left, right - left, last=right == end, pages=pages, dst=dst)
         for receiver, geometry in zip(self.receivers, self.destinations, strict=True):
             arrived = self.loop.wait_for(receiver, KvReceived)
-            assert arrived.bytes == (end - start) * geometry.token_bytes
+            assert arrived.bytes == (end - start) * geometry.token_bytes + geometry.state_bytes
         for sender in self.senders:
             self.loop.wait_for(sender, ChunkAcked, len(cuts) - 1)
 
@@ -146,6 +148,10 @@ class Group:
     ) -> np.ndarray:
         whole, size = assemble(stores, ranks, tensor), ranks[0].page_size
         return np.stack([whole[pages[p // size], :, :, :, p % size] for p in range(start, start + count)])
+
+    @staticmethod
+    def _slot(ranks: Sequence[Geometry], slot: int) -> int:
+        return slot if any(rank.state_bytes for rank in ranks) else -1
 
     def close(self) -> None:
         self.loop.close()

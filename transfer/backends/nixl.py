@@ -199,7 +199,10 @@ class NixlPages(RemotePages):
         self._peer = peer
         self._address = address
         self._places = places
-        self._pages, self._slots = memory.pages, geometry.page_size
+        self._pages = memory.pages
+        self._extents = {
+            each.name: geometry.extent(each, memory.pages, memory.state_slots) for each in geometry.tensors
+        }
         self._whole = _dense_place(geometry, memory.pages, places)
         self._names = names
         self._batch: list[tuple[Offsets, Offsets, int]] = []
@@ -207,7 +210,7 @@ class NixlPages(RemotePages):
 
     def write(self, page: int, first_slot: int, count: int, data: Bytes, box: Box = WHOLE) -> None:
         """Queued for the next flush. Raises IndexError."""
-        check_slots(page, first_slot, count, self._pages, self._slots)
+        check_slots(page, first_slot, count, *self._extents[box.tensor])
         layer, head = box.layers.start or 0, box.heads.start or 0
         place = self._places[box.tensor]
         page_bytes, layer_bytes, _, head_bytes, slot_bytes = place.strides

@@ -15,14 +15,18 @@ Offsets = npt.NDArray[np.int64]
 
 def c_order(geometry: Geometry, pages: int) -> PoolLayout:
     """Layout of a pool in C order: one tensor after the other, each [pages, layers, planes, kv_heads, page_size,
-    head_dim] without gaps."""
-    at = 0
+    head_dim] without gaps, with the slots that belong to so many pages."""
+    at, slots = 0, geometry.slots_for(pages)
     places: dict[str, Placement] = {KV: Placement(name=KV, offset=0, strides=(0, 0, 0, 0, 0))}
     for tensor in geometry.tensors:
-        places[tensor.name] = Placement(name=tensor.name, offset=at, strides=_strides(tensor, geometry.page_size))
-        at += pages * geometry.page_size * tensor.token_bytes
+        count, positions = geometry.extent(tensor, pages, slots)
+        places[tensor.name] = Placement(name=tensor.name, offset=at, strides=_strides(tensor, positions))
+        at += count * positions * tensor.token_bytes
     kv = places.pop(KV)
-    return PoolLayout(bytes=at, pages=pages, strides=kv.strides, offset=kv.offset, components=tuple(places.values()))
+    components = tuple(places.values())
+    return PoolLayout(
+        bytes=at, pages=pages, strides=kv.strides, offset=kv.offset, components=components, state_slots=slots
+    )
 
 
 def placed(geometry: Geometry, layout: PoolLayout) -> Iterator[tuple[Component, Placement]]:
@@ -34,9 +38,10 @@ def placed(geometry: Geometry, layout: PoolLayout) -> Iterator[tuple[Component, 
         place = places.get(tensor.name)
         if place is None:
             raise ValueError(f"its layout has no component {tensor.name}")
-        last = [length - 1 for length in (layout.pages, *frame_shape(tensor, geometry.page_size)[:4])]
+        count, positions = geometry.extent(tensor, layout.pages, layout.state_slots)
+        last = [length - 1 for length in (count, *frame_shape(tensor, positions)[:4])]
         end = place.offset + sum(n * stride for n, stride in zip(last, place.strides, strict=True)) + tensor.slot_bytes
-        if layout.pages and end > layout.bytes:
+        if count and end > layout.bytes:
             raise ValueError(
                 f"its pages of {tensor.name} do not lie within its {layout.bytes} bytes: they end at {end}"
             )
@@ -64,10 +69,12 @@ class StridedPool:
     def __init__(self, geometry: Geometry, layout: PoolLayout, memory: Any) -> None:
         self.memory = memory
         self.tensors: dict[str, Bytes] = {}
-        """By name, each of [pages, layers, planes, kv_heads, page_size, slot_bytes] bytes."""
+        """By name, each of [pages, layers, planes, kv_heads, page_size, slot_bytes] bytes; states have slots, see
+        Component."""
         self._pages, self.page_size = layout.pages, geometry.page_size
         for tensor, place in placed(geometry, layout):
-            shape = (layout.pages, *frame_shape(tensor, geometry.page_size))
+            count, positions = geometry.extent(tensor, layout.pages, layout.state_slots)
+            shape = (count, *frame_shape(tensor, positions))
             try:  # numpy checks that the array lies within the memory
                 array: Bytes = np.ndarray(shape, np.uint8, memory, place.offset, (*place.strides, 1))
             except TypeError as error:
@@ -83,13 +90,14 @@ class StridedPool:
     def rows(self) -> Bytes | None:
         """All pages as [pages, bytes of a page], in place; None unless one tensor lies so, and alone."""
         first = next(iter(self.tensors.values()))
-        alone = len(self.tensors) == 1 and first.flags.c_contiguous
+        alone = len(self.tensors) == 1 and len(first) == self._pages and first.flags.c_contiguous
         return first.reshape(self._pages, -1) if alone else None
 
     def view(self, page: int, first_slot: int, count: int, box: Box = WHOLE) -> Bytes:
         """View of slots in place. Raises IndexError for a page or slots outside the pool."""
-        check_slots(page, first_slot, count, self._pages, self.page_size)
-        return self.tensors[box.tensor][page, box.layers, :, box.heads, first_slot : first_slot + count]
+        tensor = self.tensors[box.tensor]
+        check_slots(page, first_slot, count, len(tensor), tensor.shape[4])
+        return tensor[page, box.layers, :, box.heads, first_slot : first_slot + count]
 
     def read(self, page: int, first_slot: int, count: int, box: Box = WHOLE) -> Bytes:
         """C-contiguous bytes of slots. Raises IndexError."""

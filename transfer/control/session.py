@@ -139,6 +139,10 @@ def _reservation_error(hello: Hello, max_model_len: int, reserve: Reserve) -> st
         return f"{cached} cached tokens of {tokens}: at least one has to be computed"
     if reserve.row >= hello.metadata_rows:
         return f"metadata row {reserve.row}, and the hello named {hello.metadata_rows} rows"
+    if (reserve.slot >= 0) is not any(geometry.state_bytes for geometry in hello.geometries):
+        return (
+            f"slot {reserve.slot} for states, which the hello's components {'' if reserve.slot < 0 else 'do not '}name"
+        )
     page_size = hello.geometries[0].page_size
     needed = pages_for(page_size, cached, tokens - cached)
     if len(reserve.pages) != 4 * needed:

@@ -8,7 +8,6 @@ from headrace.core.messages.orders import PrepareReceive
 from headrace.core.stats import Counters
 from headrace.core.types.errors import CHECKSUM
 from headrace.core.types.kv.backends import FAKE, SHM, ZMQ
-from headrace.core.types.packed import unpack
 from headrace.transfer.data import payload
 from headrace.transfer.data.inbound import AcceptChunk, RejectChunk
 from headrace.transfer.protocol import checksum, draft_frame, messages, metadata
@@ -40,7 +39,8 @@ class ChunkVerifier:
         if header.checksum is None and self._insists(backend, header):
             return RejectChunk(CHECKSUM, "no checksum, and this server insists on one", accept.inbound)
         if header.checksum is not None:
-            written = payload.in_place(self._store, accept.copies, unpack(header.pages)) if header.written else ()
+            pages = payload.page_list(header.pages, header.slot)
+            written = payload.in_place(self._store, accept.copies, pages) if header.written else ()
             found = checksum.of_frames(chain(frames, written))
             if found != header.checksum:
                 self._counters.add("checksum_failures_total")

@@ -123,11 +123,17 @@ class InboundTable:
         key = order.session, order.ticket, order.generation
         needed = pages_for(self._geometry.page_size, order.start, order.count)
         replicas = replicas or dict.fromkeys(sources, 0)
-        wanted = self._geometry.token_bytes
+        own = self._geometry
         for replica in set(replicas.values()) or {0}:
-            found = sum(source.token_bytes for stage, source in sources.items() if replicas[stage] == replica)
-            if found != wanted:
-                return f"the stages of the prefill server have {found} of this stage's {wanted} bytes of a token"
+            found = [source for stage, source in sources.items() if replicas[stage] == replica]
+            for what, size, wanted in (
+                ("a token", sum(each.token_bytes for each in found), own.token_bytes),
+                ("the states of a request", sum(each.state_bytes for each in found), own.state_bytes),
+            ):
+                if size != wanted:
+                    return f"the stages of the prefill server have {size} of this stage's {wanted} bytes of {what}"
+        if own.state_bytes and order.slot < 0:
+            return f"no slot given for states of {own.state_bytes} bytes"
         if packed_length(order.pages) != needed:
             return f"{packed_length(order.pages)} pages given, {needed} needed"
         if key in self._by_key or order.request in self._requests:
@@ -164,7 +170,7 @@ class InboundTable:
         problem = self._problem(inbound.order, source, header)
         if problem:
             return RejectChunk(messages.BAD_CHUNK, problem, inbound)
-        plan = copies(source.geometry, self._geometry, header.start, header.count)
+        plan = copies(source.geometry, self._geometry, header.start, header.count, bool(header.total))
         problem = _size_problem(header, plan, frames)
         return RejectChunk(messages.BAD_CHUNK, problem, inbound) if problem else AcceptChunk(inbound, source, plan)
 
@@ -205,6 +211,8 @@ class InboundTable:
             return f"a draft frame of {header.draft_bytes} bytes; at most {draft_frame.MAX_BYTES} may come"
         if header.row != expect.row:
             return f"metadata row {header.row}, reserved was {expect.row}"
+        if header.slot != expect.slot:
+            return f"slot {header.slot}, reserved was {expect.slot}"
         first = start // self._geometry.page_size - expect.start // self._geometry.page_size
         needed = pages_for(self._geometry.page_size, start, count)
         if header.pages != expect.pages[first * ITEM_BYTES : (first + needed) * ITEM_BYTES]:

@@ -114,6 +114,7 @@ class OutPart:
             count=order.count,
             pages=order.dst_pages,
             row=order.dst_row,
+            slot=order.dst_slot,
             payload_bytes=self.payload_bytes,
             checksum=digest,
             total=order.chunk + 1 if order.last else 0,
@@ -307,11 +308,11 @@ class Outbound:
         owner.session = session
         if not owner.open:
             return
-        lanes = session.lanes.values()
-        token_bytes = sum(lane.part.token_bytes for lane in lanes)
-        chunk = OutChunk(order, owner, row, draft, order.count * token_bytes, len(lanes))
-        for lane in lanes:
-            lane.queue.append(OutPart(chunk, order.count * lane.part.token_bytes))
+        lanes, states = session.lanes.values(), order.last is not None
+        sizes = [order.count * lane.part.token_bytes + states * lane.part.state_bytes for lane in lanes]
+        chunk = OutChunk(order, owner, row, draft, sum(sizes), len(lanes))
+        for lane, size in zip(lanes, sizes, strict=True):
+            lane.queue.append(OutPart(chunk, size))
 
     def next_part(self, lane: Lane) -> OutPart | None:
         """The next part to put on the lane's connection, now counted as in flight."""

@@ -6,11 +6,18 @@ from typing import NamedTuple
 import numpy as np
 
 from headrace.core.types.kv.geometry import Geometry
+from headrace.core.types.packed import unpack
 from headrace.transfer.backends.base import RemotePages
 from headrace.transfer.protocol.checksum import Digest
 from headrace.transfer.protocol.layout import Bytes, Copy, PageStore, SourceStore, carried, copies, whole_pages
 
 Pages = Sequence[int]
+
+
+def page_list(pages: bytes, slot: int) -> Pages:
+    """Packed page ids as a list; the slot of the request's states follows where there is one."""
+    ids = unpack(pages)
+    return ids if slot < 0 else [*ids, slot]
 
 
 class Passage(NamedTuple):
@@ -20,6 +27,8 @@ class Passage(NamedTuple):
     destination: Geometry
     start: int
     tokens: int
+    states: bool = False
+    """The states of the request go with them."""
 
 
 def frames(store: PageStore, plan: list[Copy], pages: Pages) -> list[Bytes]:
@@ -45,7 +54,7 @@ def write_through(
 
     digest: updated with what the frames would hold, each while it is in the CPU cache.
     """
-    whole = whole_pages(*passage) if digest is None else range(0)
+    whole = whole_pages(*passage[:4]) if digest is None else range(0)
     if whole:
         remote.write_pages(peer_pages[whole.start : whole.stop], store, pages[whole.start : whole.stop])
     for frame, moves in carried(copies(*passage)):

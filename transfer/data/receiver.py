@@ -35,7 +35,6 @@ from headrace.core.stats import Counters, Sample, Stats
 from headrace.core.types.errors import PEER_GONE
 from headrace.core.types.kv.backends import ZMQ, NixlAccess, writes_directly
 from headrace.core.types.kv.geometry import Geometry
-from headrace.core.types.packed import unpack
 from headrace.core.types.peers.session_terms import PrefillTerms
 from headrace.core.types.requests.request import FirstToken
 from headrace.transfer.backends.base import RegisteredPool
@@ -324,7 +323,8 @@ class Receiver:
             first = msgspec.structs.replace(first, draft=draft)
         if not header.written:
             buffers = [frame.buffer for frame in frames]
-            payload.write_frames(self._store, accept.copies, unpack(header.pages), buffers)
+            pages = payload.page_list(header.pages, header.slot)
+            payload.write_frames(self._store, accept.copies, pages, buffers)
         problem = self._table.written(accept, header, first)
         if problem:
             return self._reject(line, RejectChunk(messages.BAD_CHUNK, problem, inbound), header, now)

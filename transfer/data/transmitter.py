@@ -4,7 +4,6 @@ from headrace.core.runtime.codec import Codec
 from headrace.core.stats import Counters
 from headrace.core.types.kv.backends import ZMQ
 from headrace.core.types.kv.geometry import Geometry
-from headrace.core.types.packed import unpack
 from headrace.transfer.backends.base import RemotePages
 from headrace.transfer.data import payload
 from headrace.transfer.data.outbound import Lane, Outbound, OutPart
@@ -67,17 +66,19 @@ class Transmitter:
 
     def _send_frames(self, lane: Lane, part: OutPart, now: float) -> None:
         order = part.chunk.order
-        plan = copies(self._geometry, lane.destination, order.start, order.count)
-        frames = payload.frames(self._store, plan, unpack(order.pages))
+        plan = copies(self._geometry, lane.destination, order.start, order.count, order.last is not None)
+        frames = payload.frames(self._store, plan, payload.page_list(order.pages, order.slot))
         digest = checksum.of_frames([part.chunk.row, part.chunk.draft, *frames]) if lane.checksum else None
         self._transmit(lane, part, digest, frames, now)
 
     def _write(self, lane: Lane, remote: RemotePages, part: OutPart) -> None:
         """Start writing a part into the peer's pages. Raises IndexError for pages that its pool does not have."""
         order = part.chunk.order
-        passage = payload.Passage(self._geometry, lane.destination, order.start, order.count)
+        last = order.last is not None
+        passage = payload.Passage(self._geometry, lane.destination, order.start, order.count, last)
+        own, theirs = payload.page_list(order.pages, order.slot), payload.page_list(order.dst_pages, order.dst_slot)
         digest = checksum.Digest(part.chunk.row + part.chunk.draft) if lane.checksum else None
-        payload.write_through(self._store, remote, passage, unpack(order.pages), unpack(order.dst_pages), digest)
+        payload.write_through(self._store, remote, passage, own, theirs, digest)
         part.checksum = digest.intdigest() if digest is not None else None
         part.write = remote.flush()
         part.handles.append(part.write)

@@ -4,7 +4,8 @@ A side is a list of ranks, each with a pool that holds some layers and some head
 values, and the components beside them. Two ranks have in common what both own. The canonical payload of tokens
 [start, start + count) between two ranks is, for each tensor they share, one frame per source page that the tokens
 touch: the C-contiguous bytes of [layers, planes, kv_heads, tokens in that page, head_dim] of the common part. Between
-ranks of the same layers and heads a frame of a full page is the page itself.
+ranks of the same layers and heads a frame of a full page is the page itself. Of states of a request, which the last
+payload has, the frame is [layers, planes, kv_heads, 1, head_dim].
 """
 
 from collections.abc import Iterator
@@ -31,6 +32,7 @@ class Box(msgspec.Struct, frozen=True):
     tensor: str = KV
 
 
+STATE = -1  # in the place of a page's index: the slot of the request's states, which follows the pages in a list
 WHOLE = Box(slice(None), slice(None))
 _NO_KV = Component(KV, "", layers=0, kv_heads=0, head_dim=0)
 
@@ -43,7 +45,7 @@ class Frame(msgspec.Struct, frozen=True):
     box: Box
     """Where this range is in the source's pool."""
     page: int
-    """Index in the source's list of pages."""
+    """Index in the source's list of pages, or STATE."""
     slot: int
     count: int
     """Tokens."""
@@ -132,7 +134,7 @@ def whole_pages(source: Geometry, destination: Geometry, start: int, count: int)
     Those are the full pages, the i-th of the source's list to the i-th of the destination's, between ranks with the
     same layers and heads of one tensor, such as keys and values, and of no other.
     """
-    if source != destination or len(source.tensors) != 1:
+    if source != destination or len(source.tensors) != 1 or source.state_bytes:
         return range(0)
     size = source.page_size
     first = start // size
@@ -140,13 +142,23 @@ def whole_pages(source: Geometry, destination: Geometry, start: int, count: int)
     return range(begin - first, max(begin, (start + count) // size) - first)
 
 
-def copies(source: Geometry, destination: Geometry, start: int, count: int) -> list[Copy]:
+def copies(source: Geometry, destination: Geometry, start: int, count: int, states: bool = False) -> list[Copy]:
     """Copies that move positions [start, start + count) between two ranks: tensor by tensor in the source's order,
-    each in the order of positions. Empty if the ranks have no layer or no head in common. The pairs of all ranks
-    together move every byte once to every owner.
+    each in the order of positions, and then the request's states if these go with them. Empty if the ranks have no
+    layer or no head in common. The pairs of all ranks together move every byte once to every owner.
     """
     period = lcm(source.page_size, destination.page_size)  # page boundaries of both sides coincide every period
-    return list(_copies(source, destination, start % period, count))
+    moves = _copies(source, destination, start % period, count)
+    return [*moves, *_state_copies(source, destination)] if states else list(moves)
+
+
+@lru_cache(maxsize=256)
+def _state_copies(source: Geometry, destination: Geometry) -> tuple[Copy, ...]:
+    return tuple(
+        Copy(part, STATE, 0, box_in(ours, part), STATE, 0, box_in(theirs, part), 1)
+        for ours, theirs, part in _shared(source, destination)
+        if part.per_request
+    )
 
 
 @lru_cache(maxsize=256)
@@ -161,7 +173,11 @@ def _copies(source: Geometry, destination: Geometry, start: int, count: int) -> 
         page -= start // destination.page_size
         moves.append((source_page, source_slot, page, slot, moved))
         position += moved
-    parts = [(part, box_in(ours, part), box_in(theirs, part)) for ours, theirs, part in _shared(source, destination)]
+    parts = [
+        (part, box_in(ours, part), box_in(theirs, part))
+        for ours, theirs, part in _shared(source, destination)
+        if not part.per_request
+    ]
     return tuple(
         Copy(part, source_page, source_slot, taken, page, slot, put, moved)
         for part, taken, put in parts

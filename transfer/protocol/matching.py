@@ -263,7 +263,8 @@ def _whole(parts: list[Component]) -> Component:
 
 def _shape(parts: list[Component]) -> ComponentShape:
     whole = _whole(parts)
-    return ComponentShape(whole.name, whole.dtype, (whole.layers, whole.planes, whole.kv_heads, whole.head_dim))
+    shape = whole.layers, whole.planes, whole.kv_heads, whole.head_dim
+    return ComponentShape(whole.name, whole.dtype, shape, whole.per_request)
 
 
 def _own(number: int, part: Component) -> str:

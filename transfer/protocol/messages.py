@@ -44,6 +44,7 @@ Size = Annotated[int, Meta(ge=0, le=(1 << 31) - 1)]
 Positive = Annotated[int, Meta(ge=1, le=(1 << 31) - 1)]
 Seconds = Annotated[float, Meta(gt=0, le=3600)]
 PortNumber = Annotated[int, Meta(ge=1, le=65535)]
+Slot = Annotated[int, Meta(ge=-1, le=(1 << 31) - 1)]  # of a request's states in a pool; -1: it has none
 Host = Annotated[str, Meta(max_length=253, pattern=r"^([0-9A-Za-z:][0-9A-Za-z.:_-]*)?\Z")]  # a name or an address
 Code = Annotated[str, Meta(min_length=1, max_length=64)]
 Text = Annotated[str, Meta(max_length=MAX_TEXT_CHARS)]
@@ -67,6 +68,8 @@ class ComponentShape(msgspec.Struct, frozen=True, order=True):
     dtype: Code
     shape: Shape
     """Per token [layers, planes, kv_heads, head_dim]; the stages' geometries say which stage has which part."""
+    per_request: bool = False
+    """It is a state of a request: shape is that of one state."""
 
 
 Components = Annotated[tuple[ComponentShape, ...], Meta(max_length=MAX_COMPONENTS)]
@@ -162,6 +165,8 @@ class Reserve(Message, frozen=True, kw_only=True):
     """Packed ids in the peer's pool for positions [cached_tokens, prompt_tokens); the first holds cached_tokens."""
     row: Size
     """Its metadata row."""
+    slot: Slot = -1
+    """Where the request's states go in its pools, if the components name any."""
     wait: bool = True
     """Wait for a prompt that has not come yet; False has an unknown ticket answered by Failed at once."""
     prompt_hash: Annotated[str, Meta(max_length=64)] = ""
@@ -181,6 +186,7 @@ class Reserve(Message, frozen=True, kw_only=True):
             cached_tokens=reservation.cached_tokens,
             pages=reservation.pages,
             row=reservation.row,
+            slot=reservation.slot,
             wait=reservation.wait,
             prompt_hash=reservation.prompt_hash,
             hidden=reservation.draft.hidden,
@@ -197,6 +203,7 @@ class Reserve(Message, frozen=True, kw_only=True):
             cached_tokens=self.cached_tokens,
             pages=self.pages,
             row=self.row,
+            slot=self.slot,
             wait=self.wait,
             prompt_hash=self.prompt_hash,
             draft=DraftTerms(self.hidden, min(self.draft_top_k, MAX_DRAFT_TOKENS)),
@@ -298,6 +305,8 @@ class Chunk(Message, frozen=True, kw_only=True):
     pages: PageList
     """Packed destination page ids; the first one holds position start."""
     row: Size
+    slot: Slot = -1
+    """Where the states go that the last chunk carries."""
     payload_bytes: Natural
     checksum: int | None = None
     """Of all frames after the header; absent when none was agreed."""

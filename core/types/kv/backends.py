@@ -47,6 +47,8 @@ class PoolLayout(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     offset: Size = field(default_factory=int)  # a factory has msgspec write it even when it is 0
     """Byte at which the first page's keys and values begin."""
     components: Annotated[tuple[Placement, ...], Meta(max_length=MAX_COMPONENTS)] = ()
+    state_slots: Size = 0
+    """Requests whose states have a place: what the components that are states have in the place of pages."""
 
 
 class SharedMemory(PoolLayout, frozen=True):

@@ -1,4 +1,4 @@
-"""Shape of a KV pool: keys and values, and further components such as a draft model's KV."""
+"""Shape of a KV pool: keys and values, further components such as a draft model's KV, and states of requests."""
 
 from collections.abc import Iterable
 from typing import Annotated
@@ -9,6 +9,8 @@ from msgspec import Meta, field
 KV = "kv"  # name of the model's own keys and values among the tensors of a pool
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "uint8": 1}
 MAX_COMPONENTS = 16
+STATE_TOKENS = 1024  # token positions of a pool for each slot of a state
+LEAST_SLOTS = 8
 Word = Annotated[str, Meta(min_length=1, max_length=64)]
 
 
@@ -25,7 +27,8 @@ def pages_spanned(start: int, end: int, page_size: int) -> int:
 class Component(msgspec.Struct, frozen=True):
     """One rank's part of one tensor of a KV pool: [pages, layers, planes, kv_heads, page_size, head_dim] of dtype.
 
-    A page holds the same tokens in every component.
+    A page holds the same tokens in every component. What is kept of a request whatever its length (a recurrent or
+    convolution state) has slots for requests in the place of pages: [slots, layers, planes, kv_heads, 1, head_dim].
     """
 
     name: Word
@@ -40,6 +43,8 @@ class Component(msgspec.Struct, frozen=True):
     """First layer of this rank, in the component's own model (which may be a draft model)."""
     head_start: int = 0
     """First KV head of this rank."""
+    per_request: bool = False
+    """It is a state of a request: layers are those that keep one, token_bytes are bytes of a state."""
 
     @property
     def layer_end(self) -> int:
@@ -97,7 +102,12 @@ class Geometry(msgspec.Struct, frozen=True, omit_defaults=True):
     @property
     def token_bytes(self) -> int:
         """Bytes of one token position over this rank's layers and heads, components included."""
-        return sum(tensor.token_bytes for tensor in self.tensors)
+        return sum(tensor.token_bytes for tensor in self.tensors if not tensor.per_request)
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of the states of one request over this rank's layers; 0 where it keeps none."""
+        return sum(tensor.token_bytes for tensor in self.components if tensor.per_request)
 
     @property
     def page_bytes(self) -> int:
@@ -107,6 +117,28 @@ class Geometry(msgspec.Struct, frozen=True, omit_defaults=True):
     def pages_for(self, tokens: int) -> int:
         """Pages that hold this many token positions."""
         return ceil_div(tokens, self.page_size)
+
+    def slots_for(self, pages: int) -> int:
+        """Slots for states beside so many pages; 0 where requests keep none."""
+        return max(LEAST_SLOTS, pages * self.page_size // STATE_TOKENS) if self.state_bytes else 0
+
+    def pool_bytes(self, pages: int) -> int:
+        """Bytes of a pool of so many pages, with the slots beside them."""
+        return pages * self.page_bytes + self.slots_for(pages) * self.state_bytes
+
+    def pages_within(self, room: int) -> int:
+        """Pages of the largest pool that takes no more than so many bytes."""
+        state, page = self.state_bytes, self.page_bytes
+        if not state:
+            return max(0, room // page)
+        if room < LEAST_SLOTS * state:
+            return 0
+        most = room * STATE_TOKENS // (page * STATE_TOKENS + state * self.page_size)
+        return min(most, (room - LEAST_SLOTS * state) // page) if page else most
+
+    def extent(self, tensor: Component, pages: int, slots: int) -> tuple[int, int]:
+        """Of one of the tensors: how many pages or slots it has in a pool, and token positions in each of them."""
+        return (slots, 1) if tensor.per_request else (pages, self.page_size)
 
 
 class CacheShape(msgspec.Struct, frozen=True):

@@ -27,6 +27,9 @@ class Reservation(msgspec.Struct, frozen=True, kw_only=True):
     row: int
     """Its metadata row."""
 
+    slot: int = -1
+    """Where the request's states go in its pools; -1 where the model keeps none."""
+
     wait: bool = True
     """Keep the reservation if the prompt has not come yet; otherwise fail it."""
 

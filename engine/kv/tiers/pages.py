@@ -152,7 +152,8 @@ class PoolPages:
 
     def __init__(self, pool: KVPool) -> None:
         """Call it before the first plan."""
-        self._tensors = [tensor.view(pool.pages, -1).view(torch.uint8) for tensor in pool.tensors.values()]
+        paged = [each.name for each in pool.geometry.tensors if not each.per_request]
+        self._tensors = [pool.tensors[name].view(pool.pages, -1).view(torch.uint8) for name in paged]
         self._copies = pool.device_copies()
         self._pages = pool.pages
 
