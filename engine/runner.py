@@ -251,7 +251,10 @@ class ModelRunner:
                 return self._decoder.take_part()
             if self._part.last:
                 self._sampler.begin(rows)
-            spans = [AttentionSpan(row.start, row.count, row_pages(row, self.pool), row.slot) for row in rows]
+            spans = [
+                AttentionSpan(row.start, row.count, row_pages(row, self.pool), row.slot, row.resume, row.checkpoint)
+                for row in rows
+            ]
             ranges = [np.arange(row.start, row.start + row.count) for row in rows]
             positions = place(np.concatenate(ranges), self.hidden_spec.device)
             if hidden is None:

@@ -63,6 +63,11 @@ class PlanRow(msgspec.Struct, frozen=True, omit_defaults=True):
     the last stage counts itself."""
     slot: int = -1
     """Where the request's states are in the pools of the stages; -1 where the model keeps none."""
+    resume: int = -1
+    """The slot of a checkpoint with the states before the row's first position; -1: they are in the slot itself, or the
+    request begins."""
+    checkpoint: int = -1
+    """A slot into which the states behind the row's last position are copied; -1 for none."""
 
     def prompt_targets(self) -> tuple[int, list[int]]:
         """The prompt positions whose logprobs this row gives: the first one, and the tokens from there on. They are

@@ -23,6 +23,10 @@ class AttentionSpan:
     """Page ids covering [0, start + count), on the host."""
     slot: int = -1
     """Where the states of its request are in the pool; -1 where it keeps none."""
+    resume: int = -1
+    """Where those before the row are, if elsewhere."""
+    checkpoint: int = -1
+    """Where those behind the row are to be kept, too; -1 for nowhere."""
 
 
 class AttentionPass(Protocol):

@@ -106,10 +106,8 @@ class Batch:
                 yield rows, span
                 continue
             for index in range(span.count):
-                yield (
-                    slice(rows.start + index, rows.start + index + 1),
-                    replace(span, start=span.start + index, count=1),
-                )
+                row, resume = rows.start + index, -1 if index else span.resume
+                yield slice(row, row + 1), replace(span, start=span.start + index, count=1, resume=resume)
 
     def attend(self, query: Tensor, keys: Tensor, values: Tensor, asked: Asked) -> Tensor:
         """See Running."""

@@ -74,8 +74,10 @@ class RequestStates:
         if key not in self._held:
             if not self._span.start:
                 return None
-            view = self._store.view(key, self._span.slot)
-            self._held[key] = view.to(self._store.dtypes.get(key, view.dtype))
+            view, to = self._store.view(key, self._span.slot), self._store.dtypes.get(key)
+            if self._span.resume >= 0:  # which stays as it is, whatever a module changes in place
+                view = self._store.view(key, self._span.resume).clone()
+            self._held[key] = view.to(to or view.dtype)
         return self._held[key]
 
     def keep(self, layer: int, kind: str, number: int, value: Tensor) -> Tensor:
@@ -98,9 +100,11 @@ class RequestStates:
         raise RuntimeError("a module looks into its cache, which the probe has not seen")
 
     def write(self) -> None:
-        """Write back what was kept, or changed in place."""
+        """Write back what was kept, or changed in place, and the checkpoint that is asked for."""
         for key, value in self._held.items():
             self._store.view(key, self._span.slot).copy_(value)
+            if self._span.checkpoint >= 0:
+                self._store.view(key, self._span.checkpoint).copy_(value)
 
 
 def run_by_request(model: nn.Module, classes: tuple[str, ...]) -> None:

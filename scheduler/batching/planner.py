@@ -182,16 +182,19 @@ class Planner:
 
     def _prefill(self, batch: BatchBuilder, request: Request, count: int) -> None:
         """Add the next count tokens of a prefill; with its last ones it may begin to decode."""
-        queues, start = self._replica.queues, request.planned
+        queues, cache, start = self._replica.queues, self._replica.cache, request.planned
+        count = cache.cut(start, count, request.target)
         self._state.metrics.served(request, queues.charge(request, count))
-        self._add(batch, request, count, request.packed(start, start + count))
+        assert request.lease is not None, "a request is planned with its pages"
+        checkpoint = cache.checkpoint(request.lease, start + count)
+        self._add(batch, request, count, request.packed(start, start + count), checkpoint)
         if request.planned < request.target:
             return
         queues.end_prefill(request)
         if request.decodes_here and request.planned + 1 < request.token_limit:
             queues.start_decoding(request)
 
-    def _add(self, batch: BatchBuilder, request: Request, count: int, tokens: bytes) -> None:
+    def _add(self, batch: BatchBuilder, request: Request, count: int, tokens: bytes, checkpoint: int = -1) -> None:
         lease = request.lease
         assert lease is not None, "a request is planned with its pages"
         sampling = request.submit.sampling
@@ -217,6 +220,8 @@ class Planner:
             hidden=request.hidden_wanted(end, count),
             draft_top_k=request.draft_wanted(end).top_k,
             slot=lease.slot,
+            resume=lease.resume if request.planned == lease.matched * self._replica.cache.page_size else -1,
+            checkpoint=checkpoint,
         )
         batch.add(row, request, end)
         self._replica.queues.plan(request, count)

@@ -13,7 +13,7 @@ leased = private pages of leases + pages of the tree that some lease has locked
 
 from array import array
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import takewhile
 
 from headrace.core.config.scheduler import Eviction
@@ -22,9 +22,10 @@ from headrace.core.types.kv.kv_tiers import Tier
 from headrace.core.types.packed import ITEM_BYTES
 from headrace.scheduler.kv.cache_events import CacheEventLog, page_digests
 from headrace.scheduler.kv.eviction import SHORT_TOKENS, make_ranking
-from headrace.scheduler.kv.node import Node, PageCopy, PageLoad, StoringPages, load_of
+from headrace.scheduler.kv.node import NONE, Node, PageCopy, PageLoad, StoringPages, load_of
 from headrace.scheduler.kv.page_allocator import PageAllocator
 from headrace.scheduler.kv.prefix_tree import PrefixTree, next_turn, pages_of
+from headrace.scheduler.kv.state_slots import CHECKPOINT_TOKENS, StateSlots, resumable
 from headrace.scheduler.kv.tiers import KvTiers, nearest
 
 GHOSTS_PER_PAGE = 4  # evicted pages that are remembered, for each page of the pool; a few hundred bytes each
@@ -65,6 +66,12 @@ class Lease:
     slot: int = -1
     """Of its states; -1 where the model keeps none."""
 
+    resume: int = -1
+    """Slot of the checkpoint that it begins from, behind the pages that were found; -1: there is none."""
+
+    pending: "dict[int, int]" = field(default_factory=dict)
+    """Checkpoints that passes under way make: slots, by pages of its table."""
+
     ended: bool = False
     nonfinite: bool = False
     """Results computed from its pages were NaN or infinite: release() takes them out of the tree."""
@@ -90,9 +97,9 @@ class KvCache:
         self.page_size = page_size
         """Token positions in one page."""
 
-        self._prefix_cache = self._configured = prefix_cache
+        self._prefix_cache = prefix_cache
         self._allocator = PageAllocator(pages)
-        self._slots = PageAllocator(0)
+        self._slots = StateSlots()
         self._eviction = eviction
         self._short_tokens = short_tokens
         self._disk_turn = disk_turn
@@ -142,8 +149,7 @@ class KvCache:
         if self._leases:
             raise ValueError(f"{len(self._leases)} leases have not ended")
         self._allocator = PageAllocator(pages)
-        self._slots = PageAllocator(slots)
-        self._prefix_cache = self._configured and not slots  # pages without the state behind them are of no use
+        self._slots = StateSlots(slots)
         self._tree = self._new_tree(pages, host_pages, disk_pages)
         self.version += 1
         if self._events is not None:
@@ -162,7 +168,8 @@ class KvCache:
         """Positions of packed tokens that acquire() would find in the tree now."""
         if not self._prefix_cache:
             return 0
-        return len(pages_of(self._known(tokens, salt, cacheable))) * self.page_size
+        path = pages_of(self._known(tokens, salt, cacheable))
+        return len(resumable(path) if self._slots.total else path) * self.page_size
 
     def acquire(
         self,
@@ -171,25 +178,32 @@ class KvCache:
         extra: int = 0,
         cacheable: int | None = None,
         load: LoadChoice | None = None,
+        computed: bool = True,
     ) -> Lease | None:
         """Lease pages for packed tokens and extra positions behind them; None when they do not fit now.
 
         Pages found in the tree are used, but never for the last token: it has to be computed to get logits. cacheable:
         positions that they may serve; None: all. load: how many of the pages that follow in other tiers are to be
-        loaded; Lease.load is set when some are.
+        loaded; Lease.load is set when some are. computed: what follows is computed here, so that it needs the state
+        behind the pages that are found; False: states come with what follows.
         """
-        if self._slots.total and not self._slots.free:
-            return None
         length = len(tokens) // ITEM_BYTES
         known = self._known(tokens, salt, cacheable) if self._prefix_cache else []
         path, turn = pages_of(known), next_turn(known)
+        if self._slots.total and computed:
+            path = resumable(path)
         if self.tiers is not None and load is None:
             path = list(takewhile(lambda node: load_of(node) is None, path))  # the rest is being loaded
         further = self._further(known, len(path), load)
         self._tree.lock(path)
         self._owners += 1
-        pages = self._take(self.pages_for(length + extra) - len(path), self._owners, wait=True, keep=further)
+        slot = self._slots.take(self._owners) if self._slots.total else -1
+        refused = self._slots.total and slot == NONE
+        count = self.pages_for(length + extra) - len(path)
+        pages = None if refused else self._take(count, self._owners, wait=True, keep=further)
         if pages is None:
+            if slot >= 0:
+                self._slots.give_back(slot, self._owners)
             self._tree.unlock_unused(path)
             return None
         table = array("i", [node.page for node in path])
@@ -198,8 +212,9 @@ class KvCache:
         path.extend(further)
         short = turn == 0 and length <= self._short_tokens
         loading = load_of(path[-1]) if path else None
-        slot = self._slots.allocate(1, self._owners)[0] if self._slots.total else -1
         lease = Lease(self._owners, salt, table, path, len(path), loading, turn, short, slot)
+        if self._slots.total and computed and path:
+            lease.resume = self._slots.used(path[-1])
         self._leases[lease.owner] = lease
         return lease
 
@@ -234,6 +249,29 @@ class KvCache:
             else:
                 self._tree.lock([node])
             lease.path.append(node)
+        for index in [index for index in lease.pending if index < len(lease.path)]:
+            self._slots.attach(lease.pending.pop(index), lease.owner, lease.path[index])
+
+    def cut(self, start: int, count: int, target: int) -> int:
+        """How many of the next count positions of a request to compute in one pass, so that it ends where a checkpoint
+        may be kept: at a page's end, and at the last one before its target if that is worth a pass of its own."""
+        if not self._slots.total or not self._prefix_cache:
+            return count
+        end = start + count
+        last = end if end < target else target - 1
+        aligned = last - last % self.page_size
+        least = 1 if end < target else CHECKPOINT_TOKENS
+        return aligned - start if aligned - start >= least else count
+
+    def checkpoint(self, lease: Lease, end: int) -> int:
+        """A pass computes a lease's positions below end: returns the slot in which the state behind them is to be kept,
+        -1 for none."""
+        if not self._slots.total or not self._prefix_cache or end % self.page_size:
+            return -1
+        slot = self._slots.keep(lease.owner, lease.path)
+        if slot >= 0:
+            lease.pending[end // self.page_size - 1] = slot
+        return slot
 
     def release(self, lease: Lease) -> None:
         """End a lease: unlock its path, free its private pages. Raises ValueError when it has already ended.
@@ -246,12 +284,14 @@ class KvCache:
         lease.ended = True
         del self._leases[lease.owner]
         self._allocator.release(self._private(lease), lease.owner)
-        if lease.slot >= 0:
-            self._slots.release([lease.slot], lease.owner)
+        for slot in self._slots_of(lease):
+            self._slots.give_back(slot, lease.owner)
         if self.tiers is not None and not lease.nonfinite:
             self.tiers.archive(lease.path, lease.turn, self.total // COPYING)
         self._tree.unlock(lease.path, lease.turn, lease.short)
         if lease.nonfinite:
+            for node in lease.path:
+                self._slots.forget(node)
             if self.tiers is not None:
                 self.tiers.purge(lease.path)
             self._allocator.release(self._tree.drop(lease.path), TREE)
@@ -290,8 +330,6 @@ class KvCache:
             private += len(own)
             for node in lease.path:
                 locks[node.number] = locks.get(node.number, 0) + 1
-            if lease.slot >= 0 and self._slots.owner(lease.slot) != lease.owner:
-                problems.append(f"lease {lease.owner} has slot {lease.slot} of another one")
             if foreign := [page for page in own if owner(page) != lease.owner]:
                 problems.append(f"lease {lease.owner} holds pages of others: {foreign}")
         nodes = unlocked = 0
@@ -307,10 +345,8 @@ class KvCache:
                 problems.append(f"page {node.page} is in the tree but owned by {owner(node.page)}")
         if nodes != self._tree.pages or unlocked != self._tree.unlocked:
             problems.append(f"the tree counts {self._tree.pages} pages, {self._tree.unlocked} unlocked; it has {nodes}")
-        if self._slots.total and self._slots.total - self._slots.free != len(self._leases):
-            problems.append(
-                f"{self._slots.free} of {self._slots.total} slots are free, with {len(self._leases)} leases"
-            )
+        slots = {slot: lease.owner for lease in self._leases.values() for slot in self._slots_of(lease)}
+        problems += self._slots.check(slots, self._tree.walk_all())
         if self.free + nodes + private != self.total:
             problems.append(f"{self.free} free + {nodes} in the tree + {private} private pages != {self.total}")
         return problems
@@ -323,10 +359,12 @@ class KvCache:
         return self._tree.find(self._keys(tokens, 0, full, None, salt), salt)
 
     def _new_tree(self, pages: int, host_pages: int, disk_pages: int) -> PrefixTree:
-        has_tiers = self._prefix_cache and host_pages + disk_pages > 0
+        has_tiers = self._prefix_cache and host_pages + disk_pages > 0 and not self._slots.total
         ghosts = 0 if self._eviction == "lru" else GHOSTS_PER_PAGE * pages
         tree = PrefixTree(self._events, make_ranking(self._eviction), ghosts, digests=has_tiers)
         self.tiers = KvTiers(tree, host_pages, disk_pages, self._disk_turn, self._events) if has_tiers else None
+        if self._slots.total:
+            tree.on_change = self._slots.left
         return tree
 
     def _further(self, known: list[Node], resident: int, load: LoadChoice | None) -> list[Node]:
@@ -370,6 +408,11 @@ class KvCache:
             self._allocator.release(self.tiers.store(missing), TREE)
             self.tiers.unpin(keep)
         return self.free < count and self.tiers.leaving > 0
+
+    @staticmethod
+    def _slots_of(lease: Lease) -> list[int]:
+        """Slots that a lease owns."""
+        return [slot for slot in (lease.slot, *lease.pending.values()) if slot >= 0]
 
     def _private(self, lease: Lease) -> list[int]:
         """Pages of a lease that the tree does not own."""

@@ -49,6 +49,7 @@ class Node:
         "parent",
         "rank",
         "resident",
+        "slot",
         "turn",
         "used",
     )
@@ -57,6 +58,9 @@ class Node:
         self.key = key
         self.page = page
         """Its page of the pool, or NONE."""
+
+        self.slot = NONE
+        """Slot of the state behind its page, or NONE: see state_slots.py."""
 
         self.parent = parent
         self.number = number

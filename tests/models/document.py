@@ -43,9 +43,12 @@ and decode servers have to use the same one.
 slot of the pool, in float32: one slot for every 1,024 positions of the pool, 8 at least, so many requests are under way
 at once; `headrace check` says how many and how large. The last chunk of a handoff carries it. Such modules run request
 by request. Recurrences are summed from the beginning of a chunk, so these models give the same up to rounding, not the
-same bits; their prompts are not cached, since pages without the state behind them are of no use. Index keys (GLM-5,
-DeepSeek-V3.2) are kept for each token, and positions are selected as transformers does. Jamba's scan cannot begin with
-a state, which the trial finds: it gets the tokens behind a first chunk one by one.
+same bits. Index keys (GLM-5, DeepSeek-V3.2) are kept for each token, and positions are selected as transformers does.
+Jamba's scan cannot begin with a state, which the trial finds: it gets the tokens behind a first chunk one by one.
+
+The prefix cache keeps **checkpoints** of states: chunks of such models end at the end of a page, 256 tokens or more
+behind the one before, and a prompt goes on from the last checkpoint on its path. They take half of the slots at most,
+and give way to requests, the least recently used first. The host and disk tiers hold no states, so they are not used.
 
 **Time.** Random models of eight families, library beside native, CPU time of forward passes in float32 on one thread of
 an AVX2 CPU, medians of three rounds in turns (`python -m benchmarks.decoders --threads 1 --rounds 3`): 1.2 to 1.3 times

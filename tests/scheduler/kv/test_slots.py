@@ -1,7 +1,12 @@
 """Slots of states: one for each lease of a model that keeps any, and leases wait for them as they do for pages."""
 
+from random import Random
+
+from hypothesis import given
+from hypothesis import strategies as st
+
 from headrace.core.types.packed import pack
-from headrace.scheduler.kv.kv_cache import KvCache
+from headrace.scheduler.kv.kv_cache import KvCache, Lease
 
 PAGE, SLOTS = 4, 3
 
@@ -26,19 +31,83 @@ def test_a_lease_has_a_slot_of_its_own_until_it_ends() -> None:
     assert cache.check() == []
 
 
-def test_pages_without_the_state_behind_them_are_not_cached() -> None:
-    cache = KvCache(64, PAGE)
-    tokens = pack(range(9))
-    for slots, matched in ((0, 2), (SLOTS, 0), (0, 2)):
-        cache.reset(64, slots=slots)
-        lease = cache.acquire(tokens, "")
-        assert lease is not None
-        assert (lease.slot >= 0) is bool(slots)
-        cache.publish(lease, tokens, 9)
+def run(cache: KvCache, tokens: list[int], chunk: int, kept: dict[int, list[int]]) -> Lease | None:
+    """Compute a prompt as the planner and an engine do. kept: what the state in each slot is of."""
+    lease = cache.acquire(pack(tokens), "")
+    if lease is None:
+        return None
+    start = lease.matched * PAGE
+    assert (lease.resume >= 0) is (start > 0)
+    if start:
+        assert kept[lease.resume] == tokens[:start]
+    while start < len(tokens):
+        count = cache.cut(start, min(chunk, len(tokens) - start), len(tokens))
+        assert 1 <= count <= chunk
+        start += count
+        slot = cache.checkpoint(lease, start)
+        kept[lease.slot] = tokens[:start]
+        if slot >= 0:
+            assert start % PAGE == 0
+            kept[slot] = tokens[:start]
+        assert cache.check() == []
+        cache.publish(lease, pack(tokens), start)
+    assert cache.check() == []
+    return lease
+
+
+@given(
+    st.integers(0, 2**32),
+    st.integers(1, 5),
+    st.sampled_from([16, 64, 400]),
+)
+def test_a_request_goes_on_from_the_state_of_its_own_prefix(seed: int, slots: int, pages: int) -> None:
+    random = Random(seed)
+    cache, kept = KvCache(pages, PAGE), dict[int, list[int]]()
+    cache.reset(pages, slots=slots)
+    trunk = [random.randrange(3) for _ in range(1200)]
+    open_leases: list[Lease] = []
+    for _ in range(12):
+        if open_leases and random.random() < 0.5:
+            lease = open_leases.pop(random.randrange(len(open_leases)))
+            lease.nonfinite = random.random() < 0.1
+            cache.release(lease)
+        length = random.choice((3, 9, 30, 300, 900))
+        tokens = trunk[: random.randrange(length)] + [random.randrange(3) for _ in range(random.randrange(1, 9))]
+        lease_or_none = run(cache, tokens, random.choice((8, 100)), kept)
+        if lease_or_none is not None:
+            open_leases.append(lease_or_none)
+        assert cache.check() == []
+    for lease in open_leases:
         cache.release(lease)
-        again = cache.acquire(tokens, "")
+    assert cache.check() == []
+    assert cache.leases == 0
+
+
+def test_the_next_turn_of_a_conversation_goes_on_behind_the_last_whole_page() -> None:
+    cache, kept = KvCache(400, PAGE), dict[int, list[int]]()
+    cache.reset(400, slots=4)
+    first = list(range(1, 602))
+    lease = run(cache, first, 256, kept)
+    assert lease is not None
+    cache.release(lease)
+    assert cache.cached_positions(pack([*first, 7, 8, 9]), "") == 512
+    again = run(cache, [*first, *range(300)], 256, kept)
+    assert again is not None
+    assert again.matched == 512 // PAGE
+
+
+def test_pages_whose_states_come_with_the_rest_are_used_without_a_checkpoint() -> None:
+    cache = KvCache(64, PAGE)
+    cache.reset(64, slots=SLOTS)
+    tokens = pack(range(9))
+    lease = cache.acquire(tokens, "", computed=False)
+    assert lease is not None
+    cache.publish(lease, tokens, 9)
+    cache.release(lease)
+    for computed, matched in ((False, 2), (True, 0)):
+        again = cache.acquire(tokens, "", computed=computed)
         assert again is not None
-        assert again.matched == matched
+        assert (again.matched, again.resume) == (matched, -1)
         cache.release(again)
 
 
