@@ -40,7 +40,10 @@ class ModelTerms(NamedTuple):
 
     def plan(self, part: RankPart, kv_pages: int, available_bytes: int, *, kv_copies: float = 1.0) -> "LoadPlan":
         """How a rank loads this part. kv_pages, available_bytes, kv_copies: see plan_memory(). Raises ConfigError when
-        it does not fit."""
+        it does not fit, and for some layers of a model that cannot be divided."""
+        library = self.spec.library
+        if library is not None and len(part.layers) < self.spec.layers and not library.divisible:
+            raise ConfigError(f"the layers of {library.architecture} cannot be divided into stages; write --pp 1")
         memory = plan_memory(
             part,
             self.computation,

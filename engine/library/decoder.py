@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 
 from headrace.core.runtime.progress import LoadProgress, PassProgress
-from headrace.core.types.errors import ConfigError
 from headrace.engine.attention.paged import AttentionSpan
 from headrace.engine.attention.slots import LayerSlot, SlotPass
 from headrace.engine.dtypes import Precision
@@ -57,8 +56,6 @@ class LibraryDecoder:
         library = spec.library
         self._spec, self._arithmetic, self._kernels = spec, arithmetic, kernels
         self._pool: KVPool | None = None
-        if len(layers) < spec.layers and not library.divisible:
-            raise ConfigError(f"the layers of {library.architecture} cannot be divided into stages; write --pp 1")
         self._model = load_model(folder, checkpoint, layers, precision.model, loading).to(device)
         blocks = layer_list(self._model)
         self._others = {each.place: each for each in blocks if isinstance(each, OtherLayer)}

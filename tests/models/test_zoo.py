@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from headrace.core.types.errors import ConfigError
+from headrace.engine.library.decoder import LibraryDecoder
 from headrace.engine.runner import ModelRunner
 from tests.engine.models import VOCABULARY, Prompt, make_runner, random_tokens, reported_logprobs
 from tests.models.architectures import ARCHITECTURES
@@ -91,6 +92,19 @@ def test_two_stages_equal_transformers(kept: Callable[[str], Kept], name: str) -
     torch.testing.assert_close(computed(runners, model.expected), model.expected.logprobs, atol=CLOSE, rtol=CLOSE)
 
 
+@pytest.mark.parametrize("name", some(["gpt-oss", "gemma3", "mimo-v2-flash", "granite", "qwen3-moe", "glm4.5", "llama4",
+                                       "gemma4", "phi4-mini", "command-r"]))  # fmt: skip
+def test_neither_chunks_nor_neighbours_change_a_bit(kept: Callable[[str], Kept], name: str) -> None:
+    model = kept(name)
+    runner = make_runner(model.folder, decoder="library")
+    assert runner.same_bits
+    alone = []
+    for end in range(LENGTH, LENGTH + STEPS + 1):
+        prompt = Prompt(3, [*random_tokens(LENGTH), *model.expected.tokens[: end - LENGTH]], [3, 1, 9, 5, 12, 7], PAGE)
+        alone.append(reported_logprobs(runner.execute([prompt.row(0, end)]).samples[0]))
+    assert torch.equal(computed([runner], model.expected), torch.stack(alone))
+
+
 @pytest.mark.parametrize("name", some([name for name, each in ARCHITECTURES.items() if each.refused]))
 def test_what_is_not_served_is_refused_with_the_reason(kept: Callable[[str], Kept], name: str) -> None:
     with pytest.raises(ConfigError, match=ARCHITECTURES[name].refused):
@@ -105,3 +119,31 @@ def test_rotations_by_length_are_part_of_the_fingerprint(kept: Callable[[str], K
     plain = kept("phi3")
     short, long = (make_runner(plain.folder, max_model_len=length) for length in (128, 256))
     assert short.fingerprint == long.fingerprint
+
+
+ROUNDED = ("granite", "gemma3", "olmo2", "exaone4", "qwen3.5", "kimi-linear", "falcon-h1", "lfm2", "cohere2", "gpt2")
+
+
+@pytest.mark.parametrize("name", some(list(ROUNDED)))
+def test_bfloat16_is_within_its_rounding(name: str, tmp_path: Path) -> None:
+    """Models without routers, or with such as rounding does not move: weights and KV in bfloat16, beside transformers in
+    float32 with the same weights."""
+    model = make_model(ARCHITECTURES[name]).bfloat16()
+    model.save_pretrained(tmp_path)
+    expected = reference(model.float(), random_tokens(LENGTH), STEPS + 1)
+    found = computed([make_runner(tmp_path, decoder="library", dtype="bfloat16")], expected)
+    torch.testing.assert_close(found, expected.logprobs, atol=0.1, rtol=0)
+
+
+@pytest.mark.parametrize("name", ["phi4-mini", pytest.param("jamba", marks=pytest.mark.full)])
+def test_a_trial_finds_what_is_computed_wrong(
+    kept: Callable[[str], Kept], name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rotations by the longest position of a batch, where they are not fixed; a scan that cannot begin with a state,
+    where its tokens still come together."""
+    if name == "jamba":
+        monkeypatch.setattr(LibraryDecoder, "one_by_one", property(lambda _: False, lambda *_: None), raising=False)
+    else:
+        monkeypatch.setattr("headrace.engine.library.decoder.length_ropes", lambda _: ())
+    with pytest.raises(ConfigError, match="would be computed wrong"):
+        make_runner(kept(name).folder, decoder="library")
