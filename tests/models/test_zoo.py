@@ -126,8 +126,8 @@ ROUNDED = ("granite", "gemma3", "olmo2", "exaone4", "qwen3.5", "kimi-linear", "f
 
 @pytest.mark.parametrize("name", some(list(ROUNDED)))
 def test_bfloat16_is_within_its_rounding(name: str, tmp_path: Path) -> None:
-    """Models without routers, or with such as rounding does not move: weights and KV in bfloat16, beside transformers in
-    float32 with the same weights."""
+    """Weights and KV in bfloat16, beside transformers in float32 with the same weights; models without routers, or with
+    such as rounding does not move."""
     model = make_model(ARCHITECTURES[name]).bfloat16()
     model.save_pretrained(tmp_path)
     expected = reference(model.float(), random_tokens(LENGTH), STEPS + 1)

@@ -30,7 +30,21 @@ from headrace.transfer.data.receiver import Receiver
 from headrace.transfer.protocol.layout import pages_for
 from headrace.transfer.protocol.matching import make_hello
 from tests.transfer.memory_zmq import Context
-from tests.transfer.world import PAGES, PATIENCE_S, POISON, Side, World, content, draft_of, poison, slots_of
+from tests.transfer.world import (
+    PAGES,
+    PATIENCE_S,
+    POISON,
+    STATE,
+    Side,
+    World,
+    all_slots,
+    content,
+    draft_of,
+    paged,
+    poison,
+    slots_of,
+    state_of,
+)
 
 FINGERPRINT = "model"  # of the prefill side
 POISONED = bytes([POISON]) * (1 << 16)  # more than any pool here
@@ -52,6 +66,8 @@ class Incoming:
     cancelling: bool = False
     row: int = -1
     draft: DraftTerms = NO_DRAFT
+    slot: int = -1
+    """Of its states, where there are any."""
 
 
 class DecodeSide(Side):
@@ -63,8 +79,8 @@ class DecodeSide(Side):
         self.geometry = geometry
         self.fingerprint = fingerprint
         self.store = ArrayPageStore(geometry, PAGES)
-        poison(self.store, slice(None))
-        self.free = list(range(PAGES))
+        self.free, self.free_slots = list(range(PAGES)), all_slots(self.store)
+        poison(self.store, slice(None), self.free_slots)
         self.direct = writes_directly(world.backend)
         self.session = ""
         self.open: dict[int, Incoming] = {}
@@ -93,16 +109,24 @@ class DecodeSide(Side):
         cached = random.choice((0, random.randrange(tokens)))
         needed = pages_for(self.geometry.page_size, cached, tokens - cached)
         busy = {one.ticket for one in self.open.values()}
-        if not self.session or needed > len(self.free) or ticket in busy:
+        no_slot = self.geometry.state_bytes and not self.free_slots
+        if not self.session or needed > len(self.free) or ticket in busy or no_slot:
             return
         self.world.uses += 1
         pages, self.free = self.free[:needed], self.free[needed:]
         use = self.world.uses
         one = Incoming(use, ticket, use, self.session, pages, tokens, cached, self.world.network.now + PATIENCE_S)
+        one.slot = self.free_slots.pop(0) if self.geometry.state_bytes else -1
         self.open[one.serial] = one
         row = min(set(range(64)) - {each.row for each in self.open.values()})
         one.row = row
-        names: dict[str, Any] = {"ticket": ticket, "generation": use, "row": row, "pages": pack(pages)}
+        names: dict[str, Any] = {
+            "ticket": ticket,
+            "generation": use,
+            "row": row,
+            "pages": pack(pages),
+            "slot": one.slot,
+        }
         names["draft"] = one.draft = DraftTerms(use % 3 == 0, 2 * (use % 4 == 0))
         count = tokens - cached
         order = PrepareReceive(seq=0, request=use, session=one.session, start=cached, count=count, **names)
@@ -156,6 +180,9 @@ class DecodeSide(Side):
             for data, place in slots_of(self.store, page, position % size, position):
                 wanted = content(one.ticket, one.generation, place, data.size)
                 assert np.array_equal(data.reshape(-1), wanted), f"foreign bytes at {place} of {one} (G3, G4)"
+        for data, place in state_of(self.store, one.slot, one.tokens):
+            wanted = content(one.ticket, one.generation, place, data.size)
+            assert np.array_equal(data.reshape(-1), wanted), f"a foreign state came for {one} (G3, G4)"
         one.end = "arrived"
         self.give_back(one)
         self.finish(one)
@@ -176,8 +203,10 @@ class DecodeSide(Side):
 
     def give_back(self, one: Incoming) -> None:
         """From here on a byte that is written is found by check()."""
-        poison(self.store, one.pages)
+        slots = [one.slot] if one.slot >= 0 else []
+        poison(self.store, one.pages, slots)
         self.free += one.pages
+        self.free_slots += slots
 
     def finish(self, one: Incoming) -> None:
         """Nothing writes for it any more, on either side."""
@@ -194,8 +223,11 @@ class DecodeSide(Side):
 
     def check(self) -> None:
         """G2: no page was written that no request waits for."""
-        for data in self.store.tensors.values():
-            free = data.take(self.free, axis=0).tobytes()
+        given_back = [(data, self.free) for data in paged(self.store)]
+        if self.free_slots:
+            given_back.append((self.store.tensors[STATE], self.free_slots))
+        for data, places in given_back:
+            free = data.take(places, axis=0).tobytes()
             assert free == POISONED[: len(free)], "a page was written after it was given back (G2)"
 
     def deadlines(self) -> list[float]:

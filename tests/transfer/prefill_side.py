@@ -32,7 +32,19 @@ from tests.transfer.harness import random_store
 from tests.transfer.memory_agents import VERSION, AgentTransport
 from tests.transfer.memory_pools import HOST, MemoryTransport
 from tests.transfer.memory_zmq import Context
-from tests.transfer.world import PAGES, PATIENCE_S, TIMEOUT, Side, World, content, draft_of, poison, slots_of
+from tests.transfer.world import (
+    PAGES,
+    PATIENCE_S,
+    TIMEOUT,
+    Side,
+    World,
+    all_slots,
+    content,
+    draft_of,
+    poison,
+    slots_of,
+    state_of,
+)
 
 
 @dataclass(eq=False)
@@ -47,6 +59,8 @@ class Outgoing:
     deadline: float = 0.0
     closing: bool = False
     error: ErrorInfo | None = None
+    slot: int = -1
+    """Of its states, where there are any."""
 
 
 class PrefillSide(Side):
@@ -56,7 +70,7 @@ class PrefillSide(Side):
         super().__init__(world)
         self.geometry = geometry
         self.store = random_store(geometry, PAGES)
-        self.free = list(range(PAGES))
+        self.free, self.free_slots = list(range(PAGES)), all_slots(self.store)
         self.open: dict[int, Outgoing] = {}
         self.serials = 0
         context: Any = Context(world.network)
@@ -143,10 +157,13 @@ class PrefillSide(Side):
         edges = sorted({cached, tokens, *(random.randrange(cached, tokens) for _ in range(random.randrange(3)))})
         one = Outgoing(self.serials, reserved, [], len(edges) - 1, deadline=world.network.now + PATIENCE_S)
         self.open[one.serial] = one
-        if needed > len(self.free):
+        if needed > len(self.free) or (self.geometry.state_bytes and not self.free_slots):
             self.close(one, ErrorInfo(code="no_pages", message="no pages", status=503))
             return
         one.pages, self.free = self.free[:needed], self.free[needed:]
+        one.slot = self.free_slots.pop(0) if self.geometry.state_bytes else -1
+        for data, place in state_of(self.store, one.slot, tokens):
+            data[...] = content(reservation.ticket, reservation.generation, place, data.size).reshape(data.shape)
         for position in range(tokens):
             page, slot = one.pages[position // self.geometry.page_size], position % self.geometry.page_size
             for data, place in slots_of(self.store, page, slot, position):
@@ -166,7 +183,7 @@ class PrefillSide(Side):
             generation=reserved.generation, chunk=number, start=start, count=end - start,
             pages=pack(one.pages[first : first + pages_for(self.geometry.page_size, start, end - start)]),
             dst_pages=pack(unpack(reserved.pages)[skip : skip + pages_for(size, start, end - start)]),
-            row=0, dst_row=reserved.row,
+            row=0, dst_row=reserved.row, slot=one.slot, dst_slot=reserved.slot,
             last=FirstToken(
                 token=7, prompt_tokens=reserved.prompt_tokens, cached_tokens=0,
                 draft=draft_of(reserved.ticket, reserved.generation, reserved.prompt_tokens, reserved.draft),
@@ -184,8 +201,10 @@ class PrefillSide(Side):
 
     def tell(self, one: Outgoing, kind: Any, **fields: Any) -> None:
         del self.open[one.serial]
-        poison(self.store, one.pages)
+        slots = [one.slot] if one.slot >= 0 else []
+        poison(self.store, one.pages, slots)
         self.free += one.pages
+        self.free_slots += slots
         self.apply(self.sender, ReleaseRequest(seq=0, request=one.serial))
         names = dict(zip(("session", "ticket", "generation"), one.reserved.key, strict=True))
         self.apply(self.control_server, kind(**names, **fields))

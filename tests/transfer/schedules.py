@@ -13,11 +13,12 @@ from tests.transfer.memory_agents import MemoryAgents
 from tests.transfer.memory_pools import MemoryPools
 from tests.transfer.memory_zmq import Faults, Network
 from tests.transfer.prefill_side import PrefillSide
-from tests.transfer.world import PAGES, World
+from tests.transfer.world import PAGES, STATE, World
 
 COMPONENTS = (
     Component("draft", "float16", layers=1, kv_heads=2, head_dim=2),
     Component("latent", "float32", layers=2, kv_heads=1, head_dim=3, planes=1),
+    Component(STATE, "float32", layers=2, kv_heads=1, head_dim=20, planes=1, per_request=True),
 )
 SETTLE_S = 15.0
 LATE_S = 3.0  # more than the longest delay of a message, and than the silence after which a session ends

@@ -17,6 +17,7 @@ from tests.transfer.memory_pools import MemoryPools
 from tests.transfer.memory_zmq import Network
 
 PAGES = 32
+STATE = "state"  # name of the component that is one
 PATIENCE_S = 3.0  # of either side, for progress of one ticket
 POISON = 0xEE
 CONFIG = TransferConfig(peer_timeout_s=2.0, window_bytes=4096, control_port=7000)
@@ -40,13 +41,31 @@ def draft_of(ticket: str, generation: int, prompt_tokens: int, terms: DraftTerms
 
 def slots_of(store: ArrayPageStore, page: int, slot: int, position: int) -> Iterator[tuple[np.ndarray, int]]:
     """A slot in each tensor of a pool, and a number for what is there: other bytes for every tensor of a position."""
-    for number, data in enumerate(store.tensors.values()):
+    for number, data in enumerate(paged(store)):
         yield data[page, ..., slot, :], position + 1000 * number
 
 
-def poison(store: ArrayPageStore, pages: int | list[int] | slice) -> None:
-    for data in store.tensors.values():
+def paged(store: ArrayPageStore) -> list[np.ndarray]:
+    """The tensors that have pages."""
+    return [data for name, data in store.tensors.items() if name != STATE]
+
+
+def state_of(store: ArrayPageStore, slot: int, tokens: int) -> Iterator[tuple[np.ndarray, int]]:
+    """The state in a slot, and a number for what is there; nothing where the pool has no states."""
+    if slot >= 0:
+        yield store.tensors[STATE][slot], tokens + 10_000
+
+
+def all_slots(store: ArrayPageStore) -> list[int]:
+    """Slots of a pool for states."""
+    return list(range(len(store.tensors.get(STATE, ()))))
+
+
+def poison(store: ArrayPageStore, pages: list[int] | slice, slots: list[int]) -> None:
+    for data in paged(store):
         data[pages] = POISON
+    if slots:
+        store.tensors[STATE][slots] = POISON
 
 
 class Side:
