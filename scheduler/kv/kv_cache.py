@@ -133,6 +133,13 @@ class KvCache:
         return self.total - self.free - self.cached
 
     @property
+    def slots(self) -> dict[str, int]:
+        """Slots for states, by use: free, checkpoint or leased."""
+        slots = self._slots
+        kept = {"free": slots.free, "checkpoint": slots.checkpoints}
+        return {**kept, "leased": slots.total - sum(kept.values())}
+
+    @property
     def leases(self) -> int:
         """Leases that have not ended."""
         return len(self._leases)

@@ -152,6 +152,8 @@ def _gauges(state: State, integrity_errors: int) -> Iterator[Sample]:
     yield Sample("kv_pages", sum(replica.cache.free for replica in replicas), ("free",))
     yield Sample("kv_pages", sum(replica.cache.cached for replica in replicas), ("cached",))
     yield Sample("kv_pages", sum(replica.cache.leased for replica in replicas), ("leased",))
+    for use in ("free", "checkpoint", "leased"):
+        yield Sample("state_slots", sum(replica.cache.slots[use] for replica in replicas), (use,))
     if first.cache.tiers is not None:
         for tier in TIERS:
             slots = [replica.cache.tiers.slots(tier) for replica in replicas if replica.cache.tiers is not None]

@@ -123,6 +123,13 @@ CATALOG = (
     MetricSpec("generated_tokens_total", "counter", "Tokens sampled, first tokens among them.", (), ((),)),
     MetricSpec("kv_pages", "gauge", "KV pages by state.", ("state",), (("free",), ("cached",), ("leased",))),
     MetricSpec(
+        "state_slots",
+        "gauge",
+        "Slots for the states of requests, by use; 0 for models without.",
+        ("use",),
+        (("free",), ("checkpoint",), ("leased",)),
+    ),
+    MetricSpec(
         "kv_tier_pages", "gauge", "KV pages with a copy in the host or disk tier, and free slots.", ("tier", "state")
     ),
     MetricSpec(
