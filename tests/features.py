@@ -105,6 +105,8 @@ OF_ROUTE: dict[Kind, dict[str, Case]] = {
         "reasoning_effort": Case("low"),
         "add_generation_prompt": Case(False),
         "continue_final_message": Case(True),
+        "include_reasoning": Case(False),
+        "separate_reasoning": Case(False),
         "logprobs": Case(True),
         "top_logprobs": Case(2, {"logprobs": True}),
         "max_completion_tokens": Case(1),
@@ -115,6 +117,7 @@ OF_ROUTE: dict[Kind, dict[str, Case]] = {
     schema.ResponsesBody: {
         "input": Case("another"),
         "instructions": Case("Be brief."),
+        "reasoning": Case({"effort": "low"}),
         "max_output_tokens": Case(1),
         "text": Case({"format": {"type": "json_object"}}),
         "n": Case(2, status=400),
@@ -179,6 +182,7 @@ OBJECTS: dict[Kind, tuple[Kind, Any]] = {
         schema.ChatBody,
         lambda found: {"response_format": {"type": "json_schema", "json_schema": found}},
     ),
+    schema.ReasoningOptions: (schema.ResponsesBody, lambda found: {"reasoning": found}),
     schema.TextOptions: (schema.ResponsesBody, lambda found: {"text": found}),
     schema.TextFormat: (schema.ResponsesBody, lambda found: {"text": {"format": found}}),
     schema.ChatMessage: (schema.ChatBody, lambda found: {"messages": [found]}),
@@ -232,6 +236,7 @@ MEMBERS: dict[Kind, dict[str, Case]] = {
         "json_schema": Case({"schema": OBJECT}, {"type": "json_schema"}),
     },
     schema.JsonSchemaFormat: {"schema": Case({"type": "array"})},
+    schema.ReasoningOptions: {"effort": Case("low")},
     schema.TextOptions: {"format": Case({"type": "json_object"})},
     schema.TextFormat: {"type": Case("json_object"), "schema": Case(OBJECT, {"type": "json_schema"})},
     schema.ChatMessage: {
@@ -241,6 +246,8 @@ MEMBERS: dict[Kind, dict[str, Case]] = {
         "tool_calls": Case([CALL], {"role": "assistant"}),
         "tool_call_id": Case("c1", {"role": "tool", "content": "rain"}, status=400),  # there is no such call
         "refusal": Case("I will not", {"role": "assistant"}),
+        "reasoning_content": Case("well", {"role": "assistant", "content": "hello"}),
+        "reasoning": Case("well", {"role": "assistant", "content": "hello"}),
     },
     schema.Part: {
         "type": Case("image_url", {"text": "x"}, status=400),

@@ -41,7 +41,7 @@ class AsyncTokenizer:
     ) -> list[int]:
         """Token ids of a conversation. Raises HeadraceError (400) for messages that are too long, or that the chat
         template refuses."""
-        length = sum(len(message["content"] or "") for message in messages)
+        length = sum(len(message["content"] or "") + len(message.get("reasoning_content", "")) for message in messages)
         calls = [message["tool_calls"] for message in messages if "tool_calls" in message]
         others = [*tools, *calls, *use.variables.values()]
         with suppress(RecursionError):  # rendering says so

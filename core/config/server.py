@@ -12,6 +12,8 @@ Routing = Literal["score", "least-load"]
 GATEWAY_PORT = 8100
 ToolFormat = Literal["hermes", "llama3_json", "mistral", "deepseek_v3"]
 ToolParser = Literal["auto", "hermes", "llama3_json", "mistral", "deepseek_v3"]
+ReasoningFormat = Literal["think", "harmony", "gemma4", "kimi", "mistral", "seed_oss"]
+ReasoningParser = Literal["auto", "none", "think", "harmony", "gemma4", "kimi", "mistral", "seed_oss"]
 LogLevel = Literal["debug", "info", "warning", "error"]
 LogFormat = Literal["text", "json"]
 # Of gateways, too.
@@ -225,6 +227,15 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     tool_parser: Annotated[
         ToolParser,
         Flag("tool-parser", MODEL, "how the model writes tool calls; auto: found out from its chat template"),
+    ] = "auto"
+    reasoning_parser: Annotated[
+        ReasoningParser,
+        Flag(
+            "reasoning-parser",
+            MODEL,
+            "how the model marks its reasoning, which chats then have apart from their content; auto: found out from "
+            "its chat template and tokens; none: it stays in the content",
+        ),
     ] = "auto"
     cache_dir: Annotated[
         str,

@@ -11,6 +11,7 @@ from headrace.core.types import refusals
 from headrace.engine.grammar.checker import CheckerConfig
 from headrace.server.frontend.grammar_checker import GrammarChecker
 from headrace.server.frontend.request.hidden_states import HiddenLimits
+from headrace.text.answers.reasoning import ReasoningForm, reasoning_form
 from headrace.text.async_tokenizer import AsyncTokenizer
 from headrace.text.tokenizer import Tokenizer, load_tokenizer
 from headrace.text.tool_calls.call_form import CallForm, call_form
@@ -26,6 +27,7 @@ class ServedModel:
         self._cache_dir = config.server.cache_dir
         self._template_file = config.server.chat_template
         self._tool_parser = config.server.tool_parser
+        self._reasoning_parser = config.server.reasoning_parser
         self._vocab_size = config.scheduler.vocab_size
         self._tokenizer = tokenizer
         self._async_tokenizer: AsyncTokenizer | None = None
@@ -94,8 +96,18 @@ class ServedModel:
     def call_form(self) -> CallForm | None:
         """How it writes tool calls; None if that is not known. Raises HeadraceError (503) while the tokenizer is being
         loaded."""
+        return call_form(self._tool_parser, self._template_source)
+
+    @cached_property
+    def reasoning_form(self) -> ReasoningForm | None:
+        """How it marks its reasoning; None if it is not known to reason. Raises HeadraceError (503) while the tokenizer
+        is being loaded."""
+        return reasoning_form(self._reasoning_parser, self._template_source, self.tokenizer.added_id)
+
+    @property
+    def _template_source(self) -> str:
         template = self.tokenizer.tool_template
-        return call_form(self._tool_parser, template.source if template is not None else "")
+        return template.source if template is not None else ""
 
     @property
     def vocab_size(self) -> int:

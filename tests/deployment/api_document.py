@@ -24,6 +24,7 @@ BODIES: dict[str, type[msgspec.Struct]] = {
     "`structured_outputs`": schema.StructuredOutputs,
     "`response_format`": schema.ResponseFormat,
     "`response_format.json_schema`": schema.JsonSchemaFormat,
+    "`reasoning` of POST /v1/responses": schema.ReasoningOptions,
     "`text` of POST /v1/responses": schema.TextOptions,
     "`text.format` of POST /v1/responses": schema.TextFormat,
     "`stream_options`": schema.StreamOptions,

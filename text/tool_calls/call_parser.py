@@ -5,9 +5,10 @@ and white space after them. Arguments are passed on as the model writes them, fr
 """
 
 from collections.abc import Callable, Collection, Mapping
+from typing import Any
 
 from headrace.core.config.server import ToolFormat
-from headrace.text.tool_calls.char_reader import SPACE, CallPart, CharReader, NotACall, Parsing
+from headrace.text.tool_calls.char_reader import SPACE, CharReader, NotACall, Parsing
 
 HERMES_BEGIN, HERMES_END = "<tool_call>", "</tool_call>"
 PYTHON_TAG = "<|python_tag|>"
@@ -19,53 +20,8 @@ MAX_NAME = 64  # characters of a function's name
 _ARGUMENTS = ("arguments", "parameters")
 
 
-class ToolCallParser:
-    """The calls in one text. names: of the functions that were offered. parallel: False drops all calls but the first.
-
-    Where the text is split into pieces does not matter, and no text is an error.
-    """
-
-    def __init__(self, form: ToolFormat, names: Collection[str], *, parallel: bool = True) -> None:
-        self._reader = CharReader()
-        self._parallel = parallel
-        self._parsing = _PARSERS[form](self._reader, names)
-        next(self._parsing)
-
-    def push(self, text: str) -> tuple[str, list[CallPart]]:
-        """Content and parts of calls that are certain now, those of one call joined."""
-        for char in text:
-            self._parsing.send(char)
-        return self._found()
-
-    def whole(self, text: str) -> tuple[str, list[CallPart]]:
-        """Content and calls of a whole text, in the place of push() and flush()."""
-        for char in text:
-            self._parsing.send(char)
-        return self.flush()
-
-    def flush(self) -> tuple[str, list[CallPart]]:
-        """The same when the text has ended. Nothing must be pushed after that."""
-        self._parsing.send("")
-        return self._found()
-
-    def _found(self) -> tuple[str, list[CallPart]]:
-        content, parts = self._reader.take()
-        return content, [part for part in parts if self._parallel or part.call == 0]
-
-
-Format = Callable[[CharReader, Collection[str]], Parsing[None]]
-
-
-def _parser(read: Format) -> Format:
-    """A parser that begins with the first character, and takes everything that follows what `read` reads as content."""
-
-    def parse(reader: CharReader, names: Collection[str]) -> Parsing[None]:
-        reader.char = yield
-        yield from read(reader, names)
-        while True:
-            yield
-
-    return parse
+Functions = Mapping[str, Mapping[str, Any]]  # JSON schemas of their arguments, by their names
+CallReader = Callable[[CharReader, Functions], Parsing[None]]  # reads content and calls up to the end of the text
 
 
 def _hermes(reader: CharReader, names: Collection[str]) -> Parsing[None]:
@@ -244,9 +200,9 @@ def _call_fields(reader: CharReader, names: Collection[str]) -> Parsing[None]:
         reader.append("{}")
 
 
-_PARSERS: Mapping[ToolFormat, Format] = {
-    "hermes": _parser(_hermes),
-    "llama3_json": _parser(_llama3_json),
-    "mistral": _parser(_mistral),
-    "deepseek_v3": _parser(_deepseek_v3),
+READERS: Mapping[ToolFormat, CallReader] = {
+    "hermes": _hermes,
+    "llama3_json": _llama3_json,
+    "mistral": _mistral,
+    "deepseek_v3": _deepseek_v3,
 }

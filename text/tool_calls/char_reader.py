@@ -10,7 +10,7 @@ A character that is read is held until it is known what it was: a part of a call
 """
 
 import json
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from typing import NamedTuple, TypeVar
 
 MAX_HELD = 1 << 16  # characters of what may become a call, before its name and the beginning of its arguments
@@ -32,6 +32,17 @@ class CallPart(NamedTuple):
     """The function, in the first part of a call; None in all others."""
     arguments: str
     """Text to append to the arguments, a JSON object when it is complete."""
+    id: str = ""
+    """In the first part: the id that the model has given it; "" where its family gives none."""
+
+
+class Found(NamedTuple):
+    """What is new in a text."""
+
+    content: str
+    calls: list[CallPart]
+    """The parts of one call are joined."""
+    reasoning: str = ""
 
 
 class CharReader:
@@ -40,31 +51,44 @@ class CharReader:
     def __init__(self) -> None:
         self.char = ""
         """The character that is to be read next; "" at the end of the text."""
+        self.position = 0
+        """Characters that have come, that one included."""
+        self.mark = ""
+        """A mark that has been read, and that content_until() is to find."""
+        self._reasoning: list[str] = []
         self._held: list[str] = []
         self._content: list[str] = []
-        self._parts: list[tuple[int, str | None, list[str]]] = []  # call, name, pieces of its arguments
+        self._parts: list[tuple[int, str | None, list[str], str]] = []  # call, name, pieces of its arguments, id
         self._calls = 0
         self._open = False  # within a call that has begun
         self._closing = False  # between a call and what closes it
 
-    def take(self) -> tuple[str, list[CallPart]]:
-        """Content and parts of calls that were found since the last time; those of one call are joined."""
-        content = "".join(self._content)
-        parts = [CallPart(call, name, "".join(pieces)) for call, name, pieces in self._parts]
-        self._content, self._parts = [], []
-        return content, parts
+    def take(self) -> Found:
+        """What was found since the last time."""
+        parts = [CallPart(call, name, "".join(pieces), own) for call, name, pieces, own in self._parts]
+        found = Found("".join(self._content), parts, "".join(self._reasoning))
+        self._content, self._parts, self._reasoning = [], [], []
+        return found
 
-    def begin(self, name: str) -> None:
+    def think(self, text: str) -> None:
+        """This is reasoning."""
+        self._reasoning.append(text)
+
+    def write(self, text: str) -> None:
+        """This is content."""
+        self._content.append(text)
+
+    def begin(self, name: str, own_id: str = "") -> None:
         """What is held is the beginning of a call."""
         self._held.clear()
-        self._parts.append((self._calls, name, []))
+        self._parts.append((self._calls, name, [], own_id))
         self._calls += 1
         self._open = True
 
     def append(self, arguments: str) -> None:
         """More of the arguments of the call that has begun."""
         if not self._parts:
-            self._parts.append((self._calls - 1, None, []))
+            self._parts.append((self._calls - 1, None, [], ""))
         self._parts[-1][2].append(arguments)
 
     def end(self) -> None:
@@ -84,6 +108,12 @@ class CharReader:
             self._content += self._held
         self._held.clear()
         self._closing = False
+
+    def taken_back(self) -> str:
+        """What is held, which is held no more."""
+        held = "".join(self._held)
+        self._held.clear()
+        return held
 
     @property
     def is_open(self) -> bool:
@@ -126,18 +156,46 @@ class CharReader:
     def until(self, mark: str, most: int) -> Parsing[str]:
         """Read up to a mark, and the mark; returns the text before it. Raises NotACall if it has more than `most`
         characters."""
-        seen: list[str] = []
-        while self.char != mark[0]:
-            if not self.char or len(seen) >= most:
+        seen = ""
+        while not seen.endswith(mark):
+            if not self.char or len(seen) >= most + len(mark):
                 raise NotACall
-            seen.append(self.char)
+            seen += self.char
             yield from self.advance()
-        yield from self.expect(mark)
-        return "".join(seen)
+        return seen[: -len(mark)]
+
+    def until_any(self, marks: Sequence[str], give: Callable[[str], None]) -> Parsing[str]:
+        """Read up to one of these marks, and the mark, which is returned; "" if the text ends before. give: takes the
+        text before it as it comes. The first character of a mark must not be in it again."""
+        seen = ""
+        while self.char:
+            if any(mark.startswith(seen + self.char) for mark in marks):
+                seen += self.char
+                self.char = yield
+                if seen in marks:
+                    return seen
+            elif seen:
+                give(seen)
+                seen = ""
+            else:
+                give(self.char)
+                self.char = yield
+        if seen:
+            give(seen)
+        return ""
+
+    def skip_space(self) -> Parsing[None]:
+        """Read white space, and drop it."""
+        while self.char and self.char in SPACE:
+            self.char = yield
 
     def content_until(self, mark: str) -> Parsing[bool]:
         """Read content up to a mark, and the mark, which is held; False if the text ends before. The first character
         of a mark must not be in it again."""
+        if self.mark:
+            self._held += self.mark
+            self.mark = ""
+            return True
         matched = 0
         while self.char:
             if self.char != mark[matched]:

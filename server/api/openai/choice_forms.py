@@ -39,6 +39,8 @@ class ChoiceForm(Protocol):
     chunk_name: str
     """The "object" of a chunk."""
     chunk: type[ChoicesReply]
+    reasoning_tokens: int | None
+    """Of all choices that have ended; None where reasoning is not told from other text."""
 
     def opening(self, index: int) -> CompletionChoice | ChatChunkChoice | None:
         """The chunk that begins a choice; None if there is none."""
@@ -64,6 +66,7 @@ class CompletionForm:
     name = chunk_name = "text_completion"
     reply: type[ChoicesReply] = CompletionReply
     chunk: type[ChoicesReply] = CompletionReply
+    reasoning_tokens: int | None = None
 
     def __init__(self, tokenizer: Tokenizer, *, logprobs: bool, echo: Echo | None = None) -> None:
         self._tokenizer = tokenizer
@@ -115,6 +118,7 @@ class ChatForm:
     reply: type[ChoicesReply] = ChatReply
     chunk_name = "chat.completion.chunk"
     chunk: type[ChoicesReply] = ChatChunk
+    reasoning_tokens: int | None = None
 
     def __init__(self, tokenizer: Tokenizer, *, logprobs: bool) -> None:
         self._tokenizer = tokenizer

@@ -88,6 +88,10 @@ class ChoicesFormat:
         """Usage of all choices; times and handoff of the first."""
         generated = sum(result.usage.completion_tokens for result in results)
         return {
-            "usage": usage_report([result.usage for result in results[:: self._choices_per_prompt]], generated),
+            "usage": usage_report(
+                [result.usage for result in results[:: self._choices_per_prompt]],
+                generated,
+                self._form.reasoning_tokens,
+            ),
             "headrace": headrace_report(results[0]),
         }

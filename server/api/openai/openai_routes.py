@@ -14,11 +14,11 @@ from headrace.core.types.requests.constraint import Constraint
 from headrace.core.types.requests.request import SamplingParams
 from headrace.server.api.description.operation import GENERATION_ERRORS, GENERATION_HEADERS, Parameter, described
 from headrace.server.api.openai import replies
+from headrace.server.api.openai.answer_form import AnswerForm
 from headrace.server.api.openai.choice_forms import ChatForm, ChoiceForm, CompletionForm
 from headrace.server.api.openai.choices_format import ChoicesFormat
 from headrace.server.api.openai.echo import Echo, check_echo
 from headrace.server.api.openai.responses_format import ResponsesFormat, refuse_unsupported_responses
-from headrace.server.api.openai.tool_chat_form import ToolChatForm
 from headrace.server.api.request.completion_request import CompletionRequest
 from headrace.server.api.request.constraint import body_constraint
 from headrace.server.api.request.prompts import (
@@ -28,8 +28,10 @@ from headrace.server.api.request.prompts import (
     encode_all,
     encode_chat,
     input_messages,
+    response_template_use,
     template_use,
 )
+from headrace.server.api.request.reasoning import answer_use
 from headrace.server.api.request.sampling import (
     chat_logprobs_wanted,
     check_logprobs_start,
@@ -42,7 +44,6 @@ from headrace.server.api.request.tools import (
     ToolUse,
     forced_calls,
     response_tool_use,
-    shown_tokens,
     tool_use,
     with_free_calls,
 )
@@ -100,8 +101,8 @@ def openai_routes(model: ServedModel, endpoint: CompletionEndpoint) -> APIRouter
     def chat_format(body: ChatBody, completion: CompletionRequest, _: Sequence[GenerationRequest]) -> ChoicesFormat:
         logprobs = completion.base.sampling.logprobs is not None
         form: ChoiceForm = ChatForm(model.tokenizer, logprobs=logprobs)
-        if completion.tools is not None:
-            form = ToolChatForm(model.tokenizer, completion.tools, logprobs=logprobs)
+        if completion.answers.parsed:
+            form = AnswerForm(model.tokenizer, completion.answers, logprobs=logprobs)
         return ChoicesFormat(completion, model.name, form, body.stream_options)
 
     def responses_format(
@@ -171,9 +172,10 @@ async def _check_chat(model: ServedModel, client: str, body: ChatBody) -> Comple
         functions = tools.functions if tools else {}
         tokens = await encode_chat(model, body.messages, functions=functions, use=template_use(body))
     check_logprobs_start(sampling, [tokens])
+    answers, constraint = await answer_use(model, client, body, tokens, tools, constraint)
     base = _base_request("chatcmpl", body, sampling, constraint)
-    base = msgspec.structs.replace(base, shown=shown_tokens(model, tools))
-    return CompletionRequest(base, [tokens], body.n or 1, tools=tools)
+    base = msgspec.structs.replace(base, shown=answers.shown(model))
+    return CompletionRequest(base, [tokens], body.n or 1, answers=answers)
 
 
 async def _check_response(model: ServedModel, client: str, body: ResponsesBody) -> CompletionRequest:
@@ -189,12 +191,19 @@ async def _check_response(model: ServedModel, client: str, body: ResponsesBody) 
         messages, places = await input_messages(body)
         functions = tools.functions if tools else {}
         tokens = await encode_chat(
-            model, messages, "input", instructions=body.instructions, functions=functions, places=places
+            model,
+            messages,
+            "input",
+            instructions=body.instructions,
+            functions=functions,
+            places=places,
+            use=response_template_use(body),
         )
     check_logprobs_start(sampling, [tokens])
+    answers, constraint = await answer_use(model, client, body, tokens, tools, constraint)
     base = _base_request("resp", body, sampling, constraint)
-    base = msgspec.structs.replace(base, shown=shown_tokens(model, tools))
-    return CompletionRequest(base, [tokens], tools=tools)
+    base = msgspec.structs.replace(base, shown=answers.shown(model))
+    return CompletionRequest(base, [tokens], answers=answers)
 
 
 async def _check(model: ServedModel, client: str, body: OpenAIBody, tools: ToolUse | None = None) -> Constraint | None:

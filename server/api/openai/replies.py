@@ -70,6 +70,10 @@ class ChatAnswer(msgspec.Struct):
     content: str | None
     refusal: str | None = None
     tool_calls: list[ToolCallReply] = MORE
+    reasoning: str = MORE
+    """How the model came to its answer, if it tells."""
+    reasoning_content: str = MORE
+    """The same, by the name that it had first."""
 
 
 class ChatChoice(msgspec.Struct):
@@ -99,6 +103,8 @@ class ChatDelta(msgspec.Struct):
     role: str = MORE
     content: str = MORE
     tool_calls: list[ToolCallReply] = MORE
+    reasoning: str = MORE
+    reasoning_content: str = MORE
 
 
 class ChatChunkChoice(msgspec.Struct):
@@ -122,20 +128,21 @@ class ChatChunk(ChoicesReply, kw_only=True):
 
 
 class ResponseText(msgspec.Struct, kw_only=True):
-    """Text of a message."""
+    """Text of a message, or of reasoning."""
 
-    type: Literal["output_text"]
+    type: Literal["output_text", "reasoning_text"]
     text: str
-    annotations: list[Any]
+    annotations: list[Any] = MORE
 
 
 class ResponseItem(msgspec.Struct):
-    """An item of the output: a message, or a call of a function."""
+    """An item of the output: reasoning, a message, or a call of a function."""
 
     id: str
-    type: Literal["message", "function_call"]
+    type: Literal["reasoning", "message", "function_call"]
     status: str
     role: Literal["assistant"] = MORE
+    summary: list[Any] = MORE
     content: list[ResponseText] = MORE
     call_id: str = MORE
     name: str = MORE

@@ -39,7 +39,7 @@ class ResponsesFormat:
         self._model_name = model.name
         self._tokenizer = model.tokenizer
         self._sequence_numbers = itertools.count()
-        self._items = OutputItems(completion.tools)
+        self._items = OutputItems(completion.answers)
         self._id, self._created = completion.base.rid, int(wall_time())
 
     async def body(self, outputs: Sequence[Output]) -> ResponsesReply:
@@ -57,7 +57,7 @@ class ResponsesFormat:
     async def write_finished(self, events: EventWriter, index: int, choice: Choice, result: GenerationResult) -> None:
         """The events that close the items and the response."""
         await self._write_items(events, self._items.finish(_status(result)))
-        response = await made_aside(partial(self._finished, result), positions(choice, result))
+        response = await made_aside(partial(self._finished, choice, result), positions(choice, result))
         await self._write(events, f"response.{response.status}", response=response)
 
     async def write_end(self, events: EventWriter, results: Sequence[GenerationResult]) -> None:
@@ -80,12 +80,12 @@ class ResponsesFormat:
         await events.data(ResponsesEvent(type=kind, sequence_number=next(self._sequence_numbers), **fields), kind)
 
     def _whole(self, choice: Choice, result: GenerationResult) -> ResponsesReply:
-        for piece in choice.text if self._body.tools else (choice.text,):  # calls as in a stream: items in that order
+        for piece in choice.text if self._items.parsed else (choice.text,):  # as in a stream: items in that order
             list(self._items.push(piece))
         list(self._items.finish(_status(result)))
-        return self._finished(result)
+        return self._finished(choice, result)
 
-    def _finished(self, result: GenerationResult) -> ResponsesReply:
+    def _finished(self, choice: Choice, result: GenerationResult) -> ResponsesReply:
         status = _status(result)
         usage = result.usage
         return msgspec.structs.replace(
@@ -95,7 +95,7 @@ class ResponsesFormat:
                 "input_tokens": usage.prompt_tokens,
                 "input_tokens_details": {"cached_tokens": usage.cached_tokens},
                 "output_tokens": usage.completion_tokens,
-                "output_tokens_details": {"reasoning_tokens": 0},
+                "output_tokens_details": {"reasoning_tokens": self._items.reasoning_tokens(choice.offsets)},
                 "total_tokens": usage.prompt_tokens + usage.completion_tokens,
             },
             headrace=headrace_report(result),

@@ -7,8 +7,8 @@ import msgspec
 
 from headrace.core.config import ServerConfig
 from headrace.core.types.errors import ErrorInfo, HeadraceError, invalid
+from headrace.server.api.request.reasoning import AnswerUse
 from headrace.server.api.request.sampling import seeded
-from headrace.server.api.request.tools import ToolUse
 from headrace.server.frontend.request.generation_request import GenerationRequest
 from headrace.server.upstream.handoff_params import (
     BOOTSTRAP_PORT,
@@ -33,8 +33,8 @@ class CompletionRequest(msgspec.Struct, frozen=True):
     """Prefix-cache salt of each prompt; empty if all have that of base."""
     rids: Sequence[str] = ()
     """Request id of each prompt; empty if all have that of base."""
-    tools: ToolUse | None = None
-    """What the texts may call."""
+    answers: AnswerUse = AnswerUse(None, None)
+    """How the texts are read."""
     list_response: bool = False
     """The response is a JSON list, which has no place for kv_transfer_params."""
     best: int | None = None

@@ -54,12 +54,7 @@ _LABELS = tuple(
 )
 _CACHE_HINTS = "cache_control prompt_cache_breakpoint"
 _CACHES = tuple(_accepted("a hint to caches; what prompts begin with is cached anyway", _CACHE_HINTS))
-_EARLIER_REASONING = tuple(
-    _accepted(
-        "reasoning of earlier answers is no part of a prompt",
-        "reasoning reasoning_content reasoning_details thinking_blocks",
-    )
-)
+_EARLIER_REASONING = tuple(_accepted("reasoning_content has the same", "reasoning_details thinking_blocks"))
 _PROVIDERS = tuple(_accepted("comes back from responses of other servers", "provider_specific_fields extra_content"))
 _MODEL_INPUT = tuple(
     _refused(
@@ -93,8 +88,7 @@ _GENERATION = (
     *_refused(
         "not served", "bad_words allowed_token_ids logprob_token_ids repetition_detection watermarking moderation"
     ),
-    *_refused("reasoning is not parsed", "thinking_token_budget"),
-    *_refused("reasoning is not parsed", "reasoning", {"effort": "none"}),
+    *_refused("how long a model reasons is its own to decide", "thinking_token_budget"),
     *_refused("how much is said is the model's to decide", "verbosity", "medium"),
     *_refused("prompts are not cut; send what fits", "truncate_prompt_tokens truncation_side truncation", "disabled"),
     *_refused("special tokens are left out, and spaced as the tokenizer does", "skip_special_tokens", True),
@@ -110,7 +104,7 @@ _GENERATION = (
 _CHAT_TEMPLATE = (
     *_refused("the model's own chat template is used", "chat_template"),
     *_refused("the model's own chat template decides", "add_special_tokens"),
-    *_refused("reasoning is not parsed", "include_reasoning separate_reasoning stream_reasoning", True),
+    *_accepted("reasoning is streamed as it comes", "stream_reasoning"),
 )
 _FUNCTIONS = (
     *_refused("send tools", "functions"),
@@ -145,6 +139,7 @@ OTHER_FIELDS: Mapping[type[msgspec.Struct], Mapping[str, OtherField]] = {
         _OPENAI,
         _refused("the tokenizer decides", "add_special_tokens", True),
         _refused("it is for messages", "reasoning_effort", "none"),
+        _refused("it is for messages", "reasoning", {"effort": "none"}),
         _refused("text is continued at its end", "suffix"),
         _refused("POST /v1/chat/completions has them", "top_logprobs", 0),
         _refused("POST /v1/chat/completions has them", "tools functions"),
@@ -154,6 +149,7 @@ OTHER_FIELDS: Mapping[type[msgspec.Struct], Mapping[str, OtherField]] = {
         _CHAT_TEMPLATE,
         _FUNCTIONS,
         _STORE,
+        _refused("send reasoning_effort", "reasoning", {"effort": "none"}),
         _accepted("a hint that makes answers faster elsewhere", "prediction"),
         _refused("POST /v1/completions has it", "echo"),
     ),
@@ -162,6 +158,7 @@ OTHER_FIELDS: Mapping[type[msgspec.Struct], Mapping[str, OtherField]] = {
         _CHAT_TEMPLATE,
         _refused("POST /v1/chat/completions has them", "chat_template_kwargs reasoning_effort continue_final_message"),
         _refused("POST /v1/chat/completions has them", "add_generation_prompt", True),
+        _refused("POST /v1/chat/completions has them", "include_reasoning separate_reasoning", True),
         _FUNCTIONS,
         _accepted("no tools are called here", "max_tool_calls"),
         _STORE,
@@ -190,6 +187,9 @@ OTHER_FIELDS: Mapping[type[msgspec.Struct], Mapping[str, OtherField]] = {
     schema.ResponseFormat: _table(_refused("not served", "structures triggers format")),
     schema.JsonSchemaFormat: _table(_FORMAT),
     schema.TextFormat: _table(_FORMAT),
+    schema.ReasoningOptions: _table(
+        _accepted("reasoning is given as it is", "summary generate_summary context"),
+    ),
     schema.TextOptions: _table(_refused("how much is said is the model's to decide", "verbosity", "medium")),
     schema.StreamOptions: _table(
         _refused("usage comes at the end", "continuous_usage_stats"),
@@ -206,8 +206,9 @@ OTHER_FIELDS: Mapping[type[msgspec.Struct], Mapping[str, OtherField]] = {
     schema.InputItem: _table(
         _refused("calls are items of their own", "tool_calls tool_call_id function_call"),
         _refused("text models only", "audio"),
+        _accepted("the content of an item of reasoning has it", "reasoning reasoning_content"),
         _EARLIER_REASONING,
-        _accepted("reasoning of earlier answers is no part of a prompt", "summary encrypted_content"),
+        _accepted("reasoning is part of a prompt as it is in content", "summary encrypted_content"),
         _CACHES,
         _accepted("comes back from responses of other servers", "refusal"),
         _accepted("comes back from responses", "id status annotations phase parsed_arguments created_by"),
@@ -270,7 +271,7 @@ OTHER_FIELDS: Mapping[type[msgspec.Struct], Mapping[str, OtherField]] = {
         _refused("sessions are not kept; a prompt that begins like an earlier one is cached", "session_params"),
         _refused("send data_parallel_rank", "routed_dp_rank"),
         _refused("responses are not stored", "background"),
-        _refused("reasoning is not parsed", "require_reasoning max_thinking_tokens"),
+        _refused("texts are not read for reasoning", "require_reasoning max_thinking_tokens"),
         _refused(
             "not served",
             "token_ids_logprob return_sampling_mask return_flat_raw_top_logprobs return_flat_raw_top_logprobs_b64 "

@@ -8,6 +8,7 @@ from typing import Any, cast
 import msgspec
 
 from headrace.core.types.errors import ErrorInfo, HeadraceError, invalid, shown
+from headrace.server.api.request.reasoning import reasoning_of
 from headrace.server.api.request.schema import (
     CalledFunction,
     ChatBody,
@@ -35,7 +36,7 @@ MAX_PROMPTS = 256  # in one HTTP request
 MAX_VARIABLE = 64  # characters of the name of a variable of a chat template
 MANY_IDS = 1 << 10
 ROLES = ("system", "developer", "user", "assistant", "tool")
-TEXT_PARTS = ("text", "input_text", "output_text")  # the latter two in /v1/responses
+TEXT_PARTS = ("text", "input_text", "output_text", "reasoning_text")  # all but the first in /v1/responses
 Prompt = str | list[int]  # a text, or token ids
 _ITEM_FIELDS: Mapping[str, tuple[str, ...]] = {
     "message": ("role", "content", "name"),
@@ -123,6 +124,16 @@ async def encode_chat(
     return _checked(model, await model.tokens.encode_chat(plain, field, tools, use), field)
 
 
+def response_template_use(body: ResponsesBody) -> TemplateUse:
+    """What a body of POST /v1/responses asks of the chat template."""
+    effort = body.reasoning.effort if body.reasoning is not None else None
+    return TemplateUse(_effort(effort)) if effort is not None else TemplateUse()
+
+
+def _effort(effort: str) -> dict[str, Any]:
+    return {"enable_thinking": effort != "none", "reasoning_effort": effort}
+
+
 def template_use(body: ChatBody | PrefillBody | TokenizeBody) -> TemplateUse:
     """What a body asks of the chat template. Raises HeadraceError (400) for variables that are given by other fields,
     and for fields that contradict each other."""
@@ -134,8 +145,7 @@ def template_use(body: ChatBody | PrefillBody | TokenizeBody) -> TemplateUse:
         if not name.isidentifier() or len(name) > MAX_VARIABLE:
             raise invalid(field, f"{field}: no template has a variable of this name")
     if body.reasoning_effort is not None:
-        thinks = {"enable_thinking": body.reasoning_effort != "none"}
-        variables = {**thinks, **variables, "reasoning_effort": body.reasoning_effort}
+        variables = {**_effort(body.reasoning_effort), **variables, "reasoning_effort": body.reasoning_effort}
     continues = bool(body.continue_final_message)
     if continues and body.add_generation_prompt:
         message = "continue_final_message and add_generation_prompt contradict each other; send one of them"
@@ -183,16 +193,21 @@ def check_ids(ids: Sequence[int], field: str, vocab: int) -> None:
 
 def _plain(model: ServedModel, message: ChatMessage, place: str) -> dict[str, Any]:
     """A message as chat templates expect it, its text parts joined. place: its name in errors."""
-    content = message.content or message.refusal
-    if isinstance(content, list):
-        content = "".join(_text(part, f"{place}.content[{number}]") for number, part in enumerate(content))
+    content = _joined(message.content or message.refusal or "", place)
     role = _role(message, place)
     more = {} if message.name is None else {"name": message.name}
     if message.tool_call_id is not None:
         more["tool_call_id"] = message.tool_call_id
     calls = template_calls(message, place, model.call_form) if message.tool_calls else {}
     # Templates tell an answer that is calls alone by its lack of content.
-    return {"role": role, "content": content or (None if calls else ""), **more, **calls}
+    return {"role": role, "content": content or (None if calls else ""), **more, **calls, **reasoning_of(message)}
+
+
+def _joined(content: str | list[Part], place: str) -> str:
+    """Raises HeadraceError (400) for a part that is no text."""
+    if isinstance(content, str):
+        return content
+    return "".join(_text(part, f"{place}.content[{number}]") for number, part in enumerate(content))
 
 
 def _text(part: Part, place: str) -> str:
@@ -215,35 +230,38 @@ def _role(message: ChatMessage, place: str) -> str:
 
 async def input_messages(body: ResponsesBody) -> tuple[list[ChatMessage], list[str]]:
     """The messages, and the item of the input that each begins with. Calls become a message of the assistant with
-    tool_calls, results one of role tool; earlier reasoning is no part of a prompt. Raises HeadraceError (400) for other
-    items, and for calls and results that are wrong."""
+    tool_calls, results one of role tool; reasoning is that of the message which follows. Raises HeadraceError (400) for
+    other items, and for calls and results that are wrong."""
     if isinstance(body.input, str):
         return ([ChatMessage("user", body.input)], ["input"]) if body.input else ([], [])
     await check_arguments((item.arguments for item in body.input), "input")
     messages: list[ChatMessage] = []
     places: list[str] = []
     made: set[str] = set()
+    thought: str | None = None
     for index, item in enumerate(body.input):
         place = f"input[{index}]"
         _check_item(item, place)
         if item.type == "reasoning":
+            thought = _joined(item.content or "", place)
             continue
         if item.type == "function_call":
             call = ToolCall(item.call_id or "", CalledFunction(item.name or "", item.arguments))
             checked_arguments(call, f"{place}.call_id", place)
             made.add(call.id)
-            if messages and messages[-1].role == "assistant":
+            if messages and messages[-1].role == "assistant" and not thought:
                 calls = [*(messages[-1].tool_calls or ()), call]
                 messages[-1] = msgspec.structs.replace(messages[-1], tool_calls=calls)
                 continue
-            messages.append(ChatMessage("assistant", tool_calls=[call]))
+            messages.append(ChatMessage("assistant", tool_calls=[call], reasoning_content=thought))
         elif item.type == "function_call_output":
             if item.call_id not in made:
                 text = f"{place}.call_id is {shown(item.call_id or '')!r}, which no function_call before it has"
                 raise invalid(f"{place}.call_id", text)
             messages.append(ChatMessage("tool", item.output, tool_call_id=item.call_id))
         else:
-            messages.append(ChatMessage(item.role, item.content, item.name))
+            messages.append(ChatMessage(item.role, item.content, item.name, reasoning_content=thought))
+        thought = None
         places.append(place)
     return messages, places
 

@@ -76,6 +76,10 @@ class ChatMessage(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Of role tool: the call that this is the result of."""
     refusal: str | None = None
     """Of the assistant: what it has said in the place of content."""
+    reasoning_content: str | None = None
+    """Of the assistant: how it came to its answer, which is part of the prompt where the chat template says so."""
+    reasoning: str | None = None
+    """vLLM's name of reasoning_content."""
 
 
 class Function(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -306,6 +310,10 @@ class ChatBody(OpenAIBody, frozen=True, kw_only=True, forbid_unknown_fields=True
     """false: the prompt ends behind the last message, not where an answer begins."""
     continue_final_message: bool | None = None
     """The answer continues the last message."""
+    include_reasoning: bool | None = None
+    """false: the answer comes without its reasoning."""
+    separate_reasoning: bool | None = None
+    """false: reasoning is not told from content."""
     logprobs: bool | None = None
     top_logprobs: Alternatives | None = None
     max_completion_tokens: MaxTokens | None = None
@@ -353,10 +361,18 @@ class ResponseToolChoice(msgspec.Struct, frozen=True, forbid_unknown_fields=True
     name: str | None = None
 
 
+class ReasoningOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """reasoning of POST /v1/responses."""
+
+    effort: Effort | None = None
+    """As reasoning_effort of POST /v1/chat/completions."""
+
+
 class ResponsesBody(OpenAIBody, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Body of POST /v1/responses."""
 
     input: str | list[InputItem]
+    reasoning: ReasoningOptions | None = None
     instructions: str | None = None
     """A system message before the input."""
     max_output_tokens: MaxTokens | None = None

@@ -23,7 +23,7 @@ from headrace.server.api.request.schema import (
 )
 from headrace.server.frontend.served_model import ServedModel
 from headrace.server.http.structure import SLICE, excess, limits
-from headrace.text.tool_calls.call_form import MARKS, MAX_FORCED_CALLS, CallForm, calls_grammar, opening_mark
+from headrace.text.tool_calls.call_form import MAX_FORCED_CALLS, CallForm, calls_grammar, opening_mark
 from headrace.text.tool_calls.call_parser import MAX_NAME
 
 MAX_TOOLS = 128
@@ -206,14 +206,6 @@ async def _kept_to(model: ServedModel, client: str, use: ToolUse, names: Sequenc
             text = f"{places[name]} cannot be kept to, which these tools ask for: {problem}"
             raise invalid(places[name], text, code="invalid_constraint")
     return schemas
-
-
-def shown_tokens(model: ServedModel, use: ToolUse | None) -> frozenset[int]:
-    """Tokens that frame calls: they have to be in the text, special ones, too."""
-    if use is None:
-        return frozenset()
-    ids = [model.tokenizer.added_id(mark) for mark in MARKS]
-    return frozenset(token for token in ids if token is not None)
 
 
 async def check_arguments(calls: Iterable[str | None], field: str) -> None:

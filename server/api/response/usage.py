@@ -17,6 +17,12 @@ class CachedTokens(msgspec.Struct):
     cached_tokens: Count
 
 
+class CompletionTokens(msgspec.Struct):
+    """Of all choices."""
+
+    reasoning_tokens: Count
+
+
 class UsageReply(msgspec.Struct):
     """Tokens of all prompts and choices."""
 
@@ -24,6 +30,8 @@ class UsageReply(msgspec.Struct):
     completion_tokens: Count
     total_tokens: Count
     prompt_tokens_details: CachedTokens
+    completion_tokens_details: CompletionTokens = MORE
+    """Where reasoning is told from other text."""
 
 
 class Handoff(msgspec.Struct):
@@ -52,11 +60,12 @@ class Report(msgspec.Struct):
     handoff: Handoff
 
 
-def usage_report(usages: list[Usage], completion_tokens: int) -> UsageReply:
+def usage_report(usages: list[Usage], completion_tokens: int, reasoning_tokens: int | None = None) -> UsageReply:
     """OpenAI's "usage" object. usages: one for each prompt."""
     prompt_tokens = sum(usage.prompt_tokens for usage in usages)
     cached = CachedTokens(sum(usage.cached_tokens for usage in usages))
-    return UsageReply(prompt_tokens, completion_tokens, prompt_tokens + completion_tokens, cached)
+    details = MORE if reasoning_tokens is None else CompletionTokens(reasoning_tokens)
+    return UsageReply(prompt_tokens, completion_tokens, prompt_tokens + completion_tokens, cached, details)
 
 
 def timing_report(timing: Timing, *, decode: bool) -> TimingMs:

@@ -118,7 +118,7 @@ CLIENTS: dict[str, tuple[Kind, Body, Body]] = {
             "model": "m",
             "messages": [
                 {"role": "user", "content": ASKED},
-                {"role": "assistant", "content": None, "tool_calls": [CALL]},
+                {"role": "assistant", "content": None, "tool_calls": [CALL], "reasoning_content": "thought"},
                 RESULT,
             ],
             "tools": [{"type": "function", "function": FUNCTION}],
@@ -174,6 +174,7 @@ CLIENTS: dict[str, tuple[Kind, Body, Body]] = {
                 {"type": "function_call_output", "call_id": "c1", "output": "done"},
                 {"role": "assistant", "content": [{"type": "output_text", "text": "hi"}]},
             ],
+            "reasoning": {"effort": "none"},
         },
     ),
     # zed-industries/zed: crates/open_ai/src/open_ai.rs
@@ -201,7 +202,7 @@ CLIENTS: dict[str, tuple[Kind, Body, Body]] = {
             "model": "m",
             "messages": [
                 {"role": "user", "content": [{"type": "text", "text": ASKED}]},
-                {"role": "assistant", "content": None, "tool_calls": [CALL]},
+                {"role": "assistant", "content": None, "tool_calls": [CALL], "reasoning_content": "thought"},
                 RESULT,
             ],
             "stream": True,
@@ -242,7 +243,7 @@ CLIENTS: dict[str, tuple[Kind, Body, Body]] = {
             "messages": [
                 {"role": "system", "content": [{"type": "text", "text": "s"}]},
                 {"role": "user", "content": [{"type": "text", "text": ASKED}]},
-                {"role": "assistant", "content": " "},
+                {"role": "assistant", "content": " ", "reasoning": "thought", "reasoning_content": ""},
             ],
             "tools": [],
             "parallel_tool_calls": True,
@@ -300,7 +301,7 @@ REFUSALS: list[tuple[Kind, Body]] = [  # the same fields where they ask for some
     (schema.ResponsesBody, {"include": ["message.output_text.logprobs"]}),
     (schema.ResponsesBody, {"include": ["reasoning.encrypted_content", "message.output_text.logprobs"]}),
     (schema.ResponsesBody, {"include": [None]}),
-    (schema.ResponsesBody, {"reasoning": {"effort": "low"}}),
+    (schema.ChatBody, {"reasoning": {"effort": "low"}}),
     (schema.ResponsesBody, {"text": {"verbosity": "low"}}),
     (schema.ResponsesBody, {"store": True}),
     (schema.ChatBody, {"verbosity": "high"}),
@@ -328,7 +329,7 @@ async def prompts(tokenizer: Tokenizer, *bodies: tuple[str, Body]) -> list[str]:
 
 
 @in_loop
-async def test_reasoning_is_no_part_of_a_prompt_and_refusals_are(tokenizer: Tokenizer) -> None:
+async def test_refusals_are_part_of_a_prompt_and_reasoning_where_the_template_says_so(tokenizer: Tokenizer) -> None:
     path = "/v1/responses"
     first, last = said("user", "hello"), said("user", "world")
     thought = {

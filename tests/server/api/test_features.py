@@ -25,8 +25,12 @@ from tests.server.api.test_handoff import computing
 from tests.server.api.test_tools import CALLS
 from tests.server.fakes import FakeLink, Script, client, in_loop, listening, running, saying
 
-MADE_UP = r"(cmpl|chatcmpl|resp|msg|pf|gen|call)[-_][0-9a-f]{16,}(-\w+)*|chatcmpl-tool-\w+|call_\w+"
-NAMES = "{% for message in messages %}{% if message.name is defined %}{{ message.name }}{% endif %}{% endfor %}"
+MADE_UP = r"(cmpl|chatcmpl|resp|msg|rs|pf|gen|call)[-_][0-9a-f]{16,}(-\w+)*|chatcmpl-tool-\w+|call_\w+"
+NAMES = (
+    "{% for message in messages %}{% if message.name is defined %}{{ message.name }}{% endif %}"
+    "{% if message.reasoning_content %}<think>{{ message.reasoning_content }}</think>{% endif %}{% endfor %}"
+)
+THOUGHT = "<think>hm</think>"
 BACKEND = stub_tokenizer("stub:vocab=300")
 BACKEND.add_tokens(["<tool_call>"])  # tells calls from text, so that strict functions are a constraint
 STUB = Tokenizer(BACKEND, (END,), ChatTemplate(NAMES + CHAT_TEMPLATE, {}))
@@ -52,7 +56,8 @@ def said(kind: Kind, response: httpx.Response) -> str:
 def script(kind: Kind, body: Body, role: str) -> Script:
     if kind is schema.PrefillBody or role == "prefill":
         return computing
-    return saying(STUB, CALLS if body.get("tools") else "hello world, hello", "stop")
+    thought = THOUGHT if kind in (schema.ChatBody, schema.ResponsesBody) else ""
+    return saying(STUB, thought + (CALLS if body.get("tools") else "hello world, hello"), "stop")
 
 
 def requests(link: FakeLink) -> str:

@@ -17,9 +17,9 @@ from headrace.server.api.openai.response_items import OutputItems
 from headrace.server.api.sglang.generate_format import GenerateFormat
 from headrace.server.frontend.generation.runner import FEW_LOGPROBS
 from headrace.server.http.streaming import made_aside
+from headrace.text.answers.answer_parser import AnswerParser
 from headrace.text.logprobs import LogprobEntry
 from headrace.text.tokenizer import load_tokenizer
-from headrace.text.tool_calls.call_parser import ToolCallParser
 from tests.server.fake_prefills import ANSWER, Prefills, decode, fetched
 from tests.server.fakes import FakeLink, client, finished, in_loop, json_of, logprob_parts, running
 
@@ -28,7 +28,7 @@ TEXT = "hello " * 4000
 CHAT = {"messages": [{"role": "user", "content": "hello"}], "tools": [{"type": "function", "function": {"name": "f"}}]}
 # What is made aside: by which method or function, for which request.
 CASES: list[tuple[Any, str, str, dict[str, Any]]] = [
-    (ToolCallParser, "whole", "/v1/chat/completions", CHAT),
+    (AnswerParser, "whole", "/v1/chat/completions", CHAT),
     (OutputItems, "push", "/v1/responses", {"input": "hello", "tools": [{"type": "function", "name": "f"}]}),
     (responses_format, "prompt_logprobs", "/v1/responses", {"input": "hello", "prompt_logprobs": 1}),
     (responses_format, "prompt_logprobs", "/v1/responses", {"input": "hello", "prompt_logprobs": 1, "stream": True}),

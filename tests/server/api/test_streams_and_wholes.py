@@ -42,6 +42,8 @@ WORDS = [
     "<tool_call>",
     '{"name": "f", "arguments": {"a": 1}}',
     "</tool_call>",
+    "<think>",
+    "</think>",
 ]
 TEXTS = st.lists(st.sampled_from(WORDS), max_size=8).map("".join)
 CALL = '<tool_call>{"name": "f", "arguments": {"a": "é"}}</tool_call>'
@@ -63,7 +65,12 @@ class Spoken(msgspec.Struct):
 
 
 PIECES = st.lists(st.integers(1, 4), min_size=1, max_size=6)
-SPOKEN = st.builds(Spoken, TEXTS | st.just(f"a {CALL}b"), PIECES, st.booleans())
+SPOKEN = st.builds(
+    Spoken,
+    TEXTS | st.sampled_from([f"a {CALL}b", f"<think>é\n</think> a {CALL}", f"<think>{CALL}"]),
+    PIECES,
+    st.booleans(),
+)
 
 
 def speaking(tokenizer: Tokenizer, spoken: Sequence[Spoken]) -> FakeLink:
@@ -138,15 +145,19 @@ def put_together(parts: Sequence[Body]) -> Body:
     choice["logprobs"] = joined([part["logprobs"] for part in parts])
     if "text" in last:
         return {**choice, "text": "".join(part["text"] for part in parts)}
-    content, calls = "", list[Body]()
+    content, reasoning, calls = "", "", list[Body]()
     for part in parts:
         content += part["delta"].get("content") or ""
+        assert part["delta"].get("reasoning") == part["delta"].get("reasoning_content")
+        reasoning += part["delta"].get("reasoning") or ""
         for call in part["delta"].get("tool_calls", []):
             if call["index"] == len(calls):
                 calls.append({name: value for name, value in call.items() if name != "index"})
             else:
                 calls[call["index"]]["function"]["arguments"] += call["function"]["arguments"]
-    more = {"tool_calls": calls} if calls else {}
+    more: Body = {"tool_calls": calls} if calls else {}
+    if reasoning:
+        more |= {"reasoning": reasoning, "reasoning_content": reasoning}
     return {**choice, "message": {"role": "assistant", "refusal": None, "content": content, **more}}
 
 
@@ -221,7 +232,7 @@ def test_responses(spoken: Spoken, options: Body, tools: bool) -> None:
         for number, item in enumerate(whole["output"]):
             own = [event for _, event in events if event.get("output_index") == number]
             text = "".join(event["delta"] for event in own if "delta" in event)
-            assert text == (item["content"][0]["text"] if item["type"] == "message" else item["arguments"])
+            assert text == (item["content"][0]["text"] if item["type"] != "function_call" else item["arguments"])
 
     run()
 

@@ -111,6 +111,7 @@ FLAGS = """\
 --prefix-cache/--no-prefix-cache SWITCH = True
 --priority-range TEXT =
 --quantize {none,int8} = none
+--reasoning-parser {auto,none,think,harmony,gemma4,kimi,mistral,seed_oss} = auto
 --refuse-unreachable/--no-refuse-unreachable SWITCH = True
 --role {prefill,decode,colocated} = colocated
 --routing {score,least-load} = score

@@ -15,8 +15,9 @@ from headrace.core.config.server import ToolFormat, ToolParser
 from headrace.core.types.requests.constraint import Constraint
 from headrace.engine.grammar.compiler import GrammarError, GrammarVocabulary, compile_constraint
 from headrace.engine.model.stub import CHAT_TEMPLATE, END, stub_tokenizer
+from headrace.text.answers.answer_parser import AnswerParser
 from headrace.text.tool_calls.call_form import MARKS, CallForm, call_form, calls_grammar, new_call_id, opening_mark
-from headrace.text.tool_calls.call_parser import DEEPSEEK_BEGIN, DEEPSEEK_SEPARATOR, ToolCallParser
+from headrace.text.tool_calls.call_parser import DEEPSEEK_BEGIN, DEEPSEEK_SEPARATOR
 
 # The passages of the families' templates that say how calls are written.
 TEMPLATES: list[tuple[str, ToolFormat | None]] = [
@@ -96,7 +97,7 @@ def test_what_the_grammar_allows_are_calls(parser: ToolParser, template: str, sp
         most = 1 + 2 * (seed % 2)
         text = calls_grammar(form, functions, no_token if special is None else backend.token_to_id, most=most)
         written = backend.decode(walk(Constraint("grammar", text), vocabulary, seed), skip_special_tokens=False)
-        content, calls = ToolCallParser(form.format, list(SCHEMAS)).whole(written)
+        content, calls, _ = AnswerParser(form, SCHEMAS).whole(written)
         assert content == "", written
         assert 1 <= len(calls) <= most, written
         counts.add(len(calls))

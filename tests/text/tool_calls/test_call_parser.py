@@ -9,36 +9,43 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headrace.core.config.server import ToolFormat
-from headrace.text.tool_calls.call_form import MARKS
+from headrace.text.answers.answer_parser import AnswerParser
+from headrace.text.tool_calls.call_form import MARKS, CallForm, call_form
 from headrace.text.tool_calls.call_parser import (
     DEEPSEEK_BEGIN,
     DEEPSEEK_CALL,
     DEEPSEEK_CALL_END,
     DEEPSEEK_END,
     DEEPSEEK_SEPARATOR,
-    ToolCallParser,
+    Functions,
 )
 from headrace.text.tool_calls.char_reader import MAX_HELD, CallPart
 
-NAMES = ("get_weather", "f")
+FUNCTIONS: Functions = {"get_weather": {}, "f": {}}
 FORMATS: tuple[ToolFormat, ...] = get_args(ToolFormat)
 Calls = list[tuple[str, str]]
 PARIS = '{"city": "Paris }<", "days": [1, {"a": "\\"]"}]}'
 
 
+def form_of(name: ToolFormat) -> CallForm:
+    form = call_form(name, "")
+    assert form is not None
+    return form
+
+
 def read(form: ToolFormat, *pieces: str, parallel: bool = True) -> tuple[str, Calls]:
     """Content and calls of a text in pieces, put together as clients do."""
-    parser = ToolCallParser(form, NAMES, parallel=parallel)
+    parser = AnswerParser(form_of(form), FUNCTIONS, parallel=parallel)
     found = [*map(parser.push, pieces), parser.flush()]
     calls: Calls = []
-    for _, parts in found:
+    for _, parts, _ in found:
         for part in parts:
             if part.name is not None:
                 assert part.call == len(calls)
                 calls.append((part.name, ""))
             name, arguments = calls[part.call]
             calls[part.call] = (name, arguments + part.arguments)
-    return "".join(content for content, _ in found), calls
+    return "".join(content for content, _, _ in found), calls
 
 
 def deepseek(name: str, arguments: str) -> str:
@@ -117,17 +124,17 @@ def test_calls_are_taken_out_of_the_text(form: ToolFormat, text: str, content: s
     assert read(form, *text) == expected
     for at in range(len(text)):
         assert read(form, text[:at], text[at:]) == expected
-    whole = ToolCallParser(form, NAMES).whole(text)
+    whole = AnswerParser(form_of(form), FUNCTIONS).whole(text)
     assert (whole[0], [(part.name, part.arguments) for part in whole[1]]) == expected
 
 
 def test_arguments_come_as_they_are_written() -> None:
-    parser = ToolCallParser("hermes", NAMES)
-    assert parser.push('Hm <tool_call>\n{"name": "f", "arg') == ("Hm ", [])
-    assert parser.push('uments": {"a"') == ("", [CallPart(0, "f", '{"a"')])
-    assert parser.push(": 1}") == ("", [CallPart(0, None, ": 1}")])
-    assert parser.push("}\n</tool_call>") == ("", [])
-    assert parser.flush() == ("", [])
+    parser = AnswerParser(form_of("hermes"), FUNCTIONS)
+    assert parser.push('Hm <tool_call>\n{"name": "f", "arg') == ("Hm ", [], "")
+    assert parser.push('uments": {"a"') == ("", [CallPart(0, "f", '{"a"')], "")
+    assert parser.push(": 1}") == ("", [CallPart(0, None, ": 1}")], "")
+    assert parser.push("}\n</tool_call>") == ("", [], "")
+    assert parser.flush() == ("", [], "")
 
 
 def test_the_first_call_alone_without_parallel_ones() -> None:
@@ -175,7 +182,9 @@ OBJECTS = st.dictionaries(st.text(max_size=5), JSON, max_size=4)
 
 @settings(max_examples=30)
 @given(
-    st.sampled_from(FORMATS), st.lists(st.tuples(st.sampled_from(NAMES), OBJECTS), min_size=1, max_size=3), st.data()
+    st.sampled_from(FORMATS),
+    st.lists(st.tuples(st.sampled_from(list(FUNCTIONS)), OBJECTS), min_size=1, max_size=3),
+    st.data(),
 )
 def test_any_arguments_come_through(form: ToolFormat, calls: list[tuple[str, object]], data: st.DataObject) -> None:
     written = [(name, json.dumps(given, ensure_ascii=data.draw(st.booleans()))) for name, given in calls]
