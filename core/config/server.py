@@ -10,8 +10,12 @@ Role = Literal["prefill", "decode", "colocated"]
 Fallback = Literal["none", "local"]
 Routing = Literal["score", "least-load"]
 GATEWAY_PORT = 8100
-ToolFormat = Literal["hermes", "llama3_json", "mistral", "deepseek_v3"]
-ToolParser = Literal["auto", "hermes", "llama3_json", "mistral", "deepseek_v3"]
+ToolFormat = Literal[
+    "hermes", "llama3_json", "mistral", "deepseek_v3", "kimi_k2", "qwen3_coder", "glm45", "gemma4", "harmony"
+]
+ToolParser = Literal[
+    "auto", "hermes", "llama3_json", "mistral", "deepseek_v3", "kimi_k2", "qwen3_coder", "glm45", "gemma4", "harmony"
+]
 ReasoningFormat = Literal["think", "harmony", "gemma4", "kimi", "mistral", "seed_oss"]
 ReasoningParser = Literal["auto", "none", "think", "harmony", "gemma4", "kimi", "mistral", "seed_oss"]
 LogLevel = Literal["debug", "info", "warning", "error"]

@@ -1,23 +1,12 @@
 """Constraints that apply to an answer after its reasoning. Pure."""
 
 import json
-import re
-from collections.abc import Callable
 
 from headrace.core.types.requests.constraint import Constraint
-from headrace.text.answers.reasoning import (
-    HARMONY_CHANNEL,
-    HARMONY_END,
-    HARMONY_MARKS,
-    HARMONY_MESSAGE,
-    HARMONY_START,
-    Opening,
-    ReasoningForm,
-)
+from headrace.text.answers.reasoning import Opening, ReasoningForm
+from headrace.text.tool_calls.lark import AddedId, rules_up_to, slashed, symbols
+from headrace.text.tool_calls.marks import HARMONY_END, HARMONY_FINAL, HARMONY_START
 
-AddedId = Callable[[str], int | None]
-_HARMONY_MARK = re.compile("(" + "|".join(map(re.escape, HARMONY_MARKS)) + ")")
-_FINAL = f"{HARMONY_CHANNEL}final{HARMONY_MESSAGE}"
 _GAP = r"gap: /[ \t\r\n]{0,8}/"  # white space between reasoning and answer
 
 
@@ -34,38 +23,23 @@ def after_reasoning(
     if answer is None:
         return None
     if form.format == "harmony":
-        frame = "" if framed else _symbols(_FINAL, added_id)
-        again = _symbols(f"{HARMONY_START}assistant", added_id)
+        frame = "" if framed else symbols(HARMONY_FINAL, added_id)
+        again = symbols(f"{HARMONY_START}assistant", added_id)
         rules = [
             f"start: thoughts? {frame} answer" if opening == "unsaid" else f"start: rest {frame} answer",
-            f"thoughts: {_symbols(form.start, added_id)} rest",
+            f"thoughts: {symbols(form.start, added_id)} rest",
             f"rest: until_end {again}",
         ]
     else:
         rules = [
             "start: thoughts? answer" if opening == "unsaid" else "start: rest answer",
-            f"thoughts: gap {_symbols(form.start, added_id)} rest",
+            f"thoughts: gap {symbols(form.start, added_id)} rest",
             "rest: until_end gap",
             _GAP,
         ]
-    rules += [_until(HARMONY_END if form.format == "harmony" else form.end, added_id), f"answer: {answer}"]
+    end = HARMONY_END if form.format == "harmony" else form.end
+    rules += [*rules_up_to("until_end", end, added_id), f"answer: {answer}"]
     return Constraint("grammar", "\n".join(rules))
-
-
-def _until(mark: str, added_id: AddedId) -> str:
-    """The rule of a text up to a mark, and the mark."""
-    token = added_id(mark)
-    if token is not None:
-        return f"until_end: FREE <[{token}]>\nFREE: /(.|\\n)*/"
-    return f"until_end[lazy]: /(.|\\n)*{_slashed(re.escape(mark))}/"
-
-
-def _symbols(text: str, added_id: AddedId) -> str:
-    """Symbols of a fixed text with marks in it."""
-    token = added_id(text)
-    pieces = [text] if token is not None else [piece for piece in _HARMONY_MARK.split(text) if piece]
-    ids = [added_id(piece) for piece in pieces]
-    return " ".join(json.dumps(p) if i is None else f"<[{i}]>" for p, i in zip(pieces, ids, strict=True))
 
 
 def _part(constraint: Constraint) -> str | None:
@@ -75,13 +49,8 @@ def _part(constraint: Constraint) -> str | None:
         case "json":
             return f"%json {text}"
         case "regex":
-            return f"/{_slashed(text)}/"
+            return f"/{slashed(text)}/"
         case "choice":
             return " | ".join(map(json.dumps, json.loads(text)))
         case "grammar":
             return None if "::=" in text else f"%lark {{\n{text}\n}}"
-
-
-def _slashed(expression: str) -> str:
-    """A regular expression between slashes, on one line."""
-    return re.sub(r"(?<!\\)((?:\\\\)*)/", r"\1\\/", expression).replace("\n", r"\n")

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from headrace.text.answers.harmony import read_harmony
 from headrace.text.answers.reasoning import Opening, ReasoningForm, Thoughts, read_reasoning
 from headrace.text.tool_calls.call_form import CallForm, opening_mark
-from headrace.text.tool_calls.call_parser import READERS, Functions
-from headrace.text.tool_calls.char_reader import CharReader, Found, Parsing
+from headrace.text.tool_calls.call_parser import READERS
+from headrace.text.tool_calls.char_reader import CharReader, Found, Functions, Parsing
 
 
 class AnswerParser:
@@ -67,12 +67,13 @@ class AnswerParser:
     ) -> Parsing[None]:
         reader = self._reader
         reader.char = yield
-        if reasoning is not None and reasoning.format == "harmony":
-            yield from read_harmony(reader, self._thoughts, functions, opening)
+        if any(form is not None and form.format == "harmony" for form in (calls, reasoning)):
+            thoughts = self._thoughts if reasoning is not None else None
+            yield from read_harmony(reader, thoughts, functions, opening)
         elif reasoning is not None:
             mark = opening_mark(calls) if calls is not None else ""
             yield from read_reasoning(reader, self._thoughts, reasoning, opening, (mark,) if mark else ())
-        if calls is not None:
+        if calls is not None and calls.format != "harmony":
             yield from READERS[calls.format](reader, functions)
         while reader.char:
             yield from reader.pass_on()

@@ -6,18 +6,16 @@
 
 import re
 
-from headrace.text.answers.reasoning import (
+from headrace.text.answers.reasoning import Opening, Thoughts
+from headrace.text.tool_calls.char_reader import CharReader, Functions, NotACall, Parsing
+from headrace.text.tool_calls.marks import (
     HARMONY_CALL,
     HARMONY_CHANNEL,
     HARMONY_END,
     HARMONY_MESSAGE,
     HARMONY_RETURN,
     HARMONY_START,
-    Opening,
-    Thoughts,
 )
-from headrace.text.tool_calls.call_parser import Functions
-from headrace.text.tool_calls.char_reader import CharReader, NotACall, Parsing
 
 MAX_HEADER = 256  # characters before the text of a message
 _CHANNEL = re.compile(re.escape(HARMONY_CHANNEL) + r"\s*(\w+)")

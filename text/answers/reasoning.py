@@ -7,21 +7,10 @@ import msgspec
 
 from headrace.core.config.server import ReasoningFormat, ReasoningParser
 from headrace.text.tool_calls.char_reader import SPACE, CharReader, NotACall, Parsing
+from headrace.text.tool_calls.marks import HARMONY_CHANNEL, HARMONY_END, HARMONY_MARKS, HARMONY_MESSAGE
 
 Opening = Literal["open", "closed", "unsaid"]
 """Where an answer begins: within its reasoning, after it, or where the model decides whether to reason."""
-HARMONY_START, HARMONY_CHANNEL, HARMONY_MESSAGE = "<|start|>", "<|channel|>", "<|message|>"
-HARMONY_CONSTRAIN = "<|constrain|>"
-HARMONY_END, HARMONY_RETURN, HARMONY_CALL = "<|end|>", "<|return|>", "<|call|>"
-HARMONY_MARKS = (
-    HARMONY_START,
-    HARMONY_CHANNEL,
-    HARMONY_MESSAGE,
-    HARMONY_CONSTRAIN,
-    HARMONY_END,
-    HARMONY_RETURN,
-    HARMONY_CALL,
-)
 
 
 class ReasoningForm(msgspec.Struct, frozen=True):
@@ -135,10 +124,14 @@ def read_reasoning(
     if opening != "open":
         try:
             yield from reader.space()
-            yield from reader.expect(form.start)
-            reader.closed()
+            mark = yield from reader.expect(form.start, *interrupts)
         except NotACall:
             reader.give_back()
+            return
+        held = reader.taken_back()
+        if mark != form.start:
+            reader.write(held.removesuffix(mark))
+            reader.mark = mark
             return
     label = yield from _label(reader, form.label)
     thoughts.begin()

@@ -4,23 +4,35 @@ Text that turns out to be no call of an offered function is content, unchanged; 
 and white space after them. Arguments are passed on as the model writes them, from their first bracket on.
 """
 
+import re
 from collections.abc import Callable, Collection, Mapping
-from typing import Any
 
 from headrace.core.config.server import ToolFormat
-from headrace.text.tool_calls.char_reader import SPACE, CharReader, NotACall, Parsing
+from headrace.text.tool_calls.char_reader import MAX_NAME, SPACE, CharReader, Functions, NotACall, Parsing
+from headrace.text.tool_calls.marks import (
+    DEEPSEEK_BEGIN,
+    DEEPSEEK_CALL,
+    DEEPSEEK_CALL_END,
+    DEEPSEEK_END,
+    DEEPSEEK_SEPARATOR,
+    HERMES_BEGIN,
+    HERMES_END,
+    KIMI_ARGUMENTS,
+    KIMI_BEGIN,
+    KIMI_CALL,
+    KIMI_CALL_END,
+    KIMI_END,
+    MISTRAL_ARGS,
+    MISTRAL_BEGIN,
+    MISTRAL_ID,
+    PYTHON_TAG,
+)
+from headrace.text.tool_calls.member_calls import gemma4, glm45, qwen3_coder
 
-HERMES_BEGIN, HERMES_END = "<tool_call>", "</tool_call>"
-PYTHON_TAG = "<|python_tag|>"
-MISTRAL_BEGIN, MISTRAL_ARGS, MISTRAL_ID = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
-DEEPSEEK_BEGIN, DEEPSEEK_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
-DEEPSEEK_CALL, DEEPSEEK_CALL_END = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"
-DEEPSEEK_SEPARATOR = "<｜tool▁sep｜>"
-MAX_NAME = 64  # characters of a function's name
+KIMI_PREFIX = "functions."
+MAX_ID = len(KIMI_PREFIX) + MAX_NAME + 8  # characters of an id that a model gives to a call
 _ARGUMENTS = ("arguments", "parameters")
-
-
-Functions = Mapping[str, Mapping[str, Any]]  # JSON schemas of their arguments, by their names
+_KIMI_ID = re.compile(rf"(?:{re.escape(KIMI_PREFIX)})?(\S+):\d+")
 CallReader = Callable[[CharReader, Functions], Parsing[None]]  # reads content and calls up to the end of the text
 
 
@@ -141,11 +153,34 @@ def _deepseek_call(reader: CharReader, names: Collection[str]) -> Parsing[None]:
     reader.end()
 
 
-def _arguments(reader: CharReader, name: str, names: Collection[str]) -> Parsing[None]:
+def _kimi_k2(reader: CharReader, names: Collection[str]) -> Parsing[None]:
+    """Calls with marks around all and around each: functions.name:number, which is its id, a mark, the arguments."""
+    while (yield from reader.content_until(KIMI_BEGIN)):
+        try:
+            yield from reader.space()
+            mark = yield from reader.expect(KIMI_CALL)
+            while mark == KIMI_CALL:
+                own_id = (yield from reader.until(KIMI_ARGUMENTS, MAX_ID)).strip(SPACE)
+                yield from reader.space()
+                named = _KIMI_ID.fullmatch(own_id)
+                if named is None:
+                    raise NotACall
+                yield from _arguments(reader, named[1], names, own_id)
+                yield from reader.space()
+                yield from reader.expect(KIMI_CALL_END)
+                yield from reader.space()
+                mark = yield from reader.expect(KIMI_CALL, KIMI_END)
+            yield from reader.space()
+            reader.closed()
+        except NotACall:
+            reader.give_back()
+
+
+def _arguments(reader: CharReader, name: str, names: Collection[str], own_id: str = "") -> Parsing[None]:
     """The arguments of a call whose name has been read."""
     if name not in names or reader.char != "{":
         raise NotACall
-    reader.begin(name)
+    reader.begin(name, own_id)
     yield from reader.nested(reader.argument)
     reader.end()
 
@@ -205,4 +240,9 @@ READERS: Mapping[ToolFormat, CallReader] = {
     "llama3_json": _llama3_json,
     "mistral": _mistral,
     "deepseek_v3": _deepseek_v3,
+    "kimi_k2": _kimi_k2,
+    "qwen3_coder": qwen3_coder,
+    "glm45": glm45,
+    "gemma4": gemma4,
 }
+"""Of all formats but harmony, which is that of whole answers."""

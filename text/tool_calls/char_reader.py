@@ -10,13 +10,15 @@ A character that is read is held until it is known what it was: a part of a call
 """
 
 import json
-from collections.abc import Callable, Generator, Sequence
-from typing import NamedTuple, TypeVar
+from collections.abc import Callable, Generator, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 MAX_HELD = 1 << 16  # characters of what may become a call, before its name and the beginning of its arguments
+MAX_NAME = 64  # characters of a function's name
 SPACE = " \t\n\r"
 T = TypeVar("T")
 Parsing = Generator[None, str, T]
+Functions = Mapping[str, Mapping[str, Any]]  # JSON schemas of their arguments, by their names
 
 
 class NotACall(Exception):

@@ -10,7 +10,7 @@ from headrace.server.frontend.served_model import ServedModel
 from headrace.text.answers.answer_grammar import after_reasoning
 from headrace.text.answers.answer_parser import AnswerParser
 from headrace.text.answers.reasoning import Opening, ReasoningForm, opening_of
-from headrace.text.tool_calls.call_form import MARKS
+from headrace.text.tool_calls.marks import MARKS
 
 LAST_TOKENS = 16  # of a prompt, which tell where an answer begins: marks are a token or a few
 

@@ -24,7 +24,7 @@ from headrace.server.api.request.schema import (
 from headrace.server.frontend.served_model import ServedModel
 from headrace.server.http.structure import SLICE, excess, limits
 from headrace.text.tool_calls.call_form import MAX_FORCED_CALLS, CallForm, calls_grammar, opening_mark
-from headrace.text.tool_calls.call_parser import MAX_NAME
+from headrace.text.tool_calls.char_reader import MAX_NAME
 
 MAX_TOOLS = 128
 MAX_CALLS = 128  # in one message
@@ -162,7 +162,7 @@ async def forced_calls(model: ServedModel, client: str, use: ToolUse | None) -> 
         return None
     schemas = await _kept_to(model, client, use, use.forced)
     most = MAX_FORCED_CALLS if use.parallel and not use.named else 1
-    return Constraint("grammar", calls_grammar(use.form, schemas, model.tokenizer.added_id, most=most))
+    return Constraint("grammar", _grammar(model, use, schemas, most))
 
 
 async def with_free_calls(
@@ -173,22 +173,39 @@ async def with_free_calls(
     HeadraceError (400) for an answer that is no JSON schema, and for parameters that cannot be kept to."""
     strict = [name for name, function in use.functions.items() if function.strict]
     most = MAX_FORCED_CALLS if use.parallel else 1
-    added_id = model.tokenizer.added_id
     if answer is not None:
         if answer.kind != "json" or not isinstance(msgspec.json.decode(answer.text), dict):
             text = "tools that the model may call go with a JSON schema of its text alone; send one of them"
             raise invalid("tools", text)
         schemas = await _kept_to(model, client, use, tuple(use.functions))
-        grammar = calls_grammar(use.form, schemas, added_id, most=most, answer=answer.text)
-    elif strict and added_id(opening_mark(use.form)) is not None:
+        grammar = _grammar(model, use, schemas, most, answer=answer.text)
+    elif strict and model.tokenizer.added_id(opening_mark(use.form)) is not None:
         schemas = dict.fromkeys(use.functions, ANY_ARGUMENTS) | await _kept_to(model, client, use, strict)
-        grammar = calls_grammar(use.form, schemas, added_id, most=most, within_text=True)
+        grammar = _grammar(model, use, schemas, most, within_text=True)
     else:
         return None
     constraint = Constraint("grammar", grammar)
     if problem := await model.grammars.problem(constraint, client=client):
         raise invalid("tools", f"tools cannot be used: {problem}", code="invalid_constraint")
     return constraint
+
+
+def _grammar(
+    model: ServedModel,
+    use: ToolUse,
+    schemas: Mapping[str, str],
+    most: int,
+    *,
+    answer: str | None = None,
+    within_text: bool = False,
+) -> str:
+    """See calls_grammar. Raises HeadraceError (400) for a schema that cannot be kept to in the model's form."""
+    added_id = model.tokenizer.added_id
+    try:
+        return calls_grammar(use.form, schemas, added_id, most=most, answer=answer, within_text=within_text)
+    except ValueError as error:
+        text = f"tools cannot be kept to as this model writes calls: {error}"
+        raise invalid("tools", text, code="invalid_constraint") from error
 
 
 async def _kept_to(model: ServedModel, client: str, use: ToolUse, names: Sequence[str]) -> dict[str, str]:

@@ -10,9 +10,9 @@ from openai import AsyncOpenAI
 from headrace.core.messages.frontend import Submit
 from headrace.core.types import packed
 from headrace.engine.model.stub import END, stub_tokenizer
-from headrace.text.answers.reasoning import HARMONY_MARKS
 from headrace.text.chat_template import ChatTemplate
 from headrace.text.tokenizer import Tokenizer
+from headrace.text.tool_calls.marks import HARMONY_MARKS
 from tests.server.api.test_fields import AnyConstraint
 from tests.server.fakes import FakeLink, Script, client, in_loop, listening, running, saying
 

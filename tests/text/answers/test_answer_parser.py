@@ -8,10 +8,10 @@ from hypothesis import strategies as st
 
 from headrace.core.config.server import ReasoningFormat, ToolFormat
 from headrace.text.answers.answer_parser import AnswerParser
-from headrace.text.answers.reasoning import FORMS, HARMONY_MARKS, Opening
+from headrace.text.answers.reasoning import FORMS, Opening
 from headrace.text.tool_calls.call_form import call_form
-from headrace.text.tool_calls.call_parser import Functions
-from headrace.text.tool_calls.char_reader import SPACE
+from headrace.text.tool_calls.char_reader import SPACE, Functions
+from headrace.text.tool_calls.marks import HARMONY_MARKS
 
 FUNCTIONS: Functions = {"get_weather": {}, "f": {}}
 HERMES_CALL = '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
@@ -62,6 +62,11 @@ GOLD: list[tuple[ReasoningFormat, Opening, ToolFormat | None, str, Read]] = [
     ("think", "unsaid", "hermes", f"<think>Hm</think>\n{HERMES_CALL}", Read("Hm", "", [F])),
     ("think", "open", "hermes", f"Hm {HERMES_CALL}", Read("Hm", "", [F])),
     ("think", "open", "hermes", f"Hm</think>So {HERMES_CALL}\n{HERMES_CALL}", Read("Hm", "So ", [F, F])),
+    ("think", "unsaid", "hermes", HERMES_CALL, Read("", "", [F])),
+    ("think", "closed", "hermes", f"\n<t{HERMES_CALL}", Read("", "\n<t", [F])),
+    ("think", "unsaid", "hermes", f"\n\n{HERMES_CALL}{HERMES_CALL}", Read("", "\n\n", [F, F])),
+    ("mistral", "unsaid", "mistral", '[TOOL_CALLS]f[ARGS]{"a": 1}', Read("", "", [F])),
+    ("gemma4", "unsaid", "gemma4", "<|tool_call>call:f{a: 1}<tool_call|>", Read("", "", [("f", '{"a":1}')])),
     ("kimi", "unsaid", None, "◁think▷Hm◁/think▷Hello.", Read("Hm", "Hello.", [])),
     ("mistral", "unsaid", "mistral", '[THINK]Hm[/THINK]A[TOOL_CALLS]f[ARGS]{"a": 1}', Read("Hm", "A", [F])),
     ("seed_oss", "unsaid", None, "<seed:think>Hm</seed:think>Hello.", Read("Hm", "Hello.", [])),

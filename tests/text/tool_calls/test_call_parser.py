@@ -2,7 +2,7 @@
 
 import json
 import time
-from typing import get_args
+from typing import Any, get_args
 
 import pytest
 from hypothesis import given, settings
@@ -10,18 +10,25 @@ from hypothesis import strategies as st
 
 from headrace.core.config.server import ToolFormat
 from headrace.text.answers.answer_parser import AnswerParser
-from headrace.text.tool_calls.call_form import MARKS, CallForm, call_form
-from headrace.text.tool_calls.call_parser import (
+from headrace.text.tool_calls.call_form import CallForm, call_form
+from headrace.text.tool_calls.char_reader import MAX_HELD, CallPart, Functions
+from headrace.text.tool_calls.marks import (
     DEEPSEEK_BEGIN,
     DEEPSEEK_CALL,
     DEEPSEEK_CALL_END,
     DEEPSEEK_END,
     DEEPSEEK_SEPARATOR,
-    Functions,
+    KIMI_ARGUMENTS,
+    KIMI_BEGIN,
+    KIMI_CALL,
+    KIMI_CALL_END,
+    KIMI_END,
+    MARKS,
 )
-from headrace.text.tool_calls.char_reader import MAX_HELD, CallPart
+from headrace.text.tool_calls.member_calls import types_of
 
-FUNCTIONS: Functions = {"get_weather": {}, "f": {}}
+PROPERTIES = {"s": {"type": "string"}, "n": {"type": "number"}, "b": {"type": ["boolean", "null"]}, "o": {}}
+FUNCTIONS: Functions = {"get_weather": {}, "f": {"properties": PROPERTIES}}
 FORMATS: tuple[ToolFormat, ...] = get_args(ToolFormat)
 Calls = list[tuple[str, str]]
 PARIS = '{"city": "Paris }<", "days": [1, {"a": "\\"]"}]}'
@@ -95,7 +102,66 @@ TEXTS: list[tuple[ToolFormat, str, str, Calls]] = [
         "",
         [("f", '{"a": 1}')],
     ),
+    (
+        "kimi_k2",
+        "Yes.<|tool_calls_section_begin|><|tool_call_begin|>functions.get_weather:0<|tool_call_argument_begin|>"
+        f"{PARIS}<|tool_call_end|><|tool_call_begin|>functions.f:1<|tool_call_argument_begin|>{{}}<|tool_call_end|>"
+        "<|tool_calls_section_end|>",
+        "Yes.",
+        [("get_weather", PARIS), ("f", "{}")],
+    ),
+    (
+        "qwen3_coder",
+        'I see.\n<tool_call>\n<function=f>\n<parameter=s>\nline "1"\n\n</parameter>\n<parameter=n>\n-1.5\n'
+        '</parameter>\n<parameter=b>\nTrue\n</parameter>\n<parameter=o>\n{"a": [1]}\n</parameter>\n'
+        "</function>\n</tool_call>\n<tool_call>\n<function=f>\n</function>\n</tool_call>",
+        "I see.\n",
+        [("f", '{"s": "line \\"1\\"\\n", "n": -1.5, "b": true, "o": {"a": [1]}}'), ("f", "{}")],
+    ),
+    (
+        "glm45",
+        "\n<tool_call>f\n<arg_key>s</arg_key>\n<arg_value>12</arg_value>\n<arg_key>n</arg_key>\n<arg_value>12"
+        "</arg_value>\n<arg_key>o</arg_key>\n<arg_value>so</arg_value>\n</tool_call>",
+        "\n",
+        [("f", '{"s": "12", "n": 12, "o": "so"}')],
+    ),
+    (
+        "glm45",
+        "<tool_call>f<arg_key>b</arg_key><arg_value>null</arg_value></tool_call><tool_call>get_weather</tool_call>",
+        "",
+        [("f", '{"b": null}'), ("get_weather", "{}")],
+    ),
+    (
+        "gemma4",
+        '<|tool_call>call:f{s:<|"|>a "b", {c}<|"|>,n:-1.5,o:{in:[<|"|>x<|"|>,true],k:null}}<tool_call|>'
+        "<|tool_call>call:f{}<tool_call|>",
+        "",
+        [("f", '{"s":"a \\"b\\", {c}","n":-1.5,"o":{"in":["x",true],"k":null}}'), ("f", "{}")],
+    ),
+    (
+        "harmony",
+        "<|channel|>commentary<|message|>I look.<|end|><|start|>assistant<|channel|>commentary to=functions.get_weather"
+        f" <|constrain|>json<|message|>{PARIS}<|call|>",
+        "I look.",
+        [("get_weather", PARIS)],
+    ),
+    (
+        "harmony",
+        '<|start|>assistant to=functions.f<|channel|>commentary json<|message|>{"a": 1}<|end|><|start|>assistant'
+        "<|channel|>final<|message|>Done.",
+        "Done.",
+        [("f", '{"a": 1}')],
+    ),
     # As models deviate from them.
+    (
+        "gemma4",
+        '<|tool_call>call:f{ s: Paris , <|"|>o<|"|>: "a", b: True}<tool_call|>',
+        "",
+        [
+            ("f", '{"s":"Paris","o":"a","b":true}'),
+        ],
+    ),
+    ("qwen3_coder", "<tool_call><function=f><parameter=n>many</parameter></function>", "", [("f", '{"n": "many"}')]),
     ("hermes", '<tool_call>{"arguments": {"a": 1}, "id": [1], "name": "f"}</tool_call>', "", [("f", '{"a": 1}')]),
     ("hermes", '<tool_call>\n{"name": "f", "arguments": {"a": 1}\n</tool_call>Done', "Done", [("f", '{"a": 1}')]),
     ("hermes", '<tool_call>{"name": "f"}</tool_call>', "", [("f", "{}")]),
@@ -109,7 +175,14 @@ TEXTS: list[tuple[ToolFormat, str, str, Calls]] = [
     ("mistral", "[TOOL_CALLS][]", "the text", []),
     ("mistral", "[TOOL_CALLS]unknown[ARGS]{}", "the text", []),
     ("deepseek_v3", DEEPSEEK_BEGIN + DEEPSEEK_END, "the text", []),
+    ("kimi_k2", "<|tool_calls_section_begin|><|tool_call_begin|>call_1<|tool_call_argument_begin|>{}", "the text", []),
+    ("qwen3_coder", "<tool_call>\n<function=g>\n</function>\n</tool_call>", "the text", []),
+    ("glm45", "<tool_call>g</tool_call> <tool_call>f", "the text", []),
+    ("gemma4", "<|tool_call>call:g{}<tool_call|>", "the text", []),
     # Cut short.
+    ("qwen3_coder", "<tool_call>\n<function=f>\n<parameter=s>\nab", "", [("f", '{"s": "ab')]),
+    ("qwen3_coder", "<tool_call>\n<function=f>\n<parameter=n>\n1\n</parameter>\n", "", [("f", '{"n": 1')]),
+    ("gemma4", '<|tool_call>call:f{s:<|"|>ab', "", [("f", '{"s":"ab')]),
     ("hermes", '<tool_call>\n{"name": "f", "arguments": {"a": [', "", [("f", '{"a": [')]),
     ("hermes", '<tool_call>\n{"name": "f", "argu', "the text", []),
     ("hermes", '<tool_call>\n{"name": "f", "arguments": {}}\n</tool', "", [("f", "{}")]),
@@ -158,6 +231,11 @@ PIECES = st.sampled_from(
         "\\",
         "\n",
         "```json\n",
+        "functions.f:0",
+        "<function=f>",
+        "<parameter=s>",
+        "</parameter>",
+        "call:f{",
     ]
 )
 RANDOM = st.lists(PIECES | st.text(max_size=3), max_size=15)
@@ -180,22 +258,95 @@ JSON = st.recursive(
 OBJECTS = st.dictionaries(st.text(max_size=5), JSON, max_size=4)
 
 
+def kimi(number: int, name: str, arguments: str) -> str:
+    return f"{KIMI_CALL}functions.{name}:{number}{KIMI_ARGUMENTS}{arguments}{KIMI_CALL_END}"
+
+
 @settings(max_examples=30)
 @given(
-    st.sampled_from(FORMATS),
+    st.sampled_from(["hermes", "llama3_json", "mistral", "deepseek_v3", "kimi_k2", "harmony"]),
     st.lists(st.tuples(st.sampled_from(list(FUNCTIONS)), OBJECTS), min_size=1, max_size=3),
     st.data(),
 )
 def test_any_arguments_come_through(form: ToolFormat, calls: list[tuple[str, object]], data: st.DataObject) -> None:
     written = [(name, json.dumps(given, ensure_ascii=data.draw(st.booleans()))) for name, given in calls]
     objects = [f'{{"name": "{name}", "arguments": {arguments}}}' for name, arguments in written]
+    harmony = (
+        f"<|channel|>commentary to=functions.{name}<|message|>{arguments}<|call|>" for name, arguments in written
+    )
     text = {
         "hermes": "\n".join(f"<tool_call>\n{each}\n</tool_call>" for each in objects),
         "llama3_json": "; ".join(objects),
         "mistral": f"[TOOL_CALLS][{', '.join(objects)}]",
         "deepseek_v3": DEEPSEEK_BEGIN + "\n".join(deepseek(*each) for each in written) + DEEPSEEK_END,
+        "kimi_k2": KIMI_BEGIN + "".join(kimi(at, *each) for at, each in enumerate(written)) + KIMI_END,
+        "harmony": "<|start|>assistant".join(harmony),
     }[form]
     assert read(form, text) == ("", written)
+
+
+KEYS = st.text("abc_", min_size=1, max_size=3)
+PLAIN = st.text("ab1 {}[],:\"'\\\né<", max_size=8).filter(lambda text: "<" not in text[-1:])
+NESTED = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | PLAIN,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(KEYS, inner, max_size=3),
+    max_leaves=6,
+)
+MEMBERS = st.dictionaries(KEYS, NESTED, max_size=4)
+
+
+@settings(max_examples=60)
+@given(st.sampled_from(["qwen3_coder", "glm45", "gemma4"]), MEMBERS)
+def test_any_members_come_through(form: ToolFormat, arguments: dict[str, Any]) -> None:
+    """Whose types the schema says, but for Gemma, which writes them."""
+
+    def plain(value: Any) -> str:
+        return value if isinstance(value, str) else json.dumps(value)
+
+    def gemma(value: Any) -> str:
+        if isinstance(value, dict):
+            return "{" + ",".join(f"{key}:{gemma(each)}" for key, each in value.items()) + "}"
+        if isinstance(value, list):
+            return f"[{','.join(map(gemma, value))}]"
+        return f'<|"|>{value}<|"|>' if isinstance(value, str) else json.dumps(value)
+
+    parameters = "".join(f"<parameter={key}>\n{plain(each)}\n</parameter>\n" for key, each in arguments.items())
+    pairs = (f"<arg_key>{key}</arg_key>\n<arg_value>{plain(each)}</arg_value>\n" for key, each in arguments.items())
+    text = {
+        "qwen3_coder": f"<tool_call>\n<function=f>\n{parameters}</function>\n</tool_call>",
+        "glm45": f"<tool_call>f\n{''.join(pairs)}</tool_call>",
+        "gemma4": f"<|tool_call>call:f{gemma(arguments)}<tool_call|>",
+    }[form]
+    kinds = {key: {"type": "string"} if isinstance(each, str) else {} for key, each in arguments.items()}
+    (call,) = AnswerParser(form_of(form), {"f": {"properties": kinds}}).whole(text).calls
+    assert json.loads(call.arguments) == arguments
+
+
+def test_a_call_has_the_id_that_the_model_gives_it() -> None:
+    text = KIMI_BEGIN + kimi(7, "f", "{}") + KIMI_END
+    assert AnswerParser(form_of("kimi_k2"), FUNCTIONS).whole(text).calls == [CallPart(0, "f", "{}", "functions.f:7")]
+
+
+def test_a_text_of_an_argument_comes_as_it_is_written() -> None:
+    parser = AnswerParser(form_of("qwen3_coder"), FUNCTIONS)
+    assert parser.push("<tool_call>\n<function=f>\n<parameter=s>\nab") == ("", [CallPart(0, "f", '{"s": "ab')], "")
+    assert parser.push("\nc\n</par") == ("", [CallPart(0, None, "\\nc")], "")
+    assert parser.push("ameter>\n</function>\n</tool_call>") == ("", [CallPart(0, None, '"}')], "")
+
+
+@pytest.mark.parametrize(
+    ("schema", "types"),
+    [
+        ({"type": "string"}, {"string"}),
+        ({"type": ["string", "null", 7]}, {"string", "null"}),
+        ({"anyOf": [{"type": "integer"}, {"enum": ["a", None, [1]]}]}, {"integer", "string", "null", "array"}),
+        ({"const": 1.5}, {"number"}),
+        ({}, {"null", "boolean", "integer", "number", "string", "array", "object"}),
+        (None, {"null", "boolean", "integer", "number", "string", "array", "object"}),
+    ],
+)
+def test_types_that_a_schema_allows(schema: Any, types: set[str]) -> None:
+    assert types_of(schema) == types
 
 
 def test_what_is_held_is_bounded() -> None:
@@ -215,6 +366,11 @@ def test_time_grows_with_the_text_alone(form: ToolFormat) -> None:
         "llama3_json": '<|python_tag|>{"name": "f", ',
         "mistral": "[TOOL_CALLS][TOOL_CALLS]f[ARGS]",
         "deepseek_v3": DEEPSEEK_BEGIN + DEEPSEEK_CALL + "function",
+        "kimi_k2": KIMI_BEGIN + KIMI_CALL + "functions.f:",
+        "qwen3_coder": "<tool_call>\n<function=f>\n<parameter=o>",
+        "glm45": "<tool_call>f\n<arg_key>o</arg_key><arg_value>",
+        "gemma4": "<|tool_call>call:f{a:[",
+        "harmony": "<|channel|>commentary to=functions.f<|message|>{}<|channel|>",
     }[form]
 
     def seconds(text: str) -> float:
