@@ -1,16 +1,14 @@
-"""GGUF reader: metadata, tensor table, dequantised tensors, and the ModelSpec of the file.
+"""GGUF models: metadata, tensor table, and dequantised tensors, of one file or of the parts that gguf-split makes.
 
-The header is parsed here because gguf.GGUFReader takes seconds for a vocabulary that the engine does not need;
-blocks are dequantised by the gguf package. Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
+Blocks are dequantised by the gguf package.
 """
 
 import mmap
 import struct
-from collections import Counter
 from functools import cache
-from math import gcd, inf, prod
+from math import gcd
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any
 
 import numpy as np
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
@@ -19,73 +17,70 @@ from numpy.typing import NDArray
 
 from headrace.core.types.errors import ConfigError
 from headrace.core.types.kv.geometry import ceil_div
-from headrace.engine.model.config import ModelSpec, RopeKind, RopeSpec
-from headrace.engine.model.config_fields import ABOVE_ONE, COUNT, LAYERS, NAME, POSITIVE, SIZE, Fields
-from headrace.engine.model.families import FAMILIES
+from headrace.engine.model.gguf_header import Header, TensorInfo
+from headrace.engine.model.gguf_parts import part_paths
 
 ROPE_DIVISORS = "rope_freqs.weight"  # a tensor that is part of the configuration
-PER_LAYER = ("attention.head_count", "attention.head_count_kv", "feed_forward_length")  # may be arrays in GGUF
-_SCALARS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q", 11: "<q", 12: "<d"}
-_STRING, _ARRAY = 8, 9
-MAX_KEYS = 1 << 16  # of the metadata
-MAX_ITEMS = 1 << 22  # of an array in it: a vocabulary has some hundred thousand
-MAX_TENSORS = 1 << 20
-MAX_DIMENSIONS = 4  # of a tensor, as in ggml
 JOINED_ROWS = 64  # rows dequantised as one
-_KINDS = frozenset(int(kind) for kind in GGMLQuantizationType)
-T = TypeVar("T")
 Q8_BLOCK = 32  # values of a block of kind Q8_0, after their scale in float16
 
 
-class TensorInfo(NamedTuple):
-    """Entry of the tensor table."""
-
-    shape: tuple[int, ...]  # in torch order
-    kind: GGMLQuantizationType
-    offset: int  # bytes from the start of the file
-
-    @property
-    def row_bytes(self) -> int:
-        """Bytes of one row of the last axis."""
-        block, block_bytes = GGML_QUANT_SIZES[self.kind]
-        return self.shape[-1] // int(block) * int(block_bytes)
-
-    @property
-    def byte_count(self) -> int:
-        """Stored bytes of the tensor."""
-        return prod(self.shape[:-1]) * self.row_bytes
-
-
-class Length(NamedTuple):
-    """Stands for an array of the metadata: the engine needs none of them, and some are long."""
-
-    items: int
-
-
 class GgufFile:
-    """A memory-mapped GGUF file.
+    """A memory-mapped GGUF model.
 
-    name: of the file. metadata: values by key; of an array only its length. tensors: table entries by name.
+    name: of its first file. metadata: of that file, values by key; of an array only its length. tensors: table entries
+    of all its files by name.
     """
 
     def __init__(self, path: Path) -> None:
-        """Parse the header. Raises ConfigError when the file is no readable GGUF."""
-        self.name = path.name
-        try:
-            with path.open("rb") as file:
-                self._data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-            self.metadata, self.tensors = _Header(self._data).parse()
-            _refuse_split(self.metadata)
-            for name, info in self.tensors.items():
-                if info.offset + info.byte_count > len(self._data):
-                    raise ValueError(f"it ends before tensor {name} does")
-                if not _expandable(info.kind):
-                    raise ValueError(
-                        f"tensor {name} is of kind {info.kind.name}, which cannot be expanded; "
-                        f"write the model in another one, such as Q8_0 or F16"
-                    )
-        except (OSError, ValueError, OverflowError, IndexError, struct.error) as error:
-            raise ConfigError(f"{path} cannot be read as a GGUF file: {error}") from error
+        """Parse the headers of a file and of the other parts of its model. Raises ConfigError when one of them is
+        missing, no readable GGUF, or of another model."""
+        paths = part_paths(path)
+        self.name = paths[0].name
+        self.metadata: dict[str, Any] = {}
+        self.tensors: dict[str, TensorInfo] = {}
+        self._data_of: dict[str, mmap.mmap] = {}
+        for number, each in enumerate(paths):
+            try:
+                self._open(each, number, len(paths))
+            except (OSError, ValueError, OverflowError, IndexError, struct.error) as error:
+                raise ConfigError(f"{each} cannot be read as a GGUF file: {error}") from error
+        total = self.metadata.get("split.tensors.count")
+        if len(paths) > 1 and total != len(self.tensors):
+            raise ConfigError(
+                f"the {len(paths)} parts of {paths[0]} have {len(self.tensors)} tensors, and the first says "
+                f"{total!r:.40}: they are of different models"
+            )
+
+    def _open(self, path: Path, number: int, count: int) -> None:
+        """Add one of so many parts. Raises ValueError and others for one that cannot be read, or is another part."""
+        with path.open("rb") as file:
+            data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        metadata, tensors = Header(data).parse()
+        said = metadata.get("split.no", 0), metadata.get("split.count", 0)
+        if said != (number, count) and (count > 1 or said[1] not in (0, 1)):
+            place = "is no part" if not said[1] else f"is part {_plus_one(said[0])} of {said[1]!r:.20}"
+            raise ValueError(
+                f"by its metadata it {place} of a model, by its name part {number + 1} of {count}; parts are named "
+                "NAME-00001-of-00003.gguf, as they were published"
+            )
+        for name, info in tensors.items():
+            if name in self.tensors:
+                raise ValueError(f"tensor {name!r:.80} is in another part, too: they are of different models")
+            if info.offset + info.byte_count > len(data):
+                raise ValueError(f"it ends before tensor {name} does")
+            if not _expandable(info.kind):
+                raise ValueError(
+                    f"tensor {name} is of kind {info.kind.name}, which cannot be expanded; "
+                    f"write the model in another one, such as Q8_0 or F16"
+                )
+            self._data_of[name] = data
+        self.tensors.update(tensors)
+        if number == 0:
+            self.metadata = metadata
+        architecture = self.metadata.get("general.architecture")
+        if (found := metadata.get("general.architecture", architecture)) != architecture:
+            raise ValueError(f"it is of a {found!r:.40} model, the first part of a {architecture!r:.40}")
 
     def read(
         self, name: str, rows: NDArray[np.intp] | None = None, columns: range | None = None
@@ -128,168 +123,11 @@ class GgufFile:
     def _raw(self, name: str) -> NDArray[np.uint8]:
         """A tensor as it is stored: [rows, bytes of a row]."""
         info = self.tensors[name]
-        return np.frombuffer(self._data, np.uint8, info.byte_count, info.offset).reshape(-1, info.row_bytes)
+        return np.frombuffer(self._data_of[name], np.uint8, info.byte_count, info.offset).reshape(-1, info.row_bytes)
 
 
-def spec_from_gguf(file: GgufFile) -> ModelSpec:
-    """ModelSpec of a GGUF file. Raises ConfigError for an architecture that the engine cannot run, and for a key that
-    is missing or has a value of the wrong type or range."""
-    architecture = Fields(file.name, file.metadata).get("general.architecture", NAME)
-    known = [family.model_type for family in FAMILIES if family.gguf]
-    if architecture not in known:
-        raise ConfigError(f"GGUF architecture {architecture!r} is not supported; supported are {', '.join(known)}")
-    keys = _keys_of(file, f"{architecture}.")
-    if keys.get("expert_count", COUNT, 0):
-        raise ConfigError("GGUF models with experts are not supported; supported are dense models")
-    hidden, heads = keys.get("embedding_length", SIZE), keys.get("attention.head_count", SIZE)
-    head_dim = keys.get("attention.key_length", SIZE, hidden // heads)
-    if (rotated := keys.get("rope.dimension_count", COUNT, head_dim)) != head_dim:
-        raise ConfigError(f"rope.dimension_count {rotated} must equal the head size {head_dim}")
-    if "token_embd.weight" not in file.tensors:
-        raise ConfigError("tensor token_embd.weight is missing in the GGUF file")
-    epsilon = keys.get("attention.layer_norm_rms_epsilon", POSITIVE)
-    return ModelSpec(
-        family=architecture,
-        vocab_size=file.tensors["token_embd.weight"].shape[0],
-        hidden_size=hidden,
-        intermediate_size=keys.get("feed_forward_length", SIZE),
-        layers=keys.get("block_count", LAYERS),
-        heads=heads,
-        kv_heads=keys.get("attention.head_count_kv", SIZE, heads),
-        head_dim=head_dim,
-        norm_eps=float(f"{epsilon:.6g}"),  # stored as float32: 1e-05 reads 9.99…e-06
-        rope=_rope(file, keys, head_dim),
-        max_positions=keys.get("context_length", SIZE),
-        sliding_window=keys.optional("attention.sliding_window", COUNT),
-        tied="output.weight" not in file.tensors,
-        qkv_bias="blk.0.attn_q.bias" in file.tensors,
-        output_bias="blk.0.attn_output.bias" in file.tensors,
-        qk_norm="blk.0.attn_q_norm.weight" in file.tensors,
-    )
-
-
-def _keys_of(file: GgufFile, prefix: str) -> Fields:
-    """Metadata of the keys below the architecture's name. Raises ConfigError for sizes with one value per layer."""
-    for key in PER_LAYER:
-        if isinstance(file.metadata.get(prefix + key), Length):
-            raise ConfigError(f"{prefix}{key} differs from layer to layer, which is not supported")
-    below = {key.removeprefix(prefix): value for key, value in file.metadata.items() if key.startswith(prefix)}
-    return Fields(file.name, below, prefix)
-
-
-def _rope(file: GgufFile, keys: Fields, head_dim: int) -> RopeSpec:
-    theta = keys.get("rope.freq_base", ABOVE_ONE, 10000.0)
-    if ROPE_DIVISORS in file.tensors:  # llama.cpp stores Llama 3 scaling as divisors
-        divisors = tuple(float(value) for value in file.read(ROPE_DIVISORS).reshape(-1))
-        if len(divisors) * 2 != head_dim or not all(0 < value < inf for value in divisors):
-            raise ConfigError(f"{file.name}: tensor {ROPE_DIVISORS} must hold {head_dim // 2} numbers above 0")
-        return RopeSpec(kind="divisors", theta=theta, divisors=divisors)
-    kinds: dict[str, RopeKind] = {"none": "default", "linear": "linear", "yarn": "yarn"}
-    scaling = keys.get("rope.scaling.type", NAME, "none")
-    if scaling not in kinds:
-        raise ConfigError(f"GGUF rope.scaling.type {scaling!r} is not supported; supported are {', '.join(kinds)}")
-    positions = keys.get("context_length", SIZE)
-    return RopeSpec(
-        kind=kinds[scaling],
-        theta=theta,
-        factor=keys.get("rope.scaling.factor", POSITIVE, 1.0),
-        original_positions=keys.get("rope.scaling.original_context_length", SIZE, positions),
-        beta_fast=keys.get("rope.scaling.yarn_beta_fast", POSITIVE, 32.0),
-        beta_slow=keys.get("rope.scaling.yarn_beta_slow", POSITIVE, 1.0),
-    )
-
-
-class _Header:
-    """Parser of the file header; one pass over its bytes."""
-
-    def __init__(self, data: mmap.mmap) -> None:
-        self._data = data
-        self._at = 0
-
-    def parse(self) -> tuple[dict[str, Any], dict[str, TensorInfo]]:
-        """(metadata, tensor table). Raises ValueError or struct.error for bytes that are no GGUF header."""
-        if self._data[:4] != b"GGUF":
-            raise ValueError("it does not start with GGUF")
-        self._at = 4
-        version, tensor_count, key_count = self._scalar("<I"), self._scalar("<Q"), self._scalar("<Q")
-        if version not in (2, 3):
-            raise ValueError(f"it is version {version}; versions 2 and 3 are supported")
-        if key_count > MAX_KEYS or tensor_count > MAX_TENSORS:
-            raise ValueError(
-                f"it has {key_count} metadata keys and {tensor_count} tensors; at most {MAX_KEYS} and {MAX_TENSORS}"
-            )
-        metadata = _unique("metadata keys", [(self._string(), self._value()) for _ in range(key_count)])
-        table = _unique("tensors", [self._tensor() for _ in range(tensor_count)])
-        alignment = metadata.get("general.alignment", 32)
-        if type(alignment) is not int or alignment < 1:
-            raise ValueError(f"general.alignment must be a positive whole number, found {alignment!r:.40}")
-        start = ceil_div(self._at, alignment) * alignment
-        return metadata, {name: info._replace(offset=start + info.offset) for name, info in table.items()}
-
-    def _scalar(self, form: str) -> Any:
-        (value,) = struct.unpack_from(form, self._data, self._at)
-        self._at += struct.calcsize(form)
-        return value
-
-    def _string(self) -> str:
-        length = self._scalar("<Q")
-        self._at += length
-        return self._data[self._at - length : self._at].decode()
-
-    def _value(self) -> Any:
-        kind = self._scalar("<I")
-        if kind in _SCALARS:
-            return self._scalar(_SCALARS[kind])
-        if kind == _STRING:
-            return self._string()
-        if kind != _ARRAY:
-            raise ValueError(f"metadata of type {kind} is unknown")
-        item, count = self._scalar("<I"), self._scalar("<Q")
-        if count > MAX_ITEMS:
-            raise ValueError(f"it has a metadata array of {count} items; at most {MAX_ITEMS} are supported")
-        if item in _SCALARS:
-            self._at += count * struct.calcsize(_SCALARS[item])
-        elif item == _STRING:
-            for _ in range(count):
-                self._at += 8 + struct.unpack_from("<Q", self._data, self._at)[0]
-        else:
-            raise ValueError(f"metadata arrays of items of type {item} are not supported")
-        return Length(count)
-
-    def _tensor(self) -> tuple[str, TensorInfo]:
-        name = self._string()
-        if not name.isprintable():
-            raise ValueError(f"a tensor has the name {name!r:.80}")
-        dimensions = self._scalar("<I")
-        if not 1 <= dimensions <= MAX_DIMENSIONS:
-            raise ValueError(f"tensor {name!r:.80} has {dimensions} dimensions; 1 to {MAX_DIMENSIONS} are supported")
-        sizes = [self._scalar("<Q") for _ in range(dimensions)]
-        number = self._scalar("<I")
-        if number not in _KINDS:
-            raise ValueError(f"tensor {name!r:.80} is of kind {number}, which this version of gguf does not know")
-        kind = GGMLQuantizationType(number)
-        if not all(sizes) or sizes[0] % GGML_QUANT_SIZES[kind][0]:
-            raise ValueError(
-                f"tensor {name!r:.80} has rows of {sizes[0]} values, which are no whole {kind.name} blocks"
-            )
-        return name, TensorInfo(tuple(reversed(sizes)), kind, self._scalar("<Q"))
-
-
-def _unique(what: str, pairs: list[tuple[str, T]]) -> dict[str, T]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        name = Counter(name for name, _ in pairs).most_common(1)[0][0]
-        raise ValueError(f"two {what} have the name {name!r:.80}")
-    return found
-
-
-def _refuse_split(metadata: dict[str, Any]) -> None:
-    count, number = metadata.get("split.count", 0), metadata.get("split.no", 0)
-    if isinstance(count, int) and count > 1:
-        raise ValueError(
-            f"it is part {number + 1 if isinstance(number, int) else '?'} of {count} of a model; join them by "
-            "llama.cpp's llama-gguf-split --merge FIRST_PART JOINED"
-        )
+def _plus_one(number: object) -> object:
+    return number + 1 if isinstance(number, int) else number
 
 
 @cache

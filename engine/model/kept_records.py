@@ -24,6 +24,7 @@ import xxhash
 from headrace.core.runtime.private_folder import private_folder
 from headrace.core.runtime.process import die_with_parent, leave_signals_to_parent, module_command
 from headrace.core.types.errors import ConfigError
+from headrace.engine.model.gguf_parts import part_paths
 from headrace.engine.model.source import ModelSource
 
 log = logging.getLogger(__name__)
@@ -114,10 +115,13 @@ class KeptRecords(msgspec.Struct, Generic[R], frozen=True, kw_only=True):
     def _key(self, source: ModelSource) -> str:
         """Hash of the names, sizes and times of the model's files, and of the versions of the libraries that read
         them."""
-        path = source.path.resolve()
-        paths = [path] if path.is_file() else sorted([*path.iterdir(), *path.glob("additional_chat_templates/*")])
+        path = source.path
+        paths = part_paths(path) if path.is_file() else [*path.iterdir(), *path.glob("additional_chat_templates/*")]
         states = [
-            (str(file), stat.st_size, stat.st_mtime_ns) for file in paths if file.is_file() for stat in [file.stat()]
+            (str(file.resolve()), stat.st_size, stat.st_mtime_ns)
+            for file in sorted(paths)
+            if file.is_file()
+            for stat in [file.stat()]
         ]
         about = (self.version, *map(version, self.libraries), states)
         return hashlib.sha256(msgspec.json.encode(about)).hexdigest()[:32]

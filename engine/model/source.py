@@ -10,7 +10,9 @@ import msgspec
 from headrace.core.types.errors import ConfigError
 from headrace.engine.model.config import ModelSpec, spec_from_config
 from headrace.engine.model.config_fields import TOKENS, Fields
-from headrace.engine.model.gguf_file import GgufFile, spec_from_gguf
+from headrace.engine.model.gguf_file import GgufFile
+from headrace.engine.model.gguf_parts import model_in, part_paths
+from headrace.engine.model.gguf_spec import spec_from_gguf
 from headrace.engine.model.stub import END, is_stub, parse_stub
 
 SMOLLM2 = "smollm2"
@@ -23,7 +25,8 @@ class ModelSource(msgspec.Struct, frozen=True):
 
     kind: Literal["hf", "gguf", "stub"]
     path: Path
-    """hf: folder with config.json. gguf: the file. stub: the model name itself, since there are no files."""
+    """hf: folder with config.json. gguf: the file, of several parts the first. stub: the model name itself, since there
+    are no files."""
 
 
 def resolve_source(model: str) -> ModelSource:
@@ -37,11 +40,13 @@ def resolve_source(model: str) -> ModelSource:
     if path.suffix == ".gguf":
         if not path.is_file():
             raise ConfigError(f"model file {path} does not exist")
-        return ModelSource("gguf", path)
+        return ModelSource("gguf", part_paths(path)[0])
     if path.is_dir():
-        if not (path / "config.json").is_file():
-            raise ConfigError(f"model folder {path} has no config.json; name a folder that has, or a .gguf file")
-        return ModelSource("hf", path)
+        if (path / "config.json").is_file() and (any(path.glob("*.safetensors")) or not any(path.glob("*.gguf"))):
+            return ModelSource("hf", path)
+        if (gguf := model_in(path)) is not None:
+            return ModelSource("gguf", gguf)
+        raise ConfigError(f"model folder {path} has no config.json and no .gguf file; name a folder that has")
     if path.is_file():
         raise ConfigError(f"model {path} is a file; name the folder with its config.json, or a .gguf file")
     if model.startswith((".", "/", "~")) or model.count("/") > 1:

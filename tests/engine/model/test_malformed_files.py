@@ -14,7 +14,8 @@ from headrace.core.types.errors import ConfigError
 from headrace.engine.model.checkpoint import INDEX, SafetensorsCheckpoint
 from headrace.engine.model.config import spec_from_config
 from headrace.engine.model.families import BY_ARCHITECTURE
-from headrace.engine.model.gguf_file import GgufFile, spec_from_gguf
+from headrace.engine.model.gguf_file import GgufFile
+from headrace.engine.model.gguf_spec import spec_from_gguf
 from headrace.engine.model.source import ModelSource, eos_token_ids
 from headrace.engine.model.tokenizer_store import convert
 

@@ -15,7 +15,8 @@ from safetensors.torch import load_file, save_file
 
 from headrace.core.types.errors import ConfigError
 from headrace.engine.model.checkpoint import INDEX, SINGLE, check_files, open_checkpoint
-from headrace.engine.model.gguf_file import MAX_ITEMS, GgufFile
+from headrace.engine.model.gguf_file import GgufFile
+from headrace.engine.model.gguf_header import MAX_ITEMS
 from headrace.engine.model.source import load_spec, resolve_source
 from headrace.engine.model.tensor_names import model_tensors
 from tests.engine.models import CONFIGS, Saved, make_runner, save_model
@@ -160,14 +161,12 @@ def test_a_shard_may_be_missing_where_its_layers_are_not_read(tmp_path: Path) ->
     refused(folder, f"{alone[0]} cannot be read")
 
 
-def write_gguf(path: Path, tensors: Sequence[tuple[str, np.ndarray[Any, Any], Any]], **keys: Any) -> Path:
+def write_gguf(path: Path, tensors: Sequence[tuple[str, np.ndarray[Any, Any], Any]]) -> Path:
     writer = GGUFWriter(path, "llama")
     sizes = {"embedding_length": 32, "feed_forward_length": 64, "block_count": 1, "attention.head_count": 2}
     for key, value in {**sizes, "context_length": 128}.items():
         writer.add_uint32(f"llama.{key}", value)
     writer.add_float32("llama.attention.layer_norm_rms_epsilon", 1e-5)
-    for key, value in keys.items():
-        writer.add_uint16(key.replace("_", "."), value)
     for name, data, kind in tensors:
         writer.add_tensor(name, data, raw_dtype=kind)
     writer.write_header_to_file()
@@ -186,11 +185,6 @@ def test_kinds_of_gguf_that_cannot_be_expanded_are_one_line(tmp_path: Path, kind
     data = np.zeros((4, size), np.uint8)
     path = write_gguf(tmp_path / "a.gguf", [EMBEDDING, ("blk.0.ffn_up.weight", data, GGMLQuantizationType[kind])])
     refused(path, f"tensor blk.0.ffn_up.weight is of kind {kind}, which cannot be expanded")
-
-
-def test_parts_of_a_split_gguf_say_what_they_are(tmp_path: Path) -> None:
-    path = write_gguf(tmp_path / "m-00002-of-00003.gguf", [EMBEDDING], split_count=3, split_no=1)
-    refused(path, "it is part 2 of 3 of a model; join them by llama.cpp's llama-gguf-split --merge FIRST_PART JOINED")
 
 
 @pytest.mark.parametrize("name", ["blk.0.attn_q.scale", "blk.1.attn_norm.weight", "blk.0.attn_norm.bias", "x"])
