@@ -80,23 +80,22 @@ def model_spec(source: ModelSource, decoder: DecoderChoice = "auto", cache_dir: 
 
     cache_dir: where it may be kept, "" for nowhere. Raises ConfigError for a model that the decoder cannot run.
     """
-    if source.kind != "hf":
+    if source.kind == "stub":
         if decoder == "library":
-            raise ConfigError("--decoder library reads safetensors folders; leave it out for this model")
+            raise ConfigError("--decoder library computes real models; leave it out for this one")
         return load_spec(source)
+    reason = ""
     if decoder != "library":
         try:
             return load_spec(source)
         except UnknownModel as unknown:
             if decoder == "native":
                 raise
-            reason = str(unknown)
-    else:
-        reason = ""
+            reason = f"{unknown}; "
     try:
         return kept_spec(source, cache_dir)
     except ConfigError as error:
-        raise ConfigError(f"{reason}; {error}" if reason else str(error)) from error
+        raise ConfigError(f"{reason}{error}") from error
 
 
 def model_terms(model: ModelConfig, engine: EngineConfig, max_model_len: int = 0) -> ModelTerms:

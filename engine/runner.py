@@ -34,6 +34,7 @@ from headrace.engine.model.arithmetic import Arithmetic, TorchArithmetic
 from headrace.engine.model.checkpoint import (
     CountedCheckpoint,
     GgufCheckpoint,
+    GgufTensors,
     SafetensorsCheckpoint,
     open_checkpoint,
 )
@@ -324,7 +325,7 @@ def _kernels(cpuinfo: str) -> Kernels | None:
 
 def _make_decoder(
     plan: LoadPlan,
-    checkpoint: SafetensorsCheckpoint | GgufCheckpoint,
+    checkpoint: SafetensorsCheckpoint | GgufCheckpoint | GgufTensors,
     loading: LoadProgress,
     precision: Precision,
     arithmetic: Arithmetic,
@@ -336,6 +337,7 @@ def _make_decoder(
     terms, part, _ = plan
     spec, (device, _, native) = terms.spec, terms.computation
     if spec.library is None:
+        assert not isinstance(checkpoint, GgufTensors)
         return NativeDecoder(
             spec,
             CountedCheckpoint(checkpoint, loading),
@@ -353,10 +355,10 @@ def _make_decoder(
         )
     from headrace.engine.library.decoder import LibraryDecoder  # imports transformers
 
-    assert isinstance(checkpoint, SafetensorsCheckpoint)
+    assert isinstance(checkpoint, SafetensorsCheckpoint | GgufTensors)
     return LibraryDecoder(
         spec,
-        terms.source.path,
+        terms.source,
         checkpoint,
         part.layers,
         positions=terms.length,

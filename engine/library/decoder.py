@@ -2,7 +2,6 @@
 
 from collections.abc import Collection, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,9 +20,10 @@ from headrace.engine.library.model import LayersDone, OtherLayer, body_of, call,
 from headrace.engine.library.modules import OutputHead, Products, replace_products, widen
 from headrace.engine.library.states import StateStore, run_by_request
 from headrace.engine.model.arithmetic import Arithmetic, TorchArithmetic, Weight
-from headrace.engine.model.checkpoint import SafetensorsCheckpoint
+from headrace.engine.model.checkpoint import GgufTensors, SafetensorsCheckpoint
 from headrace.engine.model.config import ModelSpec
 from headrace.engine.model.int8 import quantize
+from headrace.engine.model.source import ModelSource
 from headrace.engine.native.kernel_calls import Kernels
 
 
@@ -38,8 +38,8 @@ class LibraryDecoder:
     def __init__(
         self,
         spec: ModelSpec,
-        folder: Path,
-        checkpoint: SafetensorsCheckpoint,
+        source: ModelSource,
+        checkpoint: SafetensorsCheckpoint | GgufTensors,
         layers: range,
         *,
         positions: int,
@@ -56,7 +56,7 @@ class LibraryDecoder:
         library = spec.library
         self._spec, self._arithmetic, self._kernels = spec, arithmetic, kernels
         self._pool: KVPool | None = None
-        self._model = load_model(folder, checkpoint, layers, precision.model, loading).to(device)
+        self._model = load_model(source, checkpoint, layers, precision.model, loading).to(device)
         blocks = layer_list(self._model)
         self._others = {each.place: each for each in blocks if isinstance(each, OtherLayer)}
         for each in blocks:

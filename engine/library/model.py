@@ -12,7 +12,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from functools import partial
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,11 +26,15 @@ from transformers.models.auto.modeling_auto import (
 from headrace.core.runtime.progress import LoadProgress
 from headrace.core.types.errors import ConfigError
 from headrace.engine.library.cache import RowsCache
+from headrace.engine.library.gguf_weights import GgufWeights
 from headrace.engine.library.hooks import NAME, register, running
 from headrace.engine.library.probe import TOKENS, Probe
-from headrace.engine.model.checkpoint import SafetensorsCheckpoint
+from headrace.engine.model.checkpoint import GgufTensors, NamedTensors, SafetensorsCheckpoint
 from headrace.engine.model.config import ModelSpec, RopeSpec
+from headrace.engine.model.gguf_config import config_from_gguf
+from headrace.engine.model.gguf_file import GgufFile
 from headrace.engine.model.library_spec import CachedLayer, KeptState, LibrarySpec
+from headrace.engine.model.source import ModelSource
 
 VERSION = "5.23"  # of transformers, whose hooks this package relies on; another one is tried with its own tests
 LENGTH_ROPES = {"dynamic", "longrope"}
@@ -98,10 +101,14 @@ class NoEmbedding(nn.Module):
         return self.weight.new_zeros(*ids.shape, self._hidden)
 
 
-def read_config(folder: Path) -> PreTrainedConfig:
+def read_config(source: ModelSource) -> PreTrainedConfig:
     """A model's configuration. Raises ConfigError for one that transformers does not know, or that is broken."""
-    with _reported(f"transformers cannot read {folder / 'config.json'}"):
-        return AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+    if source.kind == "gguf":
+        fields = config_from_gguf(GgufFile(source.path))
+        with _reported(f"transformers cannot make a configuration of the metadata of {source.path}"):
+            return AutoConfig.for_model(**fields)
+    with _reported(f"transformers cannot read {source.path / 'config.json'}"):
+        return AutoConfig.from_pretrained(source.path, trust_remote_code=False, local_files_only=True)
 
 
 def model_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
@@ -118,13 +125,15 @@ def model_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
     raise ConfigError(f"transformers has no model that generates text for {type(config).__name__}")
 
 
-def library_spec(folder: Path) -> ModelSpec:
+def library_spec(source: ModelSource) -> ModelSpec:
     """The specification of a model, by a pass of its modules on the meta device. Raises ConfigError for one that cannot
     be served, with the reason."""
     check_version()
-    config = read_config(folder)
+    config = read_config(source)
     text = config.get_text_config(decoder=True)
     shell = _on_meta(model_class(config), config)
+    if source.kind == "gguf":
+        gguf_weights(GgufTensors(source.path), shell)  # so that mistakes are found before a weight is read
     probe = _probe(shell, text.num_hidden_layers)
     name = type(shell).__name__
     if probe.strangers:
@@ -214,25 +223,41 @@ def _states(probe: Probe, layer: int) -> tuple[KeptState, ...]:
     return tuple(KeptState(kind, number, shape) for (kind, number), shape in kept.items())
 
 
+def gguf_weights(tensors: GgufTensors, shell: PreTrainedModel) -> GgufWeights:
+    """Weights of a GGUF file for a model on the meta device. Raises ConfigError as GgufWeights does."""
+    text = shell.config.get_text_config(decoder=True)
+    shapes = {name: tuple(parameter.shape) for name, parameter in shell.state_dict().items()}
+    if _tied(shell.config):
+        shapes.pop("lm_head.weight", None)
+    return GgufWeights(tensors, shapes, text.num_hidden_layers, (text.num_attention_heads, text.num_key_value_heads))
+
+
 def load_model(
-    folder: Path, checkpoint: SafetensorsCheckpoint, layers: range, dtype: torch.dtype, loading: LoadProgress
+    source: ModelSource,
+    checkpoint: SafetensorsCheckpoint | GgufTensors,
+    layers: range,
+    dtype: torch.dtype,
+    loading: LoadProgress,
 ) -> PreTrainedModel:
     """A model with the weights of a stage's layers, of the embedding where it has the first and of the head where it
     has the last. Raises ConfigError for weights that are missing, left over or misshapen."""
-    config = read_config(folder)
+    config = read_config(source)
     for part in (config, config.get_text_config(decoder=True)):
         part.__dict__.pop("quantization_config", None)  # weights are expanded as they are read
     count = config.get_text_config(decoder=True).num_hidden_layers
     elsewhere: set[str] = set()
-    if len(layers) < count:
-        elsewhere = set(_on_meta(model_class(config), config).state_dict())
-    read = partial(_read, checkpoint, dtype, loading)
-    names = [name for name in sorted(checkpoint.names) if _is_read(name, layers, count)]
+    stored: NamedTensors | GgufWeights = checkpoint
+    if len(layers) < count or isinstance(checkpoint, GgufTensors):
+        shell = _on_meta(model_class(config), config)
+        elsewhere = set(shell.state_dict())
+        stored = gguf_weights(checkpoint, shell) if isinstance(checkpoint, GgufTensors) else checkpoint
+    read = partial(_read, stored, dtype, loading)
+    names = [name for name in sorted(stored.names) if _is_read(name, layers, count)]
     with ThreadPoolExecutor(LOADERS) as loaders:
         weights = dict(zip(names, loaders.map(read, names), strict=True))
     register()
     stage_class = _stage_class(model_class(config), layers, count)
-    with _reported(f"transformers cannot load {folder}"):
+    with _reported(f"transformers cannot load {source.path}"):
         model, info = stage_class.from_pretrained(
             None,
             config=config,
@@ -252,7 +277,7 @@ def load_model(
     ):
         if names:
             more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-            raise ConfigError(f"{folder} {what}: {', '.join(names[:3])}{more}")
+            raise ConfigError(f"{source.path} {what}: {', '.join(names[:3])}{more}")
     for module in model.modules():
         if isinstance(module, NoEmbedding):
             module.load(dtype)
@@ -366,8 +391,8 @@ def _tied(config: PreTrainedConfig) -> bool:
     return any(getattr(each, "tie_word_embeddings", False) for each in (config, config.get_text_config(decoder=True)))
 
 
-def _read(checkpoint: SafetensorsCheckpoint, dtype: torch.dtype, loading: LoadProgress, name: str) -> Tensor:
-    weight = checkpoint.read(name, checkpoint.shape(name))
+def _read(stored: "NamedTensors | GgufWeights", dtype: torch.dtype, loading: LoadProgress, name: str) -> Tensor:
+    weight = stored.read(name, stored.shape(name))
     loading.read(weight.numel())
     return weight.to(dtype)
 

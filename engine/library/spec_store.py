@@ -22,7 +22,7 @@ def kept_spec(source: ModelSource, cache_dir: str) -> ModelSpec:
     if "transformers" in sys.modules:
         from headrace.engine.library.model import library_spec
 
-        return library_spec(source.path)
+        return library_spec(source)
     return RECORDS.load(source, cache_dir)
 
 
@@ -30,7 +30,7 @@ def main(parent: str, model: str, path: str) -> int:
     """Make one specification; returns the exit status."""
     from headrace.engine.library.model import library_spec  # imports transformers
 
-    return RECORDS.make(parent, path, lambda: library_spec(resolve_source(model).path))
+    return RECORDS.make(parent, path, lambda: library_spec(resolve_source(model)))
 
 
 if __name__ == "__main__":

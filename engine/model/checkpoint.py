@@ -1,6 +1,7 @@
 """Checkpoints: weights read by their Hugging Face names from safetensors (one file or shards) or GGUF."""
 
 import re
+from collections.abc import Set as AbstractSet
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -79,21 +80,23 @@ class Checkpoint(Tensors, Protocol):
 def check_files(source: ModelSource, spec: ModelSpec) -> None:
     """Read the headers of all files of a model's weights: that each of its tensors is there, in a shape and a dtype
     that can be read, and that the files are as long as they say. Raises ConfigError."""
-    if spec.library is not None:
-        SafetensorsCheckpoint(source.path).check_shards()
-        return
-    open_checkpoint(source, spec).check(model_tensors(spec))
+    checkpoint = open_checkpoint(source, spec)
+    if isinstance(checkpoint, GgufTensors):
+        return  # the specification was made of these tensors
+    if spec.library is None:
+        checkpoint.check(model_tensors(spec))
+    elif isinstance(checkpoint, SafetensorsCheckpoint):
+        checkpoint.check_shards()
 
 
-def open_checkpoint(source: ModelSource, spec: ModelSpec) -> "SafetensorsCheckpoint | GgufCheckpoint":
+def open_checkpoint(source: ModelSource, spec: ModelSpec) -> "SafetensorsCheckpoint | GgufCheckpoint | GgufTensors":
     """Open a model's weights. Raises ConfigError when the files cannot be read, and for tensors in them that the model
-    does not consist of."""
+    does not consist of; where transformers' modules compute it, these are found where the model is loaded."""
     if source.kind == "gguf":
-        return GgufCheckpoint(source.path, spec)
+        return GgufCheckpoint(source.path, spec) if spec.library is None else GgufTensors(source.path)
     checkpoint = SafetensorsCheckpoint(source.path)
-    if spec.library is not None:
-        return checkpoint  # what is missing or left over is found where the model is loaded
-    refuse_unread(spec, checkpoint.names, str(source.path))
+    if spec.library is None:
+        refuse_unread(spec, checkpoint.names, str(source.path))
     return checkpoint
 
 
@@ -235,6 +238,44 @@ class SafetensorsCheckpoint:
             except (OSError, ValueError, SafetensorError) as error:
                 raise ConfigError(f"{self._folder / name} cannot be read as safetensors: {error}") from error
         return self._files[name]
+
+
+class NamedTensors(Tensors, Protocol):
+    """Tensors as files name and shape them."""
+
+    @property
+    def names(self) -> AbstractSet[str]:
+        """Of all of them."""
+        ...
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Of a tensor that is there."""
+        ...
+
+
+class GgufTensors:
+    """Tensors of a GGUF file by the names and in the shapes that they have there, dequantised to float32.
+
+    path, metadata: of the file. names: of its tensors.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Read the header. Raises ConfigError for a file that is no readable GGUF."""
+        self._file = GgufFile(path)
+        self.path, self.metadata = path, self._file.metadata
+        self.names = self._file.tensors.keys()
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Of a tensor that is there."""
+        return self._file.tensors[name].shape
+
+    def read(self, name: str, shape: tuple[int, ...], rows: list[int] | None = None) -> Tensor:
+        """See Tensors."""
+        if name not in self.names:
+            raise _missing(name, shape, self.path)
+        if (found := self.shape(name)) != shape:
+            raise _misshapen(name, shape, found)
+        return torch.from_numpy(self._file.read(name, None if rows is None else np.array(rows, np.intp)))
 
 
 class GgufCheckpoint:

@@ -6,7 +6,7 @@ import xxhash
 from torch import Tensor
 
 from headrace.core.config import Quantize
-from headrace.engine.model.checkpoint import SafetensorsCheckpoint, Tensors
+from headrace.engine.model.checkpoint import GgufTensors, SafetensorsCheckpoint, Tensors
 from headrace.engine.model.config import ModelSpec
 from headrace.engine.model.moe_spec import MoeSpec
 from headrace.engine.model.rope import inverse_frequencies
@@ -29,7 +29,7 @@ def fingerprint(spec: ModelSpec, checkpoint: Tensors, quantize: Quantize = "none
     if quantize != "none":
         digest.update(quantize.encode())
     if spec.library is not None:
-        assert isinstance(checkpoint, SafetensorsCheckpoint)
+        assert isinstance(checkpoint, SafetensorsCheckpoint | GgufTensors)
         digest.update(spec.library.config.encode())
         if spec.library.rotates_by_length:
             digest.update(str(length).encode())

@@ -101,7 +101,8 @@ class GgufFile:
             return _floats(raw, info.kind).reshape(info.shape)
         if len(info.shape) == 1:
             return _floats(raw, info.kind).reshape(-1)[rows]
-        return _floats(raw[rows], info.kind).reshape(len(rows), *info.shape[1:])
+        wanted = raw.reshape(info.shape[0], -1, info.row_bytes)[rows].reshape(-1, info.row_bytes)
+        return _floats(wanted, info.kind).reshape(len(rows), *info.shape[1:])
 
     def read_q8(
         self, name: str, rows: NDArray[np.intp] | None = None, columns: range | None = None

@@ -2,7 +2,7 @@
 
 from math import inf
 
-from headrace.core.types.errors import ConfigError
+from headrace.core.types.errors import ConfigError, UnknownModel
 from headrace.engine.model.config import ModelSpec, RopeKind, RopeSpec
 from headrace.engine.model.config_fields import ABOVE_ONE, COUNT, LAYERS, NAME, POSITIVE, SIZE, Fields
 from headrace.engine.model.families import FAMILIES
@@ -18,10 +18,10 @@ def spec_from_gguf(file: GgufFile) -> ModelSpec:
     architecture = Fields(file.name, file.metadata).get("general.architecture", NAME)
     known = [family.model_type for family in FAMILIES if family.gguf]
     if architecture not in known:
-        raise ConfigError(f"GGUF architecture {architecture!r} is not supported; supported are {', '.join(known)}")
+        raise UnknownModel(f"our own layers compute GGUF files of {', '.join(known)}, this is {architecture!r}")
     keys = _keys_of(file, f"{architecture}.")
     if keys.get("expert_count", COUNT, 0):
-        raise ConfigError("GGUF models with experts are not supported; supported are dense models")
+        raise UnknownModel("our own layers compute GGUF files of models without experts, this one has some")
     hidden, heads = keys.get("embedding_length", SIZE), keys.get("attention.head_count", SIZE)
     head_dim = keys.get("attention.key_length", SIZE, hidden // heads)
     if (rotated := keys.get("rope.dimension_count", COUNT, head_dim)) != head_dim:

@@ -37,7 +37,7 @@ def test_a_record_is_what_the_pass_finds_and_is_kept(tmp_path: Path) -> None:
     written = record.stat().st_mtime_ns
     found = RECORDS.load(ModelSource("hf", folder), str(cache))
     assert record.stat().st_mtime_ns == written
-    assert msgspec.msgpack.encode(found) == msgspec.msgpack.encode(library_spec(folder))
+    assert msgspec.msgpack.encode(found) == msgspec.msgpack.encode(library_spec(ModelSource("hf", folder)))
 
 
 def test_what_a_child_says_of_a_model_is_said_here(tmp_path: Path) -> None:
@@ -58,7 +58,7 @@ def test_code_of_a_repository_is_not_run(tmp_path: Path, model_type: str) -> Non
     (tmp_path / "config.json").write_text(json.dumps(changed))
     if model_type == "own_model":
         with pytest.raises(ConfigError, match="transformers cannot read"):
-            library_spec(tmp_path)
+            library_spec(ModelSource("hf", tmp_path))
     else:
-        assert library_spec(tmp_path).library is not None
+        assert library_spec(ModelSource("hf", tmp_path)).library is not None
     assert not ran.exists()
