@@ -23,9 +23,9 @@ This page is made from the code (`python -m tests.models.document`).
 
 Scheduler, cache, tiers and handoff do not know which one it is. What both have: `--pp`, chunks, ragged batches, the
 prefix cache, `--quantize int8` on CPUs, every form of checkpoint below. GGUF files, split ones too: Llama, Mistral,
-Qwen2 and Qwen3 native; Gemma 2 and 3, Mixtral, Qwen2-MoE, Qwen3-MoE, gpt-oss, Phi-3, Ministral 3, SmolLM3, DeepSeek-V2
-and -V3, Kimi K2, GLM-4 and 4.5 by the library. Native only: `--tp`, `--expert-parallel`, latents attended to as they are
-(DeepSeek).
+Qwen2 and Qwen3 native; Gemma 2 and 3, Mixtral, Qwen2-MoE, Qwen3-MoE, gpt-oss, Phi-3, Ministral 3, SmolLM3,
+DeepSeek-V2 and -V3, Kimi K2, GLM-4 and 4.5 by the library. Native only: `--tp`, `--expert-parallel`, latents attended
+to as they are (DeepSeek).
 
 The library's decoder has no table of architectures. A pass of the model on torch's meta device shows what each layer
 caches before a weight is read (`engine/library/probe.py`; the result is kept in `--cache-dir`). The model's cache
