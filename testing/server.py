@@ -166,7 +166,7 @@ class SimulatedServer:
         if not self.scheduler.idle:
             self.violation("requests are left at the end")
         samples = self.scheduler.statistics().samples
-        pages = {sample.labels: sample.value for sample in samples if sample.labels}
+        pages = {sample.labels: sample.value for sample in samples if sample.name == "kv_pages"}
         for sample in samples:
             if sample.name == "kv_tier_pages_total":
                 key = f"{self.name}:{' '.join(sample.labels)}"
