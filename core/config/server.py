@@ -13,11 +13,9 @@ GATEWAY_PORT = 8100
 ToolFormat = Literal[
     "hermes", "llama3_json", "mistral", "deepseek_v3", "kimi_k2", "qwen3_coder", "glm45", "gemma4", "harmony"
 ]
-ToolParser = Literal[
-    "auto", "hermes", "llama3_json", "mistral", "deepseek_v3", "kimi_k2", "qwen3_coder", "glm45", "gemma4", "harmony"
-]
+ToolParser = Literal["auto", ToolFormat]
 ReasoningFormat = Literal["think", "harmony", "gemma4", "kimi", "mistral", "seed_oss"]
-ReasoningParser = Literal["auto", "none", "think", "harmony", "gemma4", "kimi", "mistral", "seed_oss"]
+ReasoningParser = Literal["auto", "none", ReasoningFormat]
 LogLevel = Literal["debug", "info", "warning", "error"]
 LogFormat = Literal["text", "json"]
 # Of gateways, too.

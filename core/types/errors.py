@@ -1,5 +1,7 @@
 """Typed errors. Every failure reaches its caller as an ErrorInfo: a stable code, a message, an HTTP status."""
 
+from collections.abc import Sequence
+
 import msgspec
 
 
@@ -46,6 +48,12 @@ def invalid(field: str, message: str, *, code: str = "invalid_value", status: in
 def shown(text: str, chars: int = 100) -> str:
     """A client's or peer's text as error messages repeat it: cut to so many characters, with its length if it was."""
     return text if len(text) <= chars else f"{text[:chars]}... ({len(text)} characters)"
+
+
+def first_of(names: Sequence[str], most: int = 3) -> str:
+    """The first of these names as error messages list them, with the number of the others."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return f"{', '.join(names[:most])}{more}"
 
 
 # Codes that more than one package uses. What is refused with 429 or 503: core/types/refusals.py

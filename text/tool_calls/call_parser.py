@@ -42,10 +42,7 @@ def _hermes(reader: CharReader, names: Collection[str]) -> Parsing[None]:
         try:
             yield from reader.space()
             yield from _call_object(reader, names)
-            yield from reader.space()
-            yield from reader.expect(HERMES_END)
-            yield from reader.space()
-            reader.closed()
+            yield from reader.close_by(HERMES_END)
         except NotACall:
             reader.give_back()
 
@@ -124,14 +121,22 @@ def _word(reader: CharReader) -> Parsing[str]:
 def _deepseek_v3(reader: CharReader, names: Collection[str]) -> Parsing[None]:
     """Calls with marks around all and around each: function, separator, name, and the arguments in a block of code; in
     V3.1 the name, separator and the arguments."""
-    while (yield from reader.content_until(DEEPSEEK_BEGIN)):
+    yield from _marked_calls(
+        reader, (DEEPSEEK_BEGIN, DEEPSEEK_CALL, DEEPSEEK_END), lambda: _deepseek_call(reader, names)
+    )
+
+
+def _marked_calls(reader: CharReader, marks: tuple[str, str, str], read: Callable[[], Parsing[None]]) -> Parsing[None]:
+    """Calls between marks. marks: before all, before each, behind all. read: reads a call behind its mark."""
+    begin, each, end = marks
+    while (yield from reader.content_until(begin)):
         try:
             yield from reader.space()
-            mark = yield from reader.expect(DEEPSEEK_CALL)
-            while mark == DEEPSEEK_CALL:
-                yield from _deepseek_call(reader, names)
+            mark = yield from reader.expect(each)
+            while mark == each:
+                yield from read()
                 yield from reader.space()
-                mark = yield from reader.expect(DEEPSEEK_CALL, DEEPSEEK_END)
+                mark = yield from reader.expect(each, end)
             yield from reader.space()
             reader.closed()
         except NotACall:
@@ -155,25 +160,18 @@ def _deepseek_call(reader: CharReader, names: Collection[str]) -> Parsing[None]:
 
 def _kimi_k2(reader: CharReader, names: Collection[str]) -> Parsing[None]:
     """Calls with marks around all and around each: functions.name:number, which is its id, a mark, the arguments."""
-    while (yield from reader.content_until(KIMI_BEGIN)):
-        try:
-            yield from reader.space()
-            mark = yield from reader.expect(KIMI_CALL)
-            while mark == KIMI_CALL:
-                own_id = (yield from reader.until(KIMI_ARGUMENTS, MAX_ID)).strip(SPACE)
-                yield from reader.space()
-                named = _KIMI_ID.fullmatch(own_id)
-                if named is None:
-                    raise NotACall
-                yield from _arguments(reader, named[1], names, own_id)
-                yield from reader.space()
-                yield from reader.expect(KIMI_CALL_END)
-                yield from reader.space()
-                mark = yield from reader.expect(KIMI_CALL, KIMI_END)
-            yield from reader.space()
-            reader.closed()
-        except NotACall:
-            reader.give_back()
+    yield from _marked_calls(reader, (KIMI_BEGIN, KIMI_CALL, KIMI_END), lambda: _kimi_call(reader, names))
+
+
+def _kimi_call(reader: CharReader, names: Collection[str]) -> Parsing[None]:
+    own_id = (yield from reader.until(KIMI_ARGUMENTS, MAX_ID)).strip(SPACE)
+    yield from reader.space()
+    named = _KIMI_ID.fullmatch(own_id)
+    if named is None:
+        raise NotACall
+    yield from _arguments(reader, named[1], names, own_id)
+    yield from reader.space()
+    yield from reader.expect(KIMI_CALL_END)
 
 
 def _arguments(reader: CharReader, name: str, names: Collection[str], own_id: str = "") -> Parsing[None]:

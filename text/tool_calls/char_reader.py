@@ -155,6 +155,13 @@ class CharReader:
             yield from self.advance()
         return seen
 
+    def close_by(self, mark: str) -> Parsing[None]:
+        """Read the mark that closes a call, with white space around it. Raises NotACall for something else."""
+        yield from self.space()
+        yield from self.expect(mark)
+        yield from self.space()
+        self.closed()
+
     def until(self, mark: str, most: int) -> Parsing[str]:
         """Read up to a mark, and the mark; returns the text before it. Raises NotACall if it has more than `most`
         characters."""

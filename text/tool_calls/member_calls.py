@@ -52,7 +52,7 @@ def qwen3_coder(reader: CharReader, functions: Functions) -> Parsing[None]:
             yield from reader.expect(FUNCTION)
             name = yield from reader.until(">", MAX_NAME)
             yield from _members(reader, name, functions, _parameter, PARAMETER_END, framed=True)
-            yield from _closed(reader, HERMES_END)
+            yield from reader.close_by(HERMES_END)
         except NotACall:
             reader.give_back()
         except _Cut:
@@ -86,7 +86,7 @@ def gemma4(reader: CharReader, functions: Functions) -> Parsing[None]:
             reader.begin(name)
             yield from _gemma_object(reader)
             reader.end()
-            yield from _closed(reader, GEMMA_END)
+            yield from reader.close_by(GEMMA_END)
         except NotACall:
             reader.give_back()
         except _Cut:
@@ -103,13 +103,6 @@ def _name(reader: CharReader, ends: str) -> Parsing[str]:
         name += reader.char
         yield from reader.advance()
     return name.strip(SPACE)
-
-
-def _closed(reader: CharReader, mark: str) -> Parsing[None]:
-    yield from reader.space()
-    yield from reader.expect(mark)
-    yield from reader.space()
-    reader.closed()
 
 
 def _members(
