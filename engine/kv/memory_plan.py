@@ -142,10 +142,10 @@ def plan_memory(
         advice = f"--max-model-len {max(1, min(pages, fitting)) * page_size} or less"
         if kv_pages and fitting >= least:  # a request fits, only not so many
             advice = f"--kv-pages {fitting} or less, or leave it out"
+        needed = _mib(int(geometry.pool_bytes(max(pages, least)) * kv_copies))
         raise ConfigError(
-            f"{_mib(int(geometry.pool_bytes(max(pages, least)) * kv_copies))} of KV pages do not fit: "
-            f"{_mib(available_bytes)} are available and the weights take {_mib(weights)}; "
-            f"write {advice}"
+            f"{needed} of KV pages do not fit: {_mib(available_bytes)} are available and the weights take "
+            f"{_mib(weights)}; write {advice}"
         )
     return MemoryPlan(
         weight_bytes=weights,
@@ -157,8 +157,7 @@ def plan_memory(
         available_bytes=available_bytes,
         explanation=(
             f"weights {_mib(weights)} ({'int8 and ' if int8 else ''}{weight_dtype}); "
-            f"KV {_mib(pages * geometry.page_bytes)} = {pages} pages × "
-            f"{page_size} tokens × {geometry.token_bytes} bytes per token ({reason}); {_states(geometry, pages)}"
+            f"{_pool(geometry, pages, reason)}"
             f"{f'exchange {_mib(exchange_bytes)}; ' if exchange_bytes else ''}"
             f"{_mib(available_bytes)} available; longest request {length} tokens = {least} pages"
         ),
@@ -204,9 +203,14 @@ def add_host_tier(plan: MemoryPlan, pages: int, room_bytes: int) -> MemoryPlan:
     return msgspec.structs.replace(planned, explanation=f"{plan.explanation}; {tier}")
 
 
-def _states(geometry: Geometry, pages: int) -> str:
+def _pool(geometry: Geometry, pages: int, reason: str) -> str:
+    """A pool of so many pages in words. reason: why so many."""
     slots, each = geometry.slots_for(pages), geometry.state_bytes
-    return f"states {_mib(slots * each)} = {slots} requests × {_mib(each)}; " if slots else ""
+    states = f"states {_mib(slots * each)} = {slots} requests × {_mib(each)}; " if slots else ""
+    return (
+        f"KV {_mib(pages * geometry.page_bytes)} = {pages} pages × {geometry.page_size} tokens × "
+        f"{geometry.token_bytes} bytes per token ({reason}); {states}"
+    )
 
 
 def _mib(size: int) -> str:

@@ -1,7 +1,8 @@
 """One forward pass of transformers' modules over rows of several requests, side by side in one sequence."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
+from functools import cached_property, partial
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -10,12 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from headrace.engine.attention.native import Ranges
-from headrace.engine.attention.paged import AttentionSpan
 from headrace.engine.attention.slots import LayerSlot, Scores, SlotPass, plain_attention
-from headrace.engine.library.cache import RowsCache
+from headrace.engine.library.cache import CacheOwner, RowsCache
 from headrace.engine.library.hooks import Asked, Mask, positions_seen
 from headrace.engine.library.modules import PackedExperts
-from headrace.engine.library.states import RequestStates, StateStore, joined, of_request
+from headrace.engine.library.states import Piece, RequestStates, StateStore, joined, of_request
 
 MASK_ROWS = 256  # tokens whose masks are evaluated at a time
 
@@ -28,7 +28,7 @@ class CachedSlot(NamedTuple):
     """The model makes keys and values of what it caches: it gets all positions, and attention what it made."""
 
 
-class Batch:
+class Batch(CacheOwner):
     """A pass. It is Running and a CacheOwner."""
 
     def __init__(
@@ -53,7 +53,7 @@ class Batch:
         ends = np.cumsum([0, *(span.start + span.count for span in spans)]).tolist()
         self._rows = [slice(*edge) for edge in pairwise(edges)]
         self._positions_of = [slice(*edge) for edge in pairwise(ends)]
-        self.offsets: Tensor | int = spans[0].start
+        self.offsets = spans[0].start
         if len(spans) > 1:
             self.offsets = positions - torch.arange(len(positions), device=positions.device)
         self._layer_of: dict[int, int] = {}
@@ -72,42 +72,34 @@ class Batch:
         self._kept.append(keys)
         return keys, values
 
-    def state(self, layer: int, kind: str, number: int) -> Tensor | None:
-        """See CacheOwner. Raises RuntimeError: modules that ask for one run by request."""
-        raise RuntimeError("a module keeps something of a request that the probe has not seen")
-
-    def keep(self, layer: int, kind: str, number: int, value: Tensor) -> Tensor:
-        """See state()."""
-        raise RuntimeError("a module keeps something of a request that the probe has not seen")
-
-    def index_keys(self, keys: Tensor, layer: int) -> Tensor:
-        """See state()."""
-        raise RuntimeError("a module keeps something of a request that the probe has not seen")
-
-    def unknown(self) -> Any:
-        """See state()."""
-        raise RuntimeError("a module looks into its cache, which the probe has not seen")
-
     def by_request(self, forward: Any, args: Any, named: Any) -> Any:
         """See Running."""
         tokens, parts = self._rows[-1].stop, []
-        for rows, span in self._pieces():
-            states = RequestStates(self._states, span)
-            cache = RowsCache(states, self._layers)
-            given = of_request((args, named), tokens, rows, span, cache)
-            parts.append(forward(*given[0], **given[1]))
-            states.write()
+        for piece in self._pieces:
+            own_args, own_named = of_request((args, named), tokens, piece)
+            parts.append(forward(*own_args, **own_named))
+            piece.states.write()
         return joined(parts)
 
-    def _pieces(self) -> Iterator[tuple[slice, AttentionSpan]]:
-        """Rows of tokens that modules with states get at once."""
-        for rows, span in zip(self._rows, self._attention.spans, strict=True):
-            if not self._one_by_one or not span.start:
-                yield rows, span
-                continue
-            for index in range(span.count):
-                row, resume = rows.start + index, -1 if index else span.resume
-                yield slice(row, row + 1), replace(span, start=span.start + index, count=1, resume=resume)
+    @cached_property
+    def _pieces(self) -> list[Piece]:
+        """The tokens that modules with states get at once."""
+        found = []
+        for number, (rows, span) in enumerate(zip(self._rows, self._attention.spans, strict=True)):
+            singly = self._one_by_one and span.start > 0
+            for first in range(span.count) if singly else (0,):
+                count = 1 if singly else span.count
+                resume = -1 if first else span.resume
+                own = replace(span, start=span.start + first, count=count, resume=resume)
+                states = RequestStates(self._states, own)
+                at = slice(rows.start + first, rows.start + first + count)
+                seen = partial(self._seen_by, number, slice(first, first + count), own.start + count)
+                found.append(Piece(at, states, RowsCache(states, self._layers), seen))
+        return found
+
+    def _seen_by(self, number: int, tokens: slice, positions: int, mask: Mask) -> Tensor:
+        """bool [1, tokens, positions]: what some tokens of a row see of its first positions."""
+        return self._seen_of(mask, 0)[number][tokens, :positions][None]
 
     def attend(self, query: Tensor, keys: Tensor, values: Tensor, asked: Asked) -> Tensor:
         """See Running."""
@@ -122,7 +114,7 @@ class Batch:
             )
         parts = []
         for number, (rows, positions) in enumerate(zip(self._rows, self._positions_of, strict=True)):
-            seen = self._seen_of(asked)[number]
+            seen = self._seen_of(asked.mask, asked.window)[number]
             if asked.indices is not None:
                 seen = seen & _selected(asked.indices[0, rows], seen.shape[1])
             queries, of_keys, of_values = (
@@ -166,16 +158,15 @@ class Batch:
                 ends.append(end)
         return Ranges(*(np.concatenate(each).astype(np.int32) for each in (begins, ends)))
 
-    def _seen_of(self, asked: Asked) -> list[Tensor]:
+    def _seen_of(self, mask: object, window: int) -> list[Tensor]:
         """The same as bool [tokens, positions] of each row."""
-        key = id(asked.mask), asked.window
+        key = id(mask), window
         if key not in self._seen:
             spans = [(span.start, span.start + span.count) for span in self._attention.spans]
             self._seen[key] = [
-                torch.from_numpy(positions_seen(asked.mask, asked.window, np.arange(start, end), end))
-                for start, end in spans
+                torch.from_numpy(positions_seen(mask, window, np.arange(start, end), end)) for start, end in spans
             ]
-            self._kept.append(asked.mask)
+            self._kept.append(mask)
         return self._seen[key]
 
 

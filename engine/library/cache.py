@@ -1,39 +1,39 @@
 """The cache object that modules of transformers are given: it holds nothing, and asks the pass that is under way."""
 
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
+UNSEEN = "a module asks its cache for something that the probe has not seen"
 
-class CacheOwner(Protocol):
-    """What a cache asks."""
 
-    @property
-    def offsets(self) -> Tensor | int:
-        """Positions of the tokens of a pass, less their places in it: int64 [tokens], or one number for all."""
-        ...
+class CacheOwner:
+    """What a cache asks. Whatever is not overridden raises RuntimeError: the probe has not seen a module ask for it."""
+
+    offsets: Tensor | int = 0
+    """Positions of the tokens of a pass, less their places in it: int64 [tokens], or one number for all."""
 
     def update(self, keys: Tensor, values: Tensor, layer: int) -> tuple[Tensor, Tensor]:
         """Keep keys and values [1, heads, tokens, width] of a layer; return those to attend to."""
-        ...
+        raise RuntimeError(UNSEEN)
 
     def state(self, layer: int, kind: str, number: int) -> Tensor | None:
         """What a layer has kept of a request besides keys and values [1, ...]; None at its beginning."""
-        ...
+        raise RuntimeError(UNSEEN)
 
     def keep(self, layer: int, kind: str, number: int, value: Tensor) -> Tensor:
         """Keep it. Returns it."""
-        ...
+        raise RuntimeError(UNSEEN)
 
     def index_keys(self, keys: Tensor, layer: int) -> Tensor:
         """Keep the keys [1, tokens, width] by which a layer selects positions. Returns those of all positions."""
-        ...
+        raise RuntimeError(UNSEEN)
 
     def unknown(self) -> Any:
         """A module looks for something that no cache of ours has."""
-        ...
+        raise RuntimeError(UNSEEN)
 
 
 class RowsCache(Cache):  # type: ignore[misc]

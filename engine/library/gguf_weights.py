@@ -13,14 +13,13 @@ from gguf.constants import MODEL_ARCH_NAMES
 from gguf.tensor_mapping import get_tensor_name_map
 from torch import Tensor
 
-from headrace.core.types.errors import ConfigError
+from headrace.core.types.errors import ConfigError, first_of
 from headrace.engine.model.checkpoint import GgufTensors
 from headrace.engine.model.gguf_config import ARCHITECTURES, ROPE_FACTORS
 
 GATE_UP = "mlp.experts.gate_up_proj"
 _ARCHITECTURE = {name: number for number, name in MODEL_ARCH_NAMES.items()}
 _LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
-_SHOWN = 3
 # In a layer, what gguf names otherwise or does not know: parts of the file by the parameter that they make.
 _PARTS = {
     GATE_UP: ("ffn_gate_exps.weight", "ffn_up_exps.weight"),
@@ -106,8 +105,7 @@ class GgufWeights:
         unread = sorted(name for name in self._tensors.names - used if not self._may_lie_unread(name, layers))
         for what, names in (("lacks tensors", missing), ("has tensors that the model does not read", unread)):
             if names:
-                more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-                raise ConfigError(f"{self._tensors.path} {what}: {', '.join(names[:_SHOWN])}{more}")
+                raise ConfigError(f"{self._tensors.path} {what}: {first_of(names)}")
         for name, shape in shapes.items():
             parts = self._made[name].parts
             try:

@@ -24,7 +24,7 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from headrace.core.runtime.progress import LoadProgress
-from headrace.core.types.errors import ConfigError
+from headrace.core.types.errors import ConfigError, first_of
 from headrace.engine.library.cache import RowsCache
 from headrace.engine.library.gguf_weights import GgufWeights
 from headrace.engine.library.hooks import NAME, register, running
@@ -32,7 +32,6 @@ from headrace.engine.library.probe import TOKENS, Probe
 from headrace.engine.model.checkpoint import GgufTensors, NamedTensors, SafetensorsCheckpoint
 from headrace.engine.model.config import ModelSpec, RopeSpec
 from headrace.engine.model.gguf_config import config_from_gguf
-from headrace.engine.model.gguf_file import GgufFile
 from headrace.engine.model.library_spec import CachedLayer, KeptState, LibrarySpec
 from headrace.engine.model.source import ModelSource
 
@@ -101,10 +100,11 @@ class NoEmbedding(nn.Module):
         return self.weight.new_zeros(*ids.shape, self._hidden)
 
 
-def read_config(source: ModelSource) -> PreTrainedConfig:
-    """A model's configuration. Raises ConfigError for one that transformers does not know, or that is broken."""
-    if source.kind == "gguf":
-        fields = config_from_gguf(GgufFile(source.path))
+def read_config(source: ModelSource, tensors: GgufTensors | None) -> PreTrainedConfig:
+    """A model's configuration. tensors: of a GGUF model, whose metadata say it. Raises ConfigError for one that
+    transformers does not know, or that is broken."""
+    if tensors is not None:
+        fields = config_from_gguf(tensors.file)
         with _reported(f"transformers cannot make a configuration of the metadata of {source.path}"):
             return AutoConfig.for_model(**fields)
     with _reported(f"transformers cannot read {source.path / 'config.json'}"):
@@ -129,11 +129,12 @@ def library_spec(source: ModelSource) -> ModelSpec:
     """The specification of a model, by a pass of its modules on the meta device. Raises ConfigError for one that cannot
     be served, with the reason."""
     check_version()
-    config = read_config(source)
+    tensors = GgufTensors(source.path) if source.kind == "gguf" else None
+    config = read_config(source, tensors)
     text = config.get_text_config(decoder=True)
     shell = _on_meta(model_class(config), config)
-    if source.kind == "gguf":
-        gguf_weights(GgufTensors(source.path), shell)  # so that mistakes are found before a weight is read
+    if tensors is not None:
+        gguf_weights(tensors, shell)  # so that mistakes are found before a weight is read
     probe = _probe(shell, text.num_hidden_layers)
     name = type(shell).__name__
     if probe.strangers:
@@ -192,21 +193,19 @@ def _divides(config: PreTrainedConfig, text: PreTrainedConfig, blocks: int, laye
     hidden states to the next one, or are asked for something by the model as a whole."""
     if getattr(text, "hidden_size_per_layer_input", 0) or blocks != layers or layers < 2:
         return False
-    ids = torch.ones(1, TOKENS, dtype=torch.long, device="meta")
-    positions = torch.arange(TOKENS, device="meta")[None]
     for own in (range(layers // 2), range(layers // 2, layers)):
         try:
             shell = _on_meta(_stage_class(model_class(config), own, layers), config)
-            shell.tie_weights()
-            for each in shell.modules():
-                if isinstance(each, NoEmbedding):
-                    with torch.device("meta"):
-                        each.load(torch.float32)
-                if isinstance(each, OtherLayer):
-                    each.given = torch.empty(1, TOKENS, text.hidden_size, device="meta")
-            with running(probe := Probe()), probe.watching(shell), torch.inference_mode(), suppress(LayersDone):
-                call(shell, RowsCache(probe, layers), input_ids=ids, position_ids=positions)
-        except Exception:
+            with _reported(f"{type(shell).__name__} has no stages"), suppress(LayersDone):
+                shell.tie_weights()
+                for each in shell.modules():
+                    if isinstance(each, NoEmbedding):
+                        with torch.device("meta"):
+                            each.load(torch.float32)
+                    if isinstance(each, OtherLayer):
+                        each.given = torch.empty(1, TOKENS, text.hidden_size, device="meta")
+                _pass(shell, Probe(), layers)
+        except ConfigError:
             return False
     return True
 
@@ -241,16 +240,17 @@ def load_model(
 ) -> PreTrainedModel:
     """A model with the weights of a stage's layers, of the embedding where it has the first and of the head where it
     has the last. Raises ConfigError for weights that are missing, left over or misshapen."""
-    config = read_config(source)
+    tensors = checkpoint if isinstance(checkpoint, GgufTensors) else None
+    config = read_config(source, tensors)
     for part in (config, config.get_text_config(decoder=True)):
         part.__dict__.pop("quantization_config", None)  # weights are expanded as they are read
     count = config.get_text_config(decoder=True).num_hidden_layers
     elsewhere: set[str] = set()
     stored: NamedTensors | GgufWeights = checkpoint
-    if len(layers) < count or isinstance(checkpoint, GgufTensors):
+    if len(layers) < count or tensors is not None:
         shell = _on_meta(model_class(config), config)
         elsewhere = set(shell.state_dict())
-        stored = gguf_weights(checkpoint, shell) if isinstance(checkpoint, GgufTensors) else checkpoint
+        stored = gguf_weights(tensors, shell) if tensors is not None else checkpoint
     read = partial(_read, stored, dtype, loading)
     names = [name for name in sorted(stored.names) if _is_read(name, layers, count)]
     with ThreadPoolExecutor(LOADERS) as loaders:
@@ -276,8 +276,7 @@ def load_model(
         ("has tensors of another shape", sorted(str(each[0]) for each in info["mismatched_keys"])),
     ):
         if names:
-            more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-            raise ConfigError(f"{source.path} {what}: {', '.join(names[:3])}{more}")
+            raise ConfigError(f"{source.path} {what}: {first_of(names)}")
     for module in model.modules():
         if isinstance(module, NoEmbedding):
             module.load(dtype)
@@ -331,19 +330,20 @@ def _on_meta(cls: type[PreTrainedModel], config: PreTrainedConfig) -> PreTrained
     return shell.eval()
 
 
+def _pass(shell: PreTrainedModel, probe: Probe, layers: int) -> None:
+    """A pass over a model on the meta device."""
+    ids = torch.ones(1, TOKENS, dtype=torch.long, device="meta")
+    positions = torch.arange(TOKENS, device="meta")[None]
+    with running(probe), probe.watching(shell), torch.inference_mode():
+        call(shell, RowsCache(probe, layers), input_ids=ids, position_ids=positions)
+
+
 def _probe(shell: PreTrainedModel, layers: int) -> Probe:
     """What a pass over a model on the meta device asks for."""
     probe = Probe()
-    ids = torch.ones(1, TOKENS, dtype=torch.long, device="meta")
-    positions = torch.arange(TOKENS, device="meta")[None]
     try:
-        with (
-            _reported(f"{type(shell).__name__} cannot be computed over a paged pool"),
-            running(probe),
-            probe.watching(shell),
-            torch.inference_mode(),
-        ):
-            call(shell, RowsCache(probe, layers), input_ids=ids, position_ids=positions)
+        with _reported(f"{type(shell).__name__} cannot be computed over a paged pool"):
+            _pass(shell, probe, layers)
     except ConfigError:
         if not probe.strangers:  # else what it looked for was not there
             raise

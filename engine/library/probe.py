@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from headrace.engine.library.cache import CacheOwner
 from headrace.engine.library.hooks import Asked, Mask
 
 TOKENS = 3
@@ -23,11 +24,10 @@ class Seen(NamedTuple):
     """The module had selected positions."""
 
 
-class Probe:
+class Probe(CacheOwner):
     """A pass that computes nothing, and notes what modules ask of it. It is Running and a CacheOwner."""
 
     def __init__(self) -> None:
-        self.offsets = 0
         self.cached: dict[int, tuple[tuple[int, int], tuple[int, int]]] = {}
         """By layer: heads and width of keys, and of values."""
         self.seen: list[Seen] = []

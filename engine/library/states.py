@@ -4,19 +4,18 @@ They run request by request. A state is in the request's slot of the pool betwee
 dtype of computation: rounding it at the end of each chunk would add up.
 """
 
-from collections.abc import Mapping
-from functools import partial
-from typing import Any
+from collections.abc import Callable, Mapping
+from functools import cached_property, partial
+from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
 from headrace.engine.attention.paged import AttentionSpan
 from headrace.engine.attention.slots import LayerSlot, SlotPass
 from headrace.engine.kv.pool import KVPool
-from headrace.engine.library.cache import RowsCache
-from headrace.engine.library.hooks import Mask, current, positions_seen
+from headrace.engine.library.cache import CacheOwner, RowsCache
+from headrace.engine.library.hooks import Mask, current
 from headrace.engine.model.library_spec import LibrarySpec
 
 Key = tuple[int, str, int]
@@ -49,24 +48,26 @@ class StateStore:
             raise IndexError(f"slot {slot} is outside the {len(views)} slots for states")
         return views[slot]
 
-    def index_keys(self, span: AttentionSpan, layer: int, keys: Tensor) -> Tensor:
-        """Keep the index keys [1, tokens, width] of a request's tokens. Returns those of all its positions."""
+    def rows(self, span: AttentionSpan) -> SlotPass:
+        """What is kept for each of a request's positions."""
         assert self._pool is not None, "attach() comes first"
+        return SlotPass(self._pool, None, [span])
+
+    def index_slot(self, layer: int) -> LayerSlot:
+        """Where the index keys of a layer are."""
         name, number = self._spec.index_place(layer, self._layers.start)
-        slot, rows = LayerSlot(name, name, number), SlotPass(self._pool, None, [span])
-        rows.write(slot, keys[0, :, None], keys[0, :, None])
-        return rows.gather(slot, keys.dtype)[0][None, :, 0]
+        return LayerSlot(name, name, number)
 
 
-class RequestStates:
-    """The states of one request in a pass over some of its tokens. A CacheOwner."""
+class RequestStates(CacheOwner):
+    """The states of one request in a pass over some of its tokens."""
 
     def __init__(self, store: StateStore, span: AttentionSpan) -> None:
         """span: the tokens; a request begins without states at position 0."""
         self._store = store
         self._span = span
         self._held: dict[Key, Tensor] = {}
-        self.offsets: Tensor | int = span.start
+        self.offsets = span.start
 
     def state(self, layer: int, kind: str, number: int) -> Tensor | None:
         """See CacheOwner."""
@@ -89,22 +90,32 @@ class RequestStates:
 
     def index_keys(self, keys: Tensor, layer: int) -> Tensor:
         """See CacheOwner."""
-        return self._store.index_keys(self._span, layer, keys)
+        slot, own = self._store.index_slot(layer), keys[0, :, None]
+        self._rows.write(slot, own, own)
+        return self._rows.gather(slot, keys.dtype)[0][None, :, 0]
 
-    def update(self, keys: Tensor, values: Tensor, layer: int) -> tuple[Tensor, Tensor]:
-        """See CacheOwner. Raises RuntimeError: such modules run over all requests at once."""
-        raise RuntimeError("a module with states keeps keys and values, too, which the probe has not seen")
-
-    def unknown(self) -> Any:
-        """See CacheOwner. Raises RuntimeError."""
-        raise RuntimeError("a module looks into its cache, which the probe has not seen")
+    @cached_property
+    def _rows(self) -> SlotPass:
+        return self._store.rows(self._span)
 
     def write(self) -> None:
-        """Write back what was kept, or changed in place, and the checkpoint that is asked for."""
+        """Write back what a module kept, or changed in place, and the checkpoint that is asked for."""
         for key, value in self._held.items():
             self._store.view(key, self._span.slot).copy_(value)
             if self._span.checkpoint >= 0:
                 self._store.view(key, self._span.checkpoint).copy_(value)
+        self._held.clear()
+
+
+class Piece(NamedTuple):
+    """Tokens of one request that modules with states get at once."""
+
+    rows: slice
+    """Among the tokens of the pass."""
+    states: RequestStates
+    cache: RowsCache
+    seen: Callable[[Mask], Tensor]
+    """What a mask lets them see: bool [1, tokens, positions]."""
 
 
 def run_by_request(model: nn.Module, classes: tuple[str, ...]) -> None:
@@ -118,20 +129,19 @@ def _ask(forward: Any, *args: Any, **named: Any) -> Any:
     return current().by_request(forward, args, named)
 
 
-def of_request(value: Any, tokens: int, rows: slice, span: AttentionSpan, cache: RowsCache) -> Any:
+def of_request(value: Any, tokens: int, piece: Piece) -> Any:
     """What one request gets of an argument of a module: its rows of tensors [1, tokens, ...], its cache, and of a mask
-    bool [1, its tokens, its positions]."""
+    what it lets them see."""
     if isinstance(value, RowsCache):
-        return cache
+        return piece.cache
     if isinstance(value, Mask):
-        end = span.start + span.count
-        return torch.from_numpy(positions_seen(value, 0, np.arange(span.start, end), end))[None]
+        return piece.seen(value)
     if isinstance(value, Tensor):
-        return value[:, rows] if value.dim() > 1 and value.shape[1] == tokens else value
+        return value[:, piece.rows] if value.dim() > 1 and value.shape[1] == tokens else value
     if isinstance(value, tuple | list):
-        return type(value)(of_request(each, tokens, rows, span, cache) for each in value)
+        return type(value)(of_request(each, tokens, piece) for each in value)
     if isinstance(value, Mapping):
-        return {key: of_request(each, tokens, rows, span, cache) for key, each in value.items()}
+        return {key: of_request(each, tokens, piece) for key, each in value.items()}
     return value
 
 

@@ -256,18 +256,18 @@ class NamedTensors(Tensors, Protocol):
 class GgufTensors:
     """Tensors of a GGUF file by the names and in the shapes that they have there, dequantised to float32.
 
-    path, metadata: of the file. names: of its tensors.
+    path, metadata: of the file. names: of its tensors. file: itself.
     """
 
     def __init__(self, path: Path) -> None:
         """Read the header. Raises ConfigError for a file that is no readable GGUF."""
-        self._file = GgufFile(path)
-        self.path, self.metadata = path, self._file.metadata
-        self.names = self._file.tensors.keys()
+        self.file = GgufFile(path)
+        self.path, self.metadata = path, self.file.metadata
+        self.names = self.file.tensors.keys()
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Of a tensor that is there."""
-        return self._file.tensors[name].shape
+        return self.file.tensors[name].shape
 
     def read(self, name: str, shape: tuple[int, ...], rows: list[int] | None = None) -> Tensor:
         """See Tensors."""
@@ -275,7 +275,7 @@ class GgufTensors:
             raise _missing(name, shape, self.path)
         if (found := self.shape(name)) != shape:
             raise _misshapen(name, shape, found)
-        return torch.from_numpy(self._file.read(name, None if rows is None else np.array(rows, np.intp)))
+        return torch.from_numpy(self.file.read(name, None if rows is None else np.array(rows, np.intp)))
 
 
 class GgufCheckpoint:

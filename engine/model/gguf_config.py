@@ -1,14 +1,14 @@
 """config.json of GGUF models that transformers' modules compute: its fields by the metadata of each architecture.
 
-What a file does not say is what llama.cpp takes for the architecture. A key that nobody reads is refused by its name:
-it would change what is computed.
+What a file does not say is what llama.cpp takes for the architecture. A key that is not read here is refused by its
+name: it would change what is computed.
 """
 
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
 
-from headrace.core.types.errors import ConfigError
+from headrace.core.types.errors import ConfigError, first_of
 from headrace.engine.model.config_fields import (
     ABOVE_ONE,
     COUNT,
@@ -61,9 +61,8 @@ class Keys:
     def refuse_unread(self) -> None:
         """Raises ConfigError for keys that were not read."""
         if self._unread:
-            named = ", ".join(f"{self._prefix}{key}" for key in sorted(self._unread)[:3])
-            more = f" and {len(self._unread) - 3} more" if len(self._unread) > 3 else ""
-            raise ConfigError(f"{self.file.name} has keys that are not supported: {named}{more}")
+            named = first_of([f"{self._prefix}{key}" for key in sorted(self._unread)])
+            raise ConfigError(f"{self.file.name} has keys that are not supported: {named}")
 
     def has(self, tensor: str) -> bool:
         """Whether the file has a tensor of the first layer: attn_q.bias, for instance."""

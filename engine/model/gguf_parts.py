@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 
-from headrace.core.types.errors import ConfigError
+from headrace.core.types.errors import ConfigError, first_of
 
 _PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf", re.DOTALL)
 _OTHER = "mmproj"  # how files of image encoders begin, which lie beside the model's
@@ -21,8 +21,7 @@ def part_paths(path: Path) -> list[Path]:
     paths = [path.with_name(f"{name}-{each:05}-of-{count:05}.gguf") for each in range(1, count + 1)]
     missing = [each.name for each in paths if not each.is_file()]
     if missing:
-        more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
-        raise ConfigError(f"{path.parent} lacks parts of the model: {', '.join(missing[:3])}{more}")
+        raise ConfigError(f"{path.parent} lacks parts of the model: {first_of(missing)}")
     return paths
 
 
@@ -32,7 +31,6 @@ def model_in(folder: Path) -> Path | None:
     files = sorted(path for path in folder.glob("*.gguf") if not path.name.startswith(_OTHER))
     firsts = sorted({part_paths(path)[0] for path in files})
     if len(firsts) > 1:
-        more = f" and {len(firsts) - 3} more" if len(firsts) > 3 else ""
-        names = ", ".join(path.name for path in firsts[:3])
-        raise ConfigError(f"model folder {folder} has several GGUF models; name one of {names}{more}")
+        names = first_of([path.name for path in firsts])
+        raise ConfigError(f"model folder {folder} has several GGUF models; name one of {names}")
     return firsts[0] if firsts else None

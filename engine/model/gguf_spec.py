@@ -6,10 +6,8 @@ from headrace.core.types.errors import ConfigError, UnknownModel
 from headrace.engine.model.config import ModelSpec, RopeKind, RopeSpec
 from headrace.engine.model.config_fields import ABOVE_ONE, COUNT, LAYERS, NAME, POSITIVE, SIZE, Fields
 from headrace.engine.model.families import FAMILIES
+from headrace.engine.model.gguf_config import Keys
 from headrace.engine.model.gguf_file import ROPE_DIVISORS, GgufFile
-from headrace.engine.model.gguf_header import Length
-
-PER_LAYER = ("attention.head_count", "attention.head_count_kv", "feed_forward_length")  # may be arrays in GGUF
 
 
 def spec_from_gguf(file: GgufFile) -> ModelSpec:
@@ -19,7 +17,7 @@ def spec_from_gguf(file: GgufFile) -> ModelSpec:
     known = [family.model_type for family in FAMILIES if family.gguf]
     if architecture not in known:
         raise UnknownModel(f"our own layers compute GGUF files of {', '.join(known)}, this is {architecture!r}")
-    keys = _keys_of(file, f"{architecture}.")
+    keys = Keys(file, architecture)
     if keys.get("expert_count", COUNT, 0):
         raise UnknownModel("our own layers compute GGUF files of models without experts, this one has some")
     hidden, heads = keys.get("embedding_length", SIZE), keys.get("attention.head_count", SIZE)
@@ -49,16 +47,7 @@ def spec_from_gguf(file: GgufFile) -> ModelSpec:
     )
 
 
-def _keys_of(file: GgufFile, prefix: str) -> Fields:
-    """Metadata of the keys below the architecture's name. Raises ConfigError for sizes with one value per layer."""
-    for key in PER_LAYER:
-        if isinstance(file.metadata.get(prefix + key), Length):
-            raise ConfigError(f"{prefix}{key} differs from layer to layer, which is not supported")
-    below = {key.removeprefix(prefix): value for key, value in file.metadata.items() if key.startswith(prefix)}
-    return Fields(file.name, below, prefix)
-
-
-def _rope(file: GgufFile, keys: Fields, head_dim: int) -> RopeSpec:
+def _rope(file: GgufFile, keys: Keys, head_dim: int) -> RopeSpec:
     theta = keys.get("rope.freq_base", ABOVE_ONE, 10000.0)
     if ROPE_DIVISORS in file.tensors:  # llama.cpp stores Llama 3 scaling as divisors
         divisors = tuple(float(value) for value in file.read(ROPE_DIVISORS).reshape(-1))

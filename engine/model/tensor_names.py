@@ -3,7 +3,7 @@
 import re
 from collections.abc import Iterable, Mapping
 
-from headrace.core.types.errors import ConfigError
+from headrace.core.types.errors import ConfigError, first_of
 from headrace.engine.model.config import ModelSpec
 from headrace.engine.model.mla_spec import MlaSpec
 from headrace.engine.model.moe_spec import MoeSpec
@@ -51,9 +51,8 @@ def refuse_unread(spec: ModelSpec, names: Iterable[str], where: str) -> None:
         and not _predicts_further(spec, name, stored)
     ]
     if unread:
-        more = f" and {len(unread) - _SHOWN} more" if len(unread) > _SHOWN else ""
-        named = ", ".join(f"{name!r:.100}" for name in unread[:_SHOWN])
-        raise ConfigError(f"{where} has tensors that a {spec.family} model of this configuration lacks: {named}{more}")
+        named = first_of([f"{name!r:.100}" for name in unread], _SHOWN)
+        raise ConfigError(f"{where} has tensors that a {spec.family} model of this configuration lacks: {named}")
 
 
 def _predicts_further(spec: ModelSpec, name: str, stored: set[str]) -> bool:

@@ -204,12 +204,12 @@ class KvCache:
         further = self._further(known, len(path), load)
         self._tree.lock(path)
         self._owners += 1
-        slot = self._slots.take(self._owners) if self._slots.total else -1
+        slot = self._slots.take(self._owners)
         refused = self._slots.total and slot == NONE
         count = self.pages_for(length + extra) - len(path)
         pages = None if refused else self._take(count, self._owners, wait=True, keep=further)
         if pages is None:
-            if slot >= 0:
+            if slot != NONE:
                 self._slots.give_back(slot, self._owners)
             self._tree.unlock_unused(path)
             return None
@@ -259,10 +259,15 @@ class KvCache:
         for index in [index for index in lease.pending if index < len(lease.path)]:
             self._slots.attach(lease.pending.pop(index), lease.owner, lease.path[index])
 
+    @property
+    def _keeps_checkpoints(self) -> bool:
+        """Passes leave copies of states, for prompts that go on from there."""
+        return self._prefix_cache and self._slots.total > 0
+
     def cut(self, start: int, count: int, target: int) -> int:
         """How many of the next count positions of a request to compute in one pass, so that it ends where a checkpoint
         may be kept: at a page's end, and at the last one before its target if that is worth a pass of its own."""
-        if not self._slots.total or not self._prefix_cache:
+        if not self._keeps_checkpoints:
             return count
         end = start + count
         last = end if end < target else target - 1
@@ -273,10 +278,10 @@ class KvCache:
     def checkpoint(self, lease: Lease, end: int) -> int:
         """A pass computes a lease's positions below end: returns the slot in which the state behind them is to be kept,
         -1 for none."""
-        if not self._slots.total or not self._prefix_cache or end % self.page_size:
-            return -1
+        if not self._keeps_checkpoints or end % self.page_size:
+            return NONE
         slot = self._slots.keep(lease.owner, lease.path)
-        if slot >= 0:
+        if slot != NONE:
             lease.pending[end // self.page_size - 1] = slot
         return slot
 

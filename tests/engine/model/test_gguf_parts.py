@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 import torch
 
-from headrace.core.types.errors import ConfigError
 from headrace.engine.model.checkpoint import check_files
 from headrace.engine.model.gguf_file import GgufFile
 from headrace.engine.model.source import load_spec, resolve_source
 from tests.engine.gguf_files import write_gguf
+from tests.engine.model.refusals import refused
 from tests.engine.models import Prompt, make_runner, random_tokens
 
 KEYS: dict[str, Any] = {
@@ -45,17 +45,6 @@ def parts(tmp_path: Path) -> Path:
     folder.mkdir()
     assert len(write_gguf(folder / "m.gguf", "llama", KEYS, tensors(), part_tensors=8)) == 3
     return folder
-
-
-def check(path: Path) -> None:
-    source = resolve_source(str(path))
-    check_files(source, load_spec(source))
-
-
-def refused(path: Path, words: str) -> None:
-    with pytest.raises(ConfigError, match=words) as raised:
-        check(path)
-    assert str(raised.value).isprintable()
 
 
 def test_any_part_and_the_folder_name_the_model(parts: Path, tmp_path: Path) -> None:

@@ -14,27 +14,16 @@ from gguf.constants import GGML_QUANT_SIZES
 from safetensors.torch import load_file, save_file
 
 from headrace.core.types.errors import ConfigError
-from headrace.engine.model.checkpoint import INDEX, SINGLE, check_files, open_checkpoint
+from headrace.engine.model.checkpoint import INDEX, SINGLE, open_checkpoint
 from headrace.engine.model.gguf_file import GgufFile
 from headrace.engine.model.gguf_header import MAX_ITEMS
 from headrace.engine.model.source import load_spec, resolve_source
 from headrace.engine.model.tensor_names import model_tensors
+from tests.engine.model.refusals import check, refused
 from tests.engine.models import CONFIGS, Saved, make_runner, save_model
 
 Models = Callable[[str], Saved]
 QUERY = "model.layers.1.self_attn.q_proj.weight"
-
-
-def check(path: Path) -> None:
-    source = resolve_source(str(path))
-    check_files(source, load_spec(source))
-
-
-def refused(path: Path, words: str) -> None:
-    """By `headrace check`, in one line."""
-    with pytest.raises(ConfigError, match=words) as raised:
-        check(path)
-    assert str(raised.value).isprintable()
 
 
 def changed(folder: Path, target: Path, tensors: Mapping[str, torch.Tensor | None]) -> Path:
