@@ -13,7 +13,9 @@ from importlib.util import find_spec
 import msgspec
 
 from headrace.core.types.errors import ConfigError
-from headrace.engine.model.config_fields import Fields, Kind
+from headrace.engine.model.config_fields import NAME, Fields, Kind
+from headrace.engine.model.gguf_file import GgufFile
+from headrace.engine.model.gguf_splits import set_split
 from headrace.engine.model.kept_records import KeptRecords
 from headrace.engine.model.source import ModelSource, eos_token_ids, read_json, resolve_source
 
@@ -44,7 +46,7 @@ class TokenizerRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 RECORDS = KeptRecords(
     folder="tokenizers",
-    version=4,
+    version=5,
     module="headrace.engine.model.tokenizer_store",
     type=TokenizerRecord,
     what="the tokenizer",
@@ -80,6 +82,9 @@ def convert(source: ModelSource) -> TokenizerRecord:
     if not fast.is_fast:
         raise ConfigError("only fast tokenizers (tokenizer.json, or a GGUF file's) are supported")
     backend = fast.backend_tokenizer
+    if source.kind == "gguf":
+        said = Fields(source.path.name, GgufFile(source.path).metadata)
+        set_split(backend, said.get("tokenizer.ggml.model", NAME), said.get("tokenizer.ggml.pre", NAME, "default"))
     backend.no_truncation()  # a prompt that is too long is refused, not cut
     backend.no_padding()
     template = fast.chat_template or _processor_template(source)
