@@ -46,6 +46,11 @@ def resolve_source(model: str) -> ModelSource:
             return ModelSource("hf", path)
         if (gguf := model_in(path)) is not None:
             return ModelSource("gguf", gguf)
+        if (path / "params.json").is_file():
+            raise ConfigError(
+                f"model folder {path} is in Mistral's own format (params.json); name one in transformers' format, "
+                "with its config.json: most repositories have both"
+            )
         raise ConfigError(f"model folder {path} has no config.json and no .gguf file; name a folder that has")
     if path.is_file():
         raise ConfigError(f"model {path} is a file; name the folder with its config.json, or a .gguf file")

@@ -100,6 +100,15 @@ def test_gguf_files_that_cannot_be_read(tmp_path: Path) -> None:
         load_spec(resolve_source(str(gguf)))
 
 
+def test_a_folder_in_a_format_of_mistral_alone_is_refused_with_what_to_do(tmp_path: Path) -> None:
+    for name in ("params.json", "consolidated.safetensors", "tekken.json"):
+        (tmp_path / name).write_bytes(b"{}")
+    with pytest.raises(
+        ConfigError, match=r"in Mistral's own format \(params\.json\); name one in transformers' format"
+    ):
+        resolve_source(str(tmp_path))
+
+
 def test_models_that_are_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match="folder /no/such/model does not exist"):
         resolve_source("/no/such/model")
