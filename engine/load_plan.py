@@ -17,6 +17,7 @@ from headrace.engine.kv.memory_plan import MemoryPlan, plan_memory, stage_geomet
 from headrace.engine.library.spec_store import kept_spec
 from headrace.engine.model.config import ModelSpec
 from headrace.engine.model.expert_plan import own_experts
+from headrace.engine.model.lora import LoraAdapter, check_native, delta_count, open_adapters
 from headrace.engine.model.sharding import RankPart, part_of, split_model
 from headrace.engine.model.source import ModelSource, load_spec, resolve_source
 
@@ -32,6 +33,8 @@ class ModelTerms(NamedTuple):
     """Device, dtype, and whether the device multiplies that dtype."""
     length: int
     """Positions of the longest sequence."""
+    adapters: tuple[LoraAdapter, ...] = ()
+    """Of --lora."""
 
     @property
     def int8(self) -> bool:
@@ -53,6 +56,7 @@ class ModelTerms(NamedTuple):
             max_model_len=self.length,
             int8=self.int8,
             kv_copies=kv_copies,
+            adapter_weights=delta_count(part, self.adapters),
         )
         return LoadPlan(self, part, memory)
 
@@ -106,6 +110,11 @@ def model_terms(model: ModelConfig, engine: EngineConfig, max_model_len: int = 0
     """
     source = resolve_source(model.model)
     spec = model_spec(source, model.decoder, engine.cache_dir)
+    adapters = open_adapters(model.lora)
+    if adapters and source.kind == "stub":
+        raise ConfigError("--lora: the stub model has no adapters")
+    if spec.library is None:
+        check_native(adapters, spec)
     return ModelTerms(
         model=model,
         engine=engine,
@@ -113,6 +122,7 @@ def model_terms(model: ModelConfig, engine: EngineConfig, max_model_len: int = 0
         spec=spec,
         computation=resolve_computation(model, engine.cpuinfo),
         length=spec.resolve_length(max_model_len or model.max_model_len),
+        adapters=adapters,
     )
 
 

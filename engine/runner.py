@@ -1,7 +1,7 @@
 """Model runner of one stage: rows of a plan in; hidden states, sampled tokens and prompt logprobs out."""
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import NamedTuple, Protocol
@@ -14,6 +14,7 @@ from torch import Tensor
 from headrace.core.messages.orders import PlanRow
 from headrace.core.runtime.progress import LoadProgress, PassProgress
 from headrace.core.types import packed
+from headrace.core.types.errors import ConfigError
 from headrace.core.types.kv.geometry import Geometry
 from headrace.core.types.ranks.coordinate import Agreement, halves
 from headrace.core.types.requests.request import SamplingParams
@@ -40,6 +41,7 @@ from headrace.engine.model.checkpoint import (
 )
 from headrace.engine.model.compiled import choose_arithmetic
 from headrace.engine.model.fingerprint import fingerprint
+from headrace.engine.model.lora import LoraAdapter, distinct
 from headrace.engine.native.kernel_calls import Kernels, load_kernels
 from headrace.engine.row_sampler import PlanResult, RowSampler
 
@@ -92,6 +94,11 @@ class Runner(Protocol):
     @property
     def progress(self) -> PassProgress:
         """Steps of all passes so far."""
+        ...
+
+    @property
+    def adapters(self) -> Mapping[str, str]:
+        """Fingerprints of LoRA adapters that rows may go through, by the name of --lora."""
         ...
 
     @property
@@ -179,6 +186,7 @@ class ModelRunner:
         self.expert_rows = self._decoder.expert_rows
         self.progress = self._decoder.progress
         self.fingerprint = fingerprint(spec, checkpoint, terms.model.quantize, terms.length)
+        self.adapters: Mapping[str, str] = {adapter.name: adapter.fingerprint for adapter in terms.adapters}
         self.vocab_size = spec.vocab_size
         self.hidden_spec = HiddenSpec(spec.hidden_size, compute, torch.device(device))
         self.geometry = plan.geometry
@@ -186,11 +194,11 @@ class ModelRunner:
         self._decoder.attach(self.pool)
         self.same_bits: bool | None = None
         if spec.library is not None:
-            self._try_library(spec.library.architecture)
+            self._try_library(spec.library.architecture, terms.adapters)
         compiler = partial(GrammarCompiler, terms.model.model, engine.cache_dir, spec.vocab_size)
         self._sampler = RowSampler(self._decoder, tp.rank, tp.size, compiler)
 
-    def _try_library(self, architecture: str) -> None:
+    def _try_library(self, architecture: str, adapters: Sequence[LoraAdapter]) -> None:
         """See try_decoder(). Raises ConfigError."""
         from headrace.engine.library.decoder import LibraryDecoder
         from headrace.engine.library.trial import try_decoder
@@ -205,6 +213,12 @@ class ModelRunner:
 
         assert isinstance(self._decoder, LibraryDecoder)
         trial = try_decoder(self._decoder, self.pool, self._max_model_len, incoming)
+        for adapter in adapters:
+            try:
+                tried = try_decoder(self._decoder, self.pool, self._max_model_len, incoming, adapter.fingerprint)
+            except ValueError as error:
+                raise ConfigError(f"--lora {adapter.name}: {error}") from error
+            trial = max(trial, tried)
         self.same_bits = trial.same_bits
         what = "the same bits" if trial.same_bits else f"the same up to rounding ({trial.gap:.1g})"
         log.info(
@@ -242,8 +256,8 @@ class ModelRunner:
     ) -> Tensor:
         """See Runner. Without rows only the exchanges of a pass are entered, for other replicas' tokens.
 
-        Raises ValueError for a row whose tokens or pages do not cover its positions, IndexError for a
-        page outside the pool."""
+        Raises ValueError for a row whose tokens or pages do not cover its positions, or whose adapter is not here,
+        IndexError for a page outside the pool."""
         with torch.inference_mode():
             count = sum(row.count for row in rows)
             agreed = Agreement((count,)) if agreement is None else agreement
@@ -253,7 +267,15 @@ class ModelRunner:
             if self._part.last:
                 self._sampler.begin(rows)
             spans = [
-                AttentionSpan(row.start, row.count, row_pages(row, self.pool), row.slot, row.resume, row.checkpoint)
+                AttentionSpan(
+                    row.start,
+                    row.count,
+                    row_pages(row, self.pool),
+                    slot=row.slot,
+                    resume=row.resume,
+                    checkpoint=row.checkpoint,
+                    adapter=self._adapter(row),
+                )
                 for row in rows
             ]
             ranges = [np.arange(row.start, row.start + row.count) for row in rows]
@@ -268,6 +290,11 @@ class ModelRunner:
                 result = self._decoder.forward(hidden, positions, spans)
             self.pool.mark_computed()
             return result
+
+    def _adapter(self, row: PlanRow) -> str:
+        if row.adapter and row.adapter not in self.adapters.values():
+            raise ValueError(f"request {row.request} goes through adapter {row.adapter}, which is not here")
+        return row.adapter
 
     def sample(self, rows: Sequence[PlanRow], hidden: Tensor) -> PlanResult:
         """See Runner and RowSampler."""
@@ -352,6 +379,7 @@ def _make_decoder(
             mla_form=resolve_form(terms.engine.mla, device),
             kernels=kernels,
             native_units=native,
+            adapters=distinct(terms.adapters),
         )
     from headrace.engine.library.decoder import LibraryDecoder  # imports transformers
 
@@ -367,4 +395,5 @@ def _make_decoder(
         kernels=kernels,
         device=device,
         loading=loading,
+        adapters=distinct(terms.adapters),
     )

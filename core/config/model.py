@@ -39,6 +39,14 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
         ),
     ] = "auto"
     """Resolved, never "auto", when a stage gets it."""
+    lora: Annotated[
+        tuple[str, ...],
+        Flag(
+            "lora",
+            MODEL,
+            "NAME=FOLDER of a LoRA adapter in peft's format, which requests choose by model NAME; repeatable",
+        ),
+    ] = ()
     device: Annotated[str, Flag("device", MODEL, "auto, cpu or cuda[:index]")] = "auto"
     """Resolved, never "auto", when a stage gets it."""
     max_model_len: Annotated[

@@ -58,6 +58,8 @@ class PlanRow(msgspec.Struct, frozen=True, omit_defaults=True):
     grammar: GrammarStart | None = None
     """Set in the first row under this number of a request with a constraint: tokens sampled for it from now on match
     it."""
+    adapter: str = ""
+    """Fingerprint of the LoRA adapter that the row goes through; "" for none."""
     history: TokenHistory | None = None
     """Set in the first row under this number that samples for a request with penalties. What is sampled from then on,
     the last stage counts itself."""

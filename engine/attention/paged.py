@@ -27,6 +27,8 @@ class AttentionSpan:
     """Where those before the row are, if elsewhere."""
     checkpoint: int = -1
     """Where those behind the row are to be kept, too; -1 for nowhere."""
+    adapter: str = ""
+    """Fingerprint of the LoRA adapter that the row goes through; "" for none. Attention is the same for all."""
 
 
 class AttentionPass(Protocol):

@@ -25,6 +25,8 @@ class MemoryPlan(msgspec.Struct, frozen=True, kw_only=True):
     """Requests that have states at a time; 0 where they need none."""
     state_bytes: int = 0
     """Of one request."""
+    adapter_bytes: int = 0
+    """Of LoRA adapters, beside the weights."""
     host_pages: int = 0
     """Pages of the host tier."""
     available_bytes: int
@@ -110,21 +112,26 @@ def plan_memory(
     max_model_len: int = 0,
     int8: bool = False,
     kv_copies: float = 1.0,
+    adapter_weights: int = 0,
 ) -> MemoryPlan:
     """Decide in which dtype a rank holds its weights and how many KV pages it allocates.
 
     computation: where it is not native, weights are held in float32 if there is room, so that no forward pass converts
     them. kv_pages: 0 takes pages for 65,536 tokens or 40% of the available memory, whichever is less. max_model_len: 0
     takes the model's limit. int8: linear layers are in 8 bits. kv_copies: how often the memory holds each page, in
-    ranks that share it. Raises ConfigError when the weights and one request of max_model_len do not fit, or the
-    configured pages do not.
+    ranks that share it. adapter_weights: number of those of LoRA adapters, in the dtype of computation.
+
+    Raises ConfigError when the weights and one request of max_model_len do not fit, or the configured pages do not.
     """
     length, exchange_bytes = part.spec.resolve_length(max_model_len), part.exchange_bytes
     geometry = stage_geometry(part, computation.dtype, page_size)
     weights, weight_dtype = _weights(part, computation, available_bytes, int8=int8)
-    room = int((available_bytes - weights - exchange_bytes) / kv_copies)
+    adapters = adapter_weights * ITEM_BYTES[computation.compute_dtype]
+    room = int((available_bytes - weights - adapters - exchange_bytes) / kv_copies)
     if room < geometry.page_bytes:
         taken = f"the weights take {_mib(weights)}"
+        if adapters:
+            taken += f", adapters {_mib(adapters)},"
         if exchange_bytes:
             taken += f", the exchange of tokens between experts {_mib(exchange_bytes)},"
         raise ConfigError(f"{taken} and {_mib(available_bytes)} are available")
@@ -154,9 +161,11 @@ def plan_memory(
         kv_pages=pages,
         state_slots=geometry.slots_for(pages),
         state_bytes=geometry.state_bytes,
+        adapter_bytes=adapters,
         available_bytes=available_bytes,
         explanation=(
             f"weights {_mib(weights)} ({'int8 and ' if int8 else ''}{weight_dtype}); "
+            f"{f'adapters {_mib(adapters)}; ' if adapters else ''}"
             f"{_pool(geometry, pages, reason)}"
             f"{f'exchange {_mib(exchange_bytes)}; ' if exchange_bytes else ''}"
             f"{_mib(available_bytes)} available; longest request {length} tokens = {least} pages"

@@ -7,6 +7,7 @@ from torch import Tensor
 from headrace.engine.attention.paged import AttentionPass
 from headrace.engine.collectives.operations import Pending
 from headrace.engine.collectives.steps import Steps
+from headrace.engine.layers.lora import Groups
 
 
 class Rotary(NamedTuple):
@@ -19,10 +20,13 @@ class Rotary(NamedTuple):
 class AttentionBlock(Protocol):
     """Projections, rotary embedding and attention of one layer."""
 
-    def post(self, layer: int, normed: Tensor, rotary: Rotary, attention: AttentionPass) -> Pending:
+    def post(
+        self, layer: int, normed: Tensor, rotary: Rotary, attention: AttentionPass, groups: Groups = ()
+    ) -> Pending:
         """Compute, and begin the sum over all shards.
 
-        layer: counted from the stage's first. normed: [tokens, hidden size], after the layer's first norm. The result
+        layer: counted from the stage's first. normed: [tokens, hidden size], after the layer's first norm. groups: rows
+        that go through adapters. The result
         is added to the residual stream: [tokens, hidden size], on every shard the sum over all. Raises LinkBroken when
         another shard is gone."""
         ...
@@ -36,8 +40,10 @@ class MlpBlock(Protocol):
         """Whether rows go to experts of other ranks."""
         ...
 
-    def steps(self, normed: Tensor, half: int = 0) -> Steps[Tensor]:
+    def steps(self, normed: Tensor, half: int = 0, groups: Groups = ()) -> Steps[Tensor]:
         """normed: [tokens, hidden size], after the layer's second norm. half: of the forward pass, where it is cut.
+        groups: rows that go through adapters.
+
         Returns what is added to the residual stream, [tokens, hidden size]: on every shard the sum over all. Raises
         LinkBroken when another rank is gone."""
         ...

@@ -4,6 +4,7 @@ from torch import Tensor
 
 from headrace.engine.collectives.operations import Collectives
 from headrace.engine.collectives.steps import Steps
+from headrace.engine.layers.lora import AdaptedLinear, Groups
 from headrace.engine.model.arithmetic import Arithmetic
 from headrace.engine.model.weights import LayerReader
 
@@ -22,16 +23,18 @@ class DenseMlp:
     ) -> None:
         """Read the weights. inner: width of the whole MLP. columns: of it, this shard's. tp: the shards of this layer.
         Raises ConfigError for a missing or misshapen tensor."""
-        self._arithmetic = arithmetic
         self._tp = tp
         rows = {"mlp.gate_proj": columns, "mlp.up_proj": columns}
-        self._gate_up = read.matrix(dict.fromkeys(rows, inner), hidden, rows=rows)  # [2 * columns, hidden]
-        self._down = read.matrix({"mlp.down_proj": hidden}, inner, columns=columns)  # [hidden, columns]
+        both, output = dict.fromkeys(rows, inner), {"mlp.down_proj": hidden}
+        gate_up = read.matrix(both, hidden, rows=rows)  # [2 * columns, hidden]
+        down = read.matrix(output, inner, columns=columns)  # [hidden, columns]
+        self._gate_up = AdaptedLinear(arithmetic, gate_up, deltas=read.deltas(both, rows=rows))
+        self._down = AdaptedLinear(arithmetic, down, deltas=read.deltas(output, columns=columns))
 
-    def steps(self, normed: Tensor, half: int = 0) -> Steps[Tensor]:
+    def steps(self, normed: Tensor, half: int = 0, groups: Groups = ()) -> Steps[Tensor]:
         """See MlpBlock."""
-        inner = self._arithmetic.gated_linear(normed, self._gate_up)
-        summed = self._tp.all_reduce(self._arithmetic.linear(inner, self._down))
+        inner = self._gate_up.gated(normed, groups)
+        summed = self._tp.all_reduce(self._down(inner, groups))
         if self._tp.size > 1:
             yield
         return summed.wait()

@@ -5,6 +5,7 @@ from torch import Tensor
 from headrace.engine.attention.paged import AttentionPass
 from headrace.engine.collectives.operations import Collectives, Pending
 from headrace.engine.layers.base import Rotary
+from headrace.engine.layers.lora import AdaptedLinear, Groups
 from headrace.engine.model.arithmetic import Arithmetic
 from headrace.engine.model.config import ModelSpec
 from headrace.engine.model.sharding import Shard
@@ -31,26 +32,28 @@ class GroupedAttention:
         self._head_dim, self._eps = spec.head_dim, spec.norm_eps
         self._arithmetic = arithmetic
         self._tp = tp
-        self._qkv = read.matrix(projections, spec.hidden_size, rows=rows)  # [(heads + 2 * kv_heads) * head_dim, hidden]
-        self._qkv_bias = read.vector(projections, "bias", rows=rows) if spec.qkv_bias else None
+        qkv = read.matrix(projections, spec.hidden_size, rows=rows)  # [(heads + 2 * kv_heads) * head_dim, hidden]
+        qkv_bias = read.vector(projections, "bias", rows=rows) if spec.qkv_bias else None
+        self._qkv = AdaptedLinear(arithmetic, qkv, qkv_bias, read.deltas(projections, rows=rows))
         self._q_norm = read.vector({"self_attn.q_norm": spec.head_dim}) if spec.qk_norm else None
         self._k_norm = read.vector({"self_attn.k_norm": spec.head_dim}) if spec.qk_norm else None
-        self._output = read.matrix(output, query, columns=of_query)  # [hidden, heads * head_dim]
-        self._output_bias = read.vector(output, "bias") if spec.output_bias and shard.first else None  # added once
+        matrix = read.matrix(output, query, columns=of_query)  # [hidden, heads * head_dim]
+        bias = read.vector(output, "bias") if spec.output_bias and shard.first else None  # added once
+        self._output = AdaptedLinear(arithmetic, matrix, bias, read.deltas(output, columns=of_query))
 
-    def post(self, layer: int, normed: Tensor, rotary: Rotary, attention: AttentionPass) -> Pending:
+    def post(
+        self, layer: int, normed: Tensor, rotary: Rotary, attention: AttentionPass, groups: Groups = ()
+    ) -> Pending:
         """See AttentionBlock."""
         query_heads, kv_heads = self._heads, self._kv_heads
-        heads = self._arithmetic.linear(normed, self._qkv, self._qkv_bias).view(
-            -1, query_heads + 2 * kv_heads, self._head_dim
-        )
+        heads = self._qkv(normed, groups).view(-1, query_heads + 2 * kv_heads, self._head_dim)
         query, keys = heads[:, :query_heads], heads[:, query_heads : query_heads + kv_heads]
         if self._q_norm is not None and self._k_norm is not None:
             query.copy_(self._norm(query.flatten(0, 1), self._q_norm).view_as(query))
             keys.copy_(self._norm(keys.flatten(0, 1), self._k_norm).view_as(keys))
         self._arithmetic.rotate(heads[:, : query_heads + kv_heads], rotary.cos, rotary.sin)
         attended = attention.attend(layer, query, heads[:, query_heads:])
-        return self._tp.all_reduce(self._arithmetic.linear(attended.flatten(1), self._output, self._output_bias))
+        return self._tp.all_reduce(self._output(attended.flatten(1), groups))
 
     def _norm(self, rows: Tensor, weight: Tensor) -> Tensor:
         # Rows of a single head are still a view of all heads, which the kernels do not take.

@@ -19,6 +19,7 @@ from headrace.engine.attention.latent import LatentPass, LatentRows
 from headrace.engine.attention.paged import AttentionPass
 from headrace.engine.collectives.operations import ALONE, Collectives, Pending
 from headrace.engine.layers.base import Rotary
+from headrace.engine.layers.lora import Groups
 from headrace.engine.model.arithmetic import Arithmetic, Weight
 from headrace.engine.model.config import ModelSpec
 from headrace.engine.model.mla_spec import INNER_NORM_EPS, MlaSpec
@@ -152,8 +153,10 @@ class LatentAttentionBlock:
         with_bias = biased and heads.start == 0  # added once
         self._output_bias = read.vector({"self_attn.o_proj": spec.hidden_size}, "bias") if with_bias else None
 
-    def post(self, layer: int, normed: Tensor, rotary: Rotary, attention: AttentionPass) -> Pending:
-        """See AttentionBlock. attention: a LatentPass."""
+    def post(
+        self, layer: int, normed: Tensor, rotary: Rotary, attention: AttentionPass, groups: Groups = ()
+    ) -> Pending:
+        """See AttentionBlock. attention: a LatentPass. No adapter changes it."""
         assert isinstance(attention, LatentPass), "a model with latents has a pool of latents"
         nope, rotated, latents = self._project(normed, rotary)
         if len(attention.parts) == 1:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from headrace.engine.collectives.steps import Steps, finish
 from headrace.engine.layers.exchange import Exchange, ExpertChoice
+from headrace.engine.layers.lora import Groups
 from headrace.engine.layers.router import Router
 from headrace.engine.model.arithmetic import Arithmetic
 from headrace.engine.model.expert_plan import TILE_ROWS
@@ -128,8 +129,8 @@ class MoeMlp:
         """The result of steps() in a pass that is not cut."""
         return finish(self.steps(normed))
 
-    def steps(self, normed: Tensor, half: int = 0) -> Steps[Tensor]:
-        """See MlpBlock."""
+    def steps(self, normed: Tensor, half: int = 0, groups: Groups = ()) -> Steps[Tensor]:
+        """See MlpBlock. No adapter changes it."""
         sums = yield from self._exchanges[half].run(normed, self)
         return sums.to(normed.dtype)
 

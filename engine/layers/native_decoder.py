@@ -18,11 +18,13 @@ from headrace.engine.kv.pool import KVPool
 from headrace.engine.layers.base import Rotary
 from headrace.engine.layers.exchange import Exchange, NoExchange, begin_pass
 from headrace.engine.layers.layer import Layer, load_layer
+from headrace.engine.layers.lora import Groups, row_groups
 from headrace.engine.layers.moe import ExpertRows, MoeMlp
 from headrace.engine.layers.vocabulary import Best, Vocabulary
 from headrace.engine.model.arithmetic import Arithmetic, TorchArithmetic
 from headrace.engine.model.checkpoint import Checkpoint
 from headrace.engine.model.config import ModelSpec
+from headrace.engine.model.lora import LoraAdapter
 from headrace.engine.model.rope import rotary_tables
 from headrace.engine.model.sharding import Shard, whole_model
 from headrace.engine.model.weights import LayerReader, load_head
@@ -55,13 +57,15 @@ class NativeDecoder:
         mla_form: MlaForm = "absorbed",
         kernels: Kernels | None = None,
         native_units: bool = True,
+        adapters: Sequence[LoraAdapter] = (),
     ) -> None:
         """Read the weights of these layers, and of nothing else.
 
         positions: length of the rotary tables, the longest sequence. shard: the part of them to read, None for all. tp:
         the shards of this stage. exchanges: how the ranks of the stage share experts, one for each half of passes that
         are cut; none for a rank that holds all. mla_form: see load_layer. kernels, native_units: see
-        choose_attention(). Raises ConfigError for a missing or misshapen tensor.
+        choose_attention(). adapters: of which rows of a pass may go through one each. Raises ConfigError for a missing
+        or misshapen tensor.
         """
         shard = shard or whole_model(spec)
         self.progress = PassProgress()
@@ -78,7 +82,7 @@ class NativeDecoder:
         self._exchanges = exchanges or (NoExchange(spec.moe.experts if spec.moe else 0),)
 
         def load(layer: int) -> Layer:
-            reader = LayerReader(checkpoint, layer, precision, device, pack)
+            reader = LayerReader(checkpoint, layer, precision, device, pack, adapters, arithmetic.pack)
             return load_layer(spec, reader, arithmetic, shard, tp, self._exchanges, mla_form)
 
         with ThreadPoolExecutor(min(LOADERS, torch.get_num_threads())) as loaders:
@@ -134,7 +138,7 @@ class NativeDecoder:
     def forward(self, hidden: Tensor, positions: Tensor, spans: Sequence[AttentionSpan]) -> Tensor:
         """See Decoder."""
         hidden = hidden.clone()  # the residual stream, added to in place
-        finish(self._steps(hidden, positions, self._begun(spans), 0))
+        finish(self._steps(hidden, positions, self._begun(spans), 0, self._groups(spans)))
         return hidden
 
     def forward_halves(
@@ -145,7 +149,7 @@ class NativeDecoder:
         hidden = hidden.clone()
         rows = (slice(0, cut), slice(cut, len(hidden)))
         take_turns(
-            self._steps(hidden[of], positions[of], self._begun(each), half)
+            self._steps(hidden[of], positions[of], self._begun(each), half, self._groups(each))
             for half, (of, each) in enumerate(zip(rows, spans, strict=True))
         )
         return hidden
@@ -154,7 +158,12 @@ class NativeDecoder:
         assert self._attention is not None, "attach() comes first"
         return self._attention(spans)
 
-    def _steps(self, hidden: Tensor, positions: Tensor, attention: AttentionPass, half: int) -> Steps[None]:
+    def _groups(self, spans: Sequence[AttentionSpan]) -> Groups:
+        return row_groups(spans, torch.device(self._device))
+
+    def _steps(
+        self, hidden: Tensor, positions: Tensor, attention: AttentionPass, half: int, groups: Groups
+    ) -> Steps[None]:
         """Run the layers over hidden states [tokens, hidden size], in place."""
         rotary = Rotary(self._cos[positions], self._sin[positions])
         add_norm, eps = self._arithmetic.add_norm, self._spec.norm_eps
@@ -162,10 +171,10 @@ class NativeDecoder:
         for index, layer in enumerate(self._layers):
             self.progress.step()
             normed = add_norm(hidden, delta, layer.input_norm, eps)
-            attended = layer.attention.post(index, normed, rotary, attention)
+            attended = layer.attention.post(index, normed, rotary, attention, groups)
             if layer.pauses:
                 yield
-            delta = yield from layer.mlp.steps(add_norm(hidden, attended.wait(), layer.post_norm, eps), half)
+            delta = yield from layer.mlp.steps(add_norm(hidden, attended.wait(), layer.post_norm, eps), half, groups)
         if delta is not None:
             hidden.add_(delta)
 

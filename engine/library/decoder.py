@@ -12,7 +12,9 @@ from headrace.engine.attention.paged import AttentionSpan
 from headrace.engine.attention.slots import LayerSlot, SlotPass
 from headrace.engine.dtypes import Precision
 from headrace.engine.kv.pool import KVPool
+from headrace.engine.layers.lora import row_groups
 from headrace.engine.layers.vocabulary import Best, best_of
+from headrace.engine.library.adapters import adapt
 from headrace.engine.library.batch import Batch, CachedSlot
 from headrace.engine.library.cache import RowsCache
 from headrace.engine.library.hooks import running
@@ -23,6 +25,7 @@ from headrace.engine.model.arithmetic import Arithmetic, TorchArithmetic, Weight
 from headrace.engine.model.checkpoint import GgufTensors, SafetensorsCheckpoint
 from headrace.engine.model.config import ModelSpec
 from headrace.engine.model.int8 import quantize
+from headrace.engine.model.lora import LoraAdapter
 from headrace.engine.model.source import ModelSource
 from headrace.engine.native.kernel_calls import Kernels
 
@@ -48,9 +51,10 @@ class LibraryDecoder:
         kernels: Kernels | None,
         device: str,
         loading: LoadProgress,
+        adapters: Sequence[LoraAdapter] = (),
     ) -> None:
-        """Read the weights of these layers, and of nothing else. positions: the longest sequence. Raises ConfigError
-        for weights that do not fit the model."""
+        """Read the weights of these layers, and of nothing else. positions: the longest sequence. adapters: of which
+        rows of a pass may go through one each. Raises ConfigError for weights that do not fit the model."""
         assert spec.library is not None
         self.progress = PassProgress()
         library = spec.library
@@ -63,6 +67,7 @@ class LibraryDecoder:
             if not isinstance(each, OtherLayer):
                 each.register_forward_pre_hook(lambda *_: self.progress.step())
         self._compute_ourselves(blocks, precision, library.uncalled)
+        self._adapted = adapt(self._model, adapters, layers, arithmetic.pack, precision, device)
         _fix_rotary(self._model, positions)
         name, self._body = body_of(self._model)
         if layers.stop == spec.layers:
@@ -107,7 +112,11 @@ class LibraryDecoder:
             ids = torch.zeros_like(positions)
         cache = RowsCache(batch, self._spec.layers)
         try:
-            with running(batch), self._products:
+            with (
+                running(batch),
+                self._products,
+                self._adapted.during(row_groups(spans, positions.device), len(positions)),
+            ):
                 found = call(self._body, cache, input_ids=ids[None], position_ids=positions[None])
             states: Tensor = found[0]
         except LayersDone:

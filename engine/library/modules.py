@@ -1,6 +1,7 @@
 """Modules of transformers whose products our arithmetic computes: nn.Linear, experts, and F.linear of routers."""
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any
 
@@ -10,8 +11,10 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from headrace.engine.layers.exchange import ExpertChoice
+from headrace.engine.layers.lora import Groups, add_deltas
 from headrace.engine.layers.moe import rows_by_expert
 from headrace.engine.model.arithmetic import Arithmetic, Weight
+from headrace.engine.model.weights import Deltas
 
 ROUTERS = ("gate", "router", "shared_expert_gate")
 Pack = Callable[[Tensor], Weight]
@@ -28,11 +31,40 @@ class PackedLinear(nn.Module):
         self.in_features, self.out_features = of.in_features, of.out_features
         self.weight = torch.empty(0, dtype=compute)
         self.bias = None if of.bias is None else of.bias.detach().to(compute)
+        self._deltas: Deltas = {}
+        self._rows = AdaptedRows()
+
+    def adapt(self, deltas: Deltas, rows: "AdaptedRows") -> None:
+        """Have adapters add to it. rows: of the pass that is under way."""
+        self._deltas, self._rows = deltas, rows
 
     def forward(self, x: Tensor) -> Tensor:
-        """x [..., in] → [..., out]."""
+        """x [..., in] → [..., out]. Raises ValueError where adapters' rows are not those of the pass."""
         flat = x.reshape(-1, self.in_features).contiguous()
-        return self._arithmetic.linear(flat, self._packed, self.bias).view(*x.shape[:-1], self.out_features)
+        y = self._arithmetic.linear(flat, self._packed, self.bias)
+        if self._deltas and (groups := self._rows.groups):
+            if len(flat) != self._rows.tokens:
+                raise ValueError("an adapted module computes other rows than the pass has tokens")
+            add_deltas(self._arithmetic, flat, y, self._deltas, groups)
+        return y.view(*x.shape[:-1], self.out_features)
+
+
+class AdaptedRows:
+    """Which rows of the pass under way go through adapters."""
+
+    def __init__(self) -> None:
+        self.groups: Groups = ()
+        self.tokens = 0
+        """Rows of the pass."""
+
+    @contextmanager
+    def during(self, groups: Groups, tokens: int) -> Iterator[None]:
+        """A pass of so many rows is under way."""
+        self.groups, self.tokens = groups, tokens
+        try:
+            yield
+        finally:
+            self.groups = ()
 
 
 class OutputHead(nn.Module):

@@ -37,22 +37,25 @@ class Trial(NamedTuple):
         return self.gap == 0
 
 
-def try_decoder(decoder: LibraryDecoder, pool: KVPool, tokens: int, incoming: Callable[[int, int], Tensor]) -> Trial:
+def try_decoder(
+    decoder: LibraryDecoder, pool: KVPool, tokens: int, incoming: Callable[[int, int], Tensor], adapter: str = ""
+) -> Trial:
     """Compute random tokens in several ways; pages and states of the pool are overwritten. Modules that turn out not to
     begin with a state get their tokens one by one from then on.
 
-    tokens: of the longest request. incoming: what forward() takes for so many tokens, by a seed. Raises ConfigError for
-    hidden states that are further apart than by rounding.
+    tokens: of the longest request. incoming: what forward() takes for so many tokens, by a seed. adapter: that they go
+    through, by its fingerprint; the request beside them goes through none. Raises ConfigError for hidden states that
+    are further apart than by rounding, and ValueError for an adapter of modules that cannot be adapted.
     """
     count = min(TOKENS, tokens, pool.pages * pool.page_size // 2 - pool.page_size)
     if count < LEAST:
         return Trial(0.0, 0.0)
     first, other = incoming(count, 1), incoming(count, 2)
     most = max(ROUNDING[decoder.compute], ROUNDING[pool.tensor.dtype])
-    found = _compared(decoder, pool, first, other)
+    found = _compared(decoder, pool, first, other, adapter)
     if not found.typical <= most and decoder.has_states:
         decoder.one_by_one = True
-        found = _compared(decoder, pool, first, other)
+        found = _compared(decoder, pool, first, other, adapter)
     if not found.typical <= most:
         raise ConfigError(
             f"a trial of the model gave other states in chunks or beside another request (by {found.typical:.2g} of "
@@ -61,7 +64,7 @@ def try_decoder(decoder: LibraryDecoder, pool: KVPool, tokens: int, incoming: Ca
     return found
 
 
-def _compared(decoder: LibraryDecoder, pool: KVPool, first: Tensor, other: Tensor) -> Trial:
+def _compared(decoder: LibraryDecoder, pool: KVPool, first: Tensor, other: Tensor, adapter: str) -> Trial:
     """One request whole beside the same in two chunks, beside another one, and its last tokens one by one."""
     count = len(first)
     each = pool.geometry.pages_for(count)
@@ -69,7 +72,12 @@ def _compared(decoder: LibraryDecoder, pool: KVPool, first: Tensor, other: Tenso
     cut = count // 3 * 2 - 1
 
     def run(rows: Sequence[tuple[int, Tensor, "np.ndarray"]]) -> Tensor:
-        spans = [AttentionSpan(start, len(given), pages, int(pages is others)) for start, given, pages in rows]
+        spans = [
+            AttentionSpan(
+                start, len(given), pages, slot=int(pages is others), adapter=adapter if pages is own else ""
+            )
+            for start, given, pages in rows
+        ]
         positions = torch.cat([torch.arange(span.start, span.start + span.count) for span in spans])
         decoder.begin([len(positions)], len(positions))
         given = torch.cat([given for _, given, _ in rows])

@@ -38,9 +38,13 @@ class Arithmetic(Protocol):
         """Rotate x [rows, heads, width] in place. cos, sin: float32 [rows, 1, width] of rotary_tables."""
         ...
 
+    def gate(self, gate_up: Tensor) -> Tensor:
+        """SwiGLU gate (arXiv 2002.05202): gate_up [rows, 2 * width] → silu(first half) * second half [rows, width]."""
+        ...
+
     def gated_linear(self, x: Tensor, gate_up: Weight) -> Tensor:
-        """SwiGLU gate (arXiv 2002.05202) of a product: x [rows, in] @ gate_up.T [in, 2 * width] → silu(first half) *
-        second half [rows, width]. gate_up: from pack()."""
+        """gate() of a product: x [rows, in] @ gate_up.T [in, 2 * width] → silu(first half) *
+        second half [rows, width], with the bits of gate(linear()). gate_up: from pack()."""
         ...
 
 
@@ -68,7 +72,7 @@ class TorchArithmetic:
         rotate(x, cos, sin)
 
     def gate(self, gate_up: Tensor) -> Tensor:
-        """SwiGLU gate: gate_up [rows, 2 * width] → silu(first half) * second half [rows, width]."""
+        """See Arithmetic."""
         return gate(gate_up)
 
     def gated_linear(self, x: Tensor, gate_up: Weight) -> Tensor:

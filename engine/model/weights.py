@@ -1,6 +1,6 @@
 """Reads the weights of a stage: those of a layer, joined while loading, and those outside the layers."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -12,9 +12,25 @@ from headrace.engine.model.arithmetic import Weight
 from headrace.engine.model.checkpoint import Checkpoint
 from headrace.engine.model.config import ModelSpec
 from headrace.engine.model.int8 import join, quantize
+from headrace.engine.model.lora import LoraAdapter
 from headrace.engine.model.sharding import Shard
 
 ALL: Mapping[str, range] = MappingProxyType({})  # rows: of no tensor a part only
+
+
+class Delta(NamedTuple):
+    """What an adapter adds to some outputs of a linear layer, or of several that are joined: x @ down.T @ up.T."""
+
+    outputs: range
+    """Where they are among those of the joined layers, of a shard."""
+    down: Weight
+    """[rank, in], packed."""
+    up: Weight
+    """[outputs, rank], packed; with the adapter's scaling."""
+
+
+Deltas = Mapping[str, Sequence[Delta]]
+"""By the adapter's fingerprint; adapters that leave a layer as it is are absent."""
 
 
 class HeadWeights(NamedTuple):
@@ -59,14 +75,19 @@ class LayerReader:
         precision: Precision,
         device: str,
         pack: Callable[[Weight], Weight],
+        adapters: Sequence[LoraAdapter] = (),
+        pack_delta: Callable[[Weight], Weight] | None = None,
     ) -> None:
-        """layer: counted from the model's first. pack: Arithmetic.pack."""
+        """layer: counted from the model's first. pack: Arithmetic.pack. pack_delta: the same for adapters' weights,
+        which are in the dtype of computation."""
         self._checkpoint = checkpoint
         self.layer = layer
         self._prefix = f"model.layers.{layer}"
         self._precision = precision
         self._device = device
         self._pack = pack
+        self._adapters = adapters
+        self._pack_delta = pack_delta or pack
 
     def vector(self, parts: Mapping[str, int], kind: str = "weight", *, rows: Mapping[str, range] = ALL) -> Tensor:
         """Norms or biases [out], in the dtype of computation. parts: sizes of the whole tensors by name. rows: by name,
@@ -102,6 +123,21 @@ class LayerReader:
             else self._fused(self._precision.held, wanted, columns)
         )
 
+    def deltas(
+        self, parts: Mapping[str, int], *, rows: Mapping[str, range] = ALL, columns: range | None = None
+    ) -> Deltas:
+        """What adapters add to the matrix that matrix() makes of the same arguments."""
+        found: dict[str, list[Delta]] = {}
+        start = 0
+        for name, count in parts.items():
+            wanted = rows.get(name, range(count))
+            outputs = range(start, start := start + len(wanted))
+            for adapter in self._adapters:
+                if (module := f"{self._prefix}.{name}") in adapter.modules:
+                    down, up = map(self._pack_delta, self._read_delta(adapter, module, wanted, columns))
+                    found.setdefault(adapter.fingerprint, []).append(Delta(outputs, down, up))
+        return found
+
     @property
     def on_cpu(self) -> bool:
         """Whether weights are for the CPU."""
@@ -123,6 +159,11 @@ class LayerReader:
     def placed(self, values: Tensor) -> Tensor:
         """What tensor() returned, in the dtype of computation, not packed."""
         return values.to(device=self._device, dtype=self._precision.compute, copy=True)
+
+    def _read_delta(self, adapter: LoraAdapter, module: str, outputs: range, inputs: range | None) -> Iterator[Tensor]:
+        for part in adapter.read(module, outputs, inputs):
+            rounded = part.to(self._precision.model)
+            yield rounded.to(device=self._device, dtype=self._precision.compute).contiguous()
 
     def _in_8_bits(self, parts: list[_Part], columns: range | None) -> Weight:
         read = self._checkpoint

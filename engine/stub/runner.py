@@ -12,7 +12,7 @@ Every dtype of hidden states represents a byte exactly.
 
 import random
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Literal
 
@@ -93,6 +93,7 @@ class StubRunner:
         layers, shard, (device, dtype, _) = part.layers, part.shard, terms.computation
         self._model = parse_stub(terms.model.model)
         self.fingerprint = self._model.fingerprint()
+        self.adapters: Mapping[str, str] = {}
         self.vocab_size = spec.vocab_size
         self.hidden_spec = HiddenSpec(spec.hidden_size, TORCH_DTYPES[dtype], torch.device(device))
         self.geometry = plan.geometry

@@ -19,6 +19,7 @@ from headrace.core.runtime.clock import Clock
 from headrace.core.types.errors import TOO_LONG, ErrorInfo, HeadraceError, invalid
 from headrace.core.types.kv.geometry import ceil_div
 from headrace.core.types.packed import pack, prompt_hash
+from headrace.core.types.requests.adapters import MAX_SALT_CHARS
 from headrace.core.types.requests.request import SamplingParams, Timing, Usage
 from headrace.core.types.requests.terms import RequestTerms
 from headrace.gateway.vllm.kv_loads import KvLoads
@@ -26,7 +27,6 @@ from headrace.peer.commands import Loaded, LoadKv, TicketRef
 from headrace.server.frontend.generation.prefill_failover import PrefillFailover
 from headrace.server.frontend.request.generation_request import GenerationRequest, GenerationResult
 from headrace.server.frontend.request.request_context import CallSpan, RequestContext
-from headrace.server.http.ranges import MAX_SALT_CHARS
 from headrace.server.upstream.prefill_call import PrefillCall, PrefillProgress
 from headrace.server.upstream.prefill_pool import PrefillChoice, PrefillPool
 

@@ -5,6 +5,7 @@ from typing import Annotated
 
 from msgspec import Meta
 
+from headrace.core.types.requests.adapters import MAX_SALT_CHARS
 from headrace.core.types.requests.draft import MAX_DRAFT_TOKENS
 
 MAX_LOGPROBS = 20  # alternatives per position that a metadata row can carry
@@ -13,7 +14,6 @@ MAX_STOPS = 16
 MAX_STOP_CHARS = 1024
 MAX_STOP_IDS = 4096
 MAX_BIASES = 1024
-MAX_SALT_CHARS = 256
 MAX_OBJECTIVE_MS = 1e9
 MAX_INT32 = (1 << 31) - 1
 MAX_INT64 = (1 << 63) - 1

@@ -80,6 +80,7 @@ FLAGS = """\
 --kv-pages N [0..] = 0
 --log-format {text,json} = text
 --log-level {debug,info,warning,error} = info
+--lora TEXT =
 --max-body-bytes BYTES [1024..] = 16777216
 --max-hidden-bytes BYTES [0..] = 16777216
 --max-model-len N [0..] = 0
