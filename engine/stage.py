@@ -195,6 +195,7 @@ def _ready(
         geometry=runner.geometry,
         offered=None if offer.offers else (),
         fingerprint=runner.fingerprint,
+        adapters=dict(runner.adapters),
         data_host=config.transfer.host,
         data_port=data_port,
         kv_pages=runner.pool.pages,

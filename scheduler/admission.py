@@ -51,7 +51,7 @@ class Admission:
         return bind(
             self._state.replicas,
             submit.prompt,
-            submit.terms.cache_salt,
+            submit.terms.prefix_salt,
             pinned=submit.terms.replica,
             cacheable=submit.sampling.cacheable(packed_length(submit.prompt)),
             to_fetch=isinstance(submit.route, FetchFrom),

@@ -151,6 +151,7 @@ OF_ROUTE: dict[Kind, dict[str, Case]] = {
         "rid": Case("mine"),
         "hidden_states": Case("last"),
         "draft_top_k": Case(2),
+        "adapter": Case("0" * 32, status=404),  # of no adapter, since the model has none
     },
     schema.TokenizeBody: {
         "prompt": Case("another"),

@@ -31,6 +31,7 @@ class PrefillRequest(SamplingParams, frozen=True, kw_only=True, omit_defaults=Tr
     structured_outputs: Mapping[str, Any] | None = None
     priority: int | None = None
     cache_salt: str | None = None
+    adapter: str | None = None
     deadline_s: float | None = None
     slo_ttft_ms: float | None = None
 

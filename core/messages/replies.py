@@ -31,6 +31,8 @@ class StagePools(msgspec.Struct, frozen=True, kw_only=True):
 
     fingerprint: str
     """Fingerprint of the model (see headrace.engine.model.fingerprint); the same on every stage."""
+    adapters: dict[str, str] = {}
+    """Fingerprints of the LoRA adapters of --lora by name; the same on every stage."""
     kv_pages: int
     """Pages of the smallest KV pool."""
     data_endpoints: tuple[str, ...]

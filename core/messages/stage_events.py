@@ -62,6 +62,8 @@ class StageReady(StageEvent, frozen=True, kw_only=True):
     the pool."""
     fingerprint: str
     """Names what the model computes, the same on every stage (engine/model/fingerprint.py)."""
+    adapters: dict[str, str] = {}
+    """Fingerprints of the LoRA adapters of --lora by name, the same on every stage."""
     data_port: int
     """Port where peers attach to this stage."""
     kv_pages: int

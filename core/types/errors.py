@@ -71,6 +71,7 @@ TOO_MANY_TICKETS = "too_many_tickets"  # 429: of one session
 CHECKSUM = "checksum_mismatch"  # 502
 LEASE_EXPIRED = "lease_expired"  # 504: no peer fetched a held ticket in time
 UNKNOWN_RID = "unknown_rid"  # 404
+MODEL_NOT_FOUND = "model_not_found"  # 404: a model or an adapter that is not served
 GRAMMAR_REJECTED = (
     "grammar_rejected"  # 502: a first token that the constraint does not allow; 503: none can be found here
 )

@@ -73,9 +73,7 @@ def _compared(decoder: LibraryDecoder, pool: KVPool, first: Tensor, other: Tenso
 
     def run(rows: Sequence[tuple[int, Tensor, "np.ndarray"]]) -> Tensor:
         spans = [
-            AttentionSpan(
-                start, len(given), pages, slot=int(pages is others), adapter=adapter if pages is own else ""
-            )
+            AttentionSpan(start, len(given), pages, slot=int(pages is others), adapter=adapter if pages is own else "")
             for start, given, pages in rows
         ]
         positions = torch.cat([torch.arange(span.start, span.start + span.count) for span in spans])

@@ -222,6 +222,7 @@ class Planner:
             slot=lease.slot,
             resume=lease.resume if request.planned == lease.matched * self._replica.cache.page_size else -1,
             checkpoint=checkpoint,
+            adapter=request.terms.adapter,
         )
         batch.add(row, request, end)
         self._replica.queues.plan(request, count)

@@ -62,6 +62,11 @@ class StageGroup:
             text = f"its model is another one than that of {state.config.layout.name(other.stage)}: {fingerprints}"
             self.stage_failed(event.stage, text, now)
             return False
+        if other := next((stage for stage in self._up.values() if stage.adapters != event.adapters), None):
+            found = ", ".join(sorted(set(event.adapters.items() ^ other.adapters.items()))[0])
+            text = f"its adapters are others than those of {state.config.layout.name(other.stage)}: {found}"
+            self.stage_failed(event.stage, text, now)
+            return False
         if len(self._up) < len(state.engine.stages):
             return False
         self._start()

@@ -72,6 +72,7 @@ class RemoteFetch:
             slot=lease.slot,
             wait=route.posting != "done",
             prompt_hash=prompt_hash(request.submit.prompt) if route.posting != "local" else "",
+            adapter=request.terms.adapter,
         )
         incoming = IncomingTransfer.begin(hello.session, hello.terms.backend, reservation, replica.ranks)
         request.incoming = incoming

@@ -15,6 +15,7 @@ from headrace.core.messages.replies import Progress
 from headrace.core.types import refusals
 from headrace.core.types.errors import (
     LEASE_EXPIRED,
+    MODEL_NOT_FOUND,
     NO_PEER,
     PEER_GONE,
     TICKET_IN_USE,
@@ -22,6 +23,7 @@ from headrace.core.types.errors import (
 )
 from headrace.core.types.packed import prompt_hash, unpack
 from headrace.core.types.peers.session_terms import PeerTerms
+from headrace.core.types.requests.adapters import adapter_mismatch
 from headrace.core.types.requests.request import SendTo
 from headrace.core.types.requests.reservation import Reservation
 from headrace.scheduler.lifecycle.completion import Completion
@@ -201,9 +203,8 @@ class Rendezvous:
         state.deadlines.clear(BootstrapTimer(request.arrival))
         state.deadlines.clear(LeaseTimer(request.arrival))
         state.of(request).held.remove(request)
-        problem = _mismatch(request, reservation)
-        if problem:
-            self._completion.fail(request, ErrorInfo(code="bad_reservation", message=problem, status=502), now)
+        if (problem := _mismatch(request, reservation)) is not None:
+            self._completion.fail(request, problem, now)
             return
         if request.phase is Phase.BOOTSTRAP:
             if not state.unacknowledged.must_wait(request):
@@ -255,12 +256,16 @@ class Rendezvous:
         self._state.out.add(TellFailed(session=session, ticket=ticket, generation=generation, error=error))
 
 
-def _mismatch(request: Request, reservation: Reservation) -> str:
-    """How a reservation does not fit the prompt; "" when it does. The control server has checked the rest of it."""
-    if reservation.prompt_tokens != request.prompt_tokens:
-        return (
-            f"the peer reserved for {reservation.prompt_tokens} prompt tokens; the prompt has {request.prompt_tokens}"
-        )
-    if reservation.prompt_hash and reservation.prompt_hash != (here := prompt_hash(request.submit.prompt)):
-        return f"the peer has another prompt: the hash of its token ids is {reservation.prompt_hash}, here it is {here}"
-    return ""
+def _mismatch(request: Request, reservation: Reservation) -> ErrorInfo | None:
+    """How a reservation does not fit the prompt; None when it does. The control server has checked the rest of it."""
+    code, status, tokens = "bad_reservation", 502, request.prompt_tokens
+    if reservation.prompt_tokens != tokens:
+        text = f"the peer reserved for {reservation.prompt_tokens} prompt tokens; the prompt has {tokens}"
+    elif reservation.prompt_hash and reservation.prompt_hash != (here := prompt_hash(request.submit.prompt)):
+        text = f"the peer has another prompt: the hash of its token ids is {reservation.prompt_hash}, here it is {here}"
+    elif reservation.adapter != request.terms.adapter:
+        code, status = MODEL_NOT_FOUND, 404
+        text = adapter_mismatch(prefill=request.terms.adapter, decode=reservation.adapter)
+    else:
+        return None
+    return ErrorInfo(code=code, message=text, status=status)

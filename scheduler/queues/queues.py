@@ -144,7 +144,7 @@ class Queues:
     def cached(self, submit: Submit) -> int:
         """Positions of a prompt that is not admitted yet which the prefix cache has."""
         cacheable = submit.sampling.cacheable(packed_length(submit.prompt))
-        return self._cache.cached_positions(submit.prompt, submit.terms.cache_salt, cacheable)
+        return self._cache.cached_positions(submit.prompt, submit.terms.prefix_salt, cacheable)
 
     def move(self, request: Request, phase: Phase, now: float) -> float:
         """Move a request to another phase, and into the queue of that phase. Returns the seconds that it spent in the

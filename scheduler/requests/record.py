@@ -218,7 +218,7 @@ class Request:
     @property
     def salt(self) -> str:
         """Prompts share cached pages only under the same salt."""
-        return self.terms.cache_salt
+        return self.terms.prefix_salt
 
     def packed(self, start: int, end: int) -> bytes:
         """Token ids [start, end), packed."""

@@ -11,6 +11,7 @@ from headrace.core.types.named_values import named_values
 from headrace.core.types.peers.addresses import is_loopback
 from headrace.core.types.peers.allow_list import allowed_prefills
 from headrace.core.types.peers.decode_address import server_url
+from headrace.core.types.requests.adapters import adapter_folders
 from headrace.core.types.requests.tenants import priority_ranges, tenant_keys
 
 _HEADER_NAME = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~-]+")
@@ -20,6 +21,7 @@ MAX_RANKS = 64  # stages of a server that peers take (MAX_STAGES of the protocol
 def check(config: Config) -> None:
     """Raises ConfigError for the first combination that cannot work."""
     _check_role(config)
+    _check_adapters(config)
     _check_binds(config)
     _check_ports(config)
     _check_engine(config)
@@ -55,6 +57,12 @@ def _check_role(config: Config) -> None:
     allowed_prefills(server.prefill, server.allow_prefill)
     if duplicates := sorted({url for url in server.prefill if server.prefill.count(url) > 1}):
         raise ConfigError(f"--prefill {duplicates[0]} is given more than once; once is enough")
+
+
+def _check_adapters(config: Config) -> None:
+    for name in adapter_folders(config.model.lora):
+        if name in (config.model_name, config.model.model):
+            raise ConfigError(f"--lora {name}=…: the model itself has this name; write another one")
 
 
 def _check_tracing(config: Config) -> None:

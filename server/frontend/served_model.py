@@ -1,6 +1,7 @@
 """The model as clients see it: its names, its limits and its tokenizer."""
 
 import asyncio
+from collections.abc import Mapping
 from contextlib import suppress
 from functools import cached_property
 
@@ -8,6 +9,7 @@ from jinja2 import TemplateError
 
 from headrace.core.config import Config
 from headrace.core.types import refusals
+from headrace.core.types.requests.adapters import adapter_folders
 from headrace.engine.grammar.checker import CheckerConfig
 from headrace.server.frontend.grammar_checker import GrammarChecker
 from headrace.server.frontend.request.hidden_states import HiddenLimits
@@ -36,6 +38,8 @@ class ServedModel:
         """What --model names: a folder, a file or a hub id."""
         self.name: str = config.model_name
         """What responses call the model."""
+        self.adapters: Mapping[str, str] = adapter_folders(config.model.lora)
+        """Folders of its LoRA adapters, by the names that requests may give."""
         self.max_model_len: int = config.scheduler.max_model_len
         """Longest prompt and continuation together, in tokens; 0 if there is no limit."""
         self.hidden = HiddenLimits(config.model.hidden_size, config.server.max_hidden_bytes)
@@ -64,6 +68,10 @@ class ServedModel:
     def names(self) -> tuple[str, ...]:
         """Names of the model that requests may give."""
         return tuple(dict.fromkeys((self.name, self.path)))
+
+    def called(self, name: str) -> str:
+        """What responses call the model of a request that names it so: an adapter by its name."""
+        return name if name in self.adapters else self.name
 
     @property
     def tokens(self) -> AsyncTokenizer:

@@ -196,6 +196,7 @@ class Service:
             self.clock,
             max_open=self.config.scheduler.max_queued_requests,
             hidden=self.model.hidden,
+            adapters=self.model.adapters,
             share_prefixes=self.config.server.share_prefixes,
         )
 

@@ -81,6 +81,7 @@ class FrontChannel:
         offering = [stage for stage in stages if stage.offers is not None]
         pools = StagePools(
             fingerprint=stages[0].fingerprint,
+            adapters=stages[0].adapters,
             kv_pages=min(stage.kv_pages for stage in stages),
             data_endpoints=tuple(usable_url("tcp", stage.data_host, stage.data_port) for stage in offering),
             data_ranks=tuple(stage.stage for stage in offering),

@@ -24,8 +24,8 @@ This page is made from the code (`python -m tests.models.document`).
 | `auto` (the default) | native where it is, library elsewhere; the start says which |
 
 Scheduler, cache, tiers and handoff do not know which one it is. What both have: `--pp`, chunks, ragged batches, the
-prefix cache, `--quantize int8` on CPUs, every form of checkpoint below. Native only: `--tp`, `--expert-parallel`,
-latents attended to as they are (DeepSeek).
+prefix cache, LoRA adapters, `--quantize int8` on CPUs, every form of checkpoint below. Native only: `--tp`,
+`--expert-parallel`, latents attended to as they are (DeepSeek).
 
 The library's decoder has no table of architectures. A pass of the model on torch's meta device shows what each layer
 caches before a weight is read (`engine/library/probe.py`; the result is kept in `--cache-dir`). The model's cache

@@ -171,6 +171,8 @@ class Reserve(Message, frozen=True, kw_only=True):
     """Wait for a prompt that has not come yet; False has an unknown ticket answered by Failed at once."""
     prompt_hash: Annotated[str, Meta(max_length=64)] = ""
     """SHA-256 of the prompt's token ids as packed int32, in hexadecimal; "" skips the comparison."""
+    adapter: Annotated[str, Meta(max_length=64)] = ""
+    """Fingerprint of the LoRA adapter that the prompt goes through; "" for none."""
     hidden: bool = False
     """Send the hidden state of the last prompt token, in a draft frame."""
     draft_top_k: Size = 0
@@ -189,6 +191,7 @@ class Reserve(Message, frozen=True, kw_only=True):
             slot=reservation.slot,
             wait=reservation.wait,
             prompt_hash=reservation.prompt_hash,
+            adapter=reservation.adapter,
             hidden=reservation.draft.hidden,
             draft_top_k=reservation.draft.top_k,
         )
@@ -206,6 +209,7 @@ class Reserve(Message, frozen=True, kw_only=True):
             slot=self.slot,
             wait=self.wait,
             prompt_hash=self.prompt_hash,
+            adapter=self.adapter,
             draft=DraftTerms(self.hidden, min(self.draft_top_k, MAX_DRAFT_TOKENS)),
         )
 

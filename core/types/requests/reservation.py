@@ -36,5 +36,8 @@ class Reservation(msgspec.Struct, frozen=True, kw_only=True):
     prompt_hash: str = ""
     """Of the prompt that it has (headrace.core.types.packed.prompt_hash); "" if it does not say."""
 
+    adapter: str = ""
+    """Fingerprint of the LoRA adapter that its prompt goes through; "" for none."""
+
     draft: DraftTerms = NO_DRAFT
     """Draft data that it asks for."""

@@ -2,6 +2,8 @@
 
 import msgspec
 
+from headrace.core.types.requests.adapters import adapter_salt
+
 
 class RequestTerms(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Terms of one request, carried unchanged from its checked body to the scheduler's record of it."""
@@ -23,3 +25,11 @@ class RequestTerms(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
 
     cache_salt: str = ""
     """Prompts share cached pages only with prompts of the same salt."""
+
+    adapter: str = ""
+    """Fingerprint of the LoRA adapter that it goes through; "" for none."""
+
+    @property
+    def prefix_salt(self) -> str:
+        """The salt of the prefix cache: that of the client, apart for each adapter."""
+        return adapter_salt(self.adapter, self.cache_salt)

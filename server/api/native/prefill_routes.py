@@ -220,7 +220,9 @@ async def _request(model: ServedModel, config: ServerConfig, client: str, body: 
     rid = body.rid or f"pf-{secrets.token_hex(16)}"
     base = base_request(rid, body, sampling, constraint, progress=bool(body.stream))
     hold = body.handoff == "hold"
-    return msgspec.structs.replace(base, prompt=prompt, ticket=ticket, hold=hold, prompt_only=body.prompt_only)
+    return msgspec.structs.replace(
+        base, prompt=prompt, ticket=ticket, hold=hold, prompt_only=body.prompt_only, adapter=body.adapter
+    )
 
 
 def _ticket(config: ServerConfig, body: PrefillBody) -> str | None:
@@ -252,7 +254,7 @@ async def _prefill(
     return PrefillReply(
         rid=request.rid,
         ticket=request.ticket,
-        model=model.name,
+        model=model.called(request.model),
         first_token=None if request.prompt_only else _first_token(model.tokenizer, first),
         finish_reason=result.finish_reason,
         usage=PrefillUsage(usage.prompt_tokens, completed, usage.cached_tokens),

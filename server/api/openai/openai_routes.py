@@ -78,6 +78,7 @@ _RESPONSES = described(
     errors=GENERATION_ERRORS,
     parameters=GENERATION_HEADERS,
 )
+_MODELS = described("The model that is served, and its adapters", reply=replies.ModelsReply)
 _MODEL = described(
     "One model, by the name that requests give",
     reply=replies.ServedModelEntry,
@@ -96,14 +97,14 @@ def openai_routes(model: ServedModel, endpoint: CompletionEndpoint) -> APIRouter
     ) -> ChoicesFormat:
         echo = Echo(model.tokenizer, body, completion, requests) if body.echo else None
         form = CompletionForm(model.tokenizer, logprobs=body.logprobs is not None, echo=echo)
-        return ChoicesFormat(completion, model.name, form, body.stream_options)
+        return ChoicesFormat(completion, model.called(completion.base.model), form, body.stream_options)
 
     def chat_format(body: ChatBody, completion: CompletionRequest, _: Sequence[GenerationRequest]) -> ChoicesFormat:
         logprobs = completion.base.sampling.logprobs is not None
         form: ChoiceForm = ChatForm(model.tokenizer, logprobs=logprobs)
         if completion.answers.parsed:
             form = AnswerForm(model.tokenizer, completion.answers, logprobs=logprobs)
-        return ChoicesFormat(completion, model.name, form, body.stream_options)
+        return ChoicesFormat(completion, model.called(completion.base.model), form, body.stream_options)
 
     def responses_format(
         body: ResponsesBody, completion: CompletionRequest, _: Sequence[GenerationRequest]
@@ -111,11 +112,13 @@ def openai_routes(model: ServedModel, endpoint: CompletionEndpoint) -> APIRouter
         return ResponsesFormat(body, completion, model)
 
     def entry(name: str) -> replies.ServedModelEntry:
-        return replies.ServedModelEntry(name, "model", started, "headrace", model.max_model_len)
+        folder = model.adapters.get(name)
+        root, parent = (model.path, None) if folder is None else (folder, model.name)
+        return replies.ServedModelEntry(name, "model", started, "headrace", root, parent, model.max_model_len)
 
-    @router.get("/v1/models", openapi_extra=described("The model that is served", reply=replies.ModelsReply))
+    @router.get("/v1/models", openapi_extra=_MODELS)
     async def models() -> Response:
-        return json_response(replies.ModelsReply("list", [entry(model.name)]))
+        return json_response(replies.ModelsReply("list", [entry(name) for name in (model.name, *model.adapters)]))
 
     @router.get("/v1/models/{name:path}", openapi_extra=_MODEL)  # names of a hub have slashes
     async def one_model(name: str) -> Response:

@@ -198,6 +198,10 @@ class ServedModelEntry(msgspec.Struct):
     object: Literal["model"]
     created: int
     owned_by: str
+    root: str
+    """What --model names, or the folder of an adapter."""
+    parent: str | None
+    """Of an adapter: the model."""
     max_model_len: int
 
 

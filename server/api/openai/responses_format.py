@@ -36,7 +36,7 @@ class ResponsesFormat:
 
     def __init__(self, body: ResponsesBody, completion: CompletionRequest, model: ServedModel) -> None:
         self._body = body
-        self._model_name = model.name
+        self._model_name = model.called(completion.base.model)
         self._tokenizer = model.tokenizer
         self._sequence_numbers = itertools.count()
         self._items = OutputItems(completion.answers)

@@ -61,6 +61,8 @@ class ServerInfoReply(msgspec.Struct):
     page_size: int
     max_model_len: int
     max_total_num_tokens: int
+    adapters: dict[str, str]
+    """Fingerprints of the LoRA adapters of --lora by name."""
     decoder: DecoderChoice
     """What computes the model: native or library; auto where external stages choose."""
     same_bits: bool | None
@@ -190,6 +192,7 @@ def _server_info(model: ServedModel, control: ControlAddress, config: Config) ->
         page_size=page_size,
         max_model_len=model.max_model_len,
         max_total_num_tokens=kv_pages * page_size,
+        adapters=info.stages.adapters if info is not None and info.stages is not None else {},
         decoder=config.model.decoder,
         same_bits=info.stages.same_bits if info is not None and info.stages is not None else None,
     )

@@ -72,7 +72,7 @@ _CONSTRAINTS = (
 # SGLang's on OpenAI's routes. Routers that parse bodies send many of them with their defaults.
 _SGLANG = (
     *_refused("POST /generate and POST /v1/prefill have them", "return_hidden_states"),
-    *_refused("adapters are not served", "lora_path"),
+    *_refused("name the adapter as model", "lora_path"),
     *_refused("code of clients is not run", "custom_logit_processor"),
     *_refused("sessions are not kept; a prompt that begins like an earlier one is cached", "session_params"),
     *_refused("not served", "stop_regex custom_params return_routed_experts"),
@@ -266,7 +266,7 @@ OTHER_FIELDS: Mapping[type[msgspec.Struct], Mapping[str, OtherField]] = {
         ),
         # Routers limit what a prefill server generates by these, though SGLang has no such fields.
         _refused("sampling_params has max_new_tokens and min_new_tokens", "max_tokens min_tokens", 1),
-        _refused("adapters are not served", "lora_path lora_id"),
+        _refused("name the adapter as model", "lora_path lora_id"),
         _refused("code of clients is not run", "custom_logit_processor"),
         _refused("sessions are not kept; a prompt that begins like an earlier one is cached", "session_params"),
         _refused("send data_parallel_rank", "routed_dp_rank"),

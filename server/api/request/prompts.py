@@ -7,7 +7,7 @@ from typing import Any, cast
 
 import msgspec
 
-from headrace.core.types.errors import ErrorInfo, HeadraceError, invalid, shown
+from headrace.core.types.errors import MODEL_NOT_FOUND, ErrorInfo, HeadraceError, invalid, shown
 from headrace.server.api.request.reasoning import reasoning_of
 from headrace.server.api.request.schema import (
     CalledFunction,
@@ -48,10 +48,12 @@ _OPTIONAL = ("message", "reasoning")  # types of items whose fields may be left 
 
 
 def check_model(model: ServedModel, name: str | None) -> None:
-    """Raises HeadraceError (404) if the body names another model than the one served."""
-    if name is not None and name not in model.names:
+    """Raises HeadraceError (404) if the body names another model than the one served, and none of its adapters."""
+    if name is not None and name not in model.names and name not in model.adapters:
         message = f"model {shown(name)!r} is not served here; this is {model.name!r}"
-        raise HeadraceError(ErrorInfo(code="model_not_found", message=message, status=404, field="model"))
+        if model.adapters:
+            message += f" with adapters {shown(', '.join(model.adapters), 300)}"
+        raise HeadraceError(ErrorInfo(code=MODEL_NOT_FOUND, message=message, status=404, field="model"))
 
 
 def completion_prompts(prompt: str | Sequence[str | int | list[int]], limit: int = 0) -> list[Prompt]:

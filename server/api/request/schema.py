@@ -4,9 +4,10 @@ Wrong types and values out of range are refused while decoding; what depends on 
 in sampling.py and prompts.py.
 """
 
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
+from msgspec import Meta
 
 from headrace.core.types.requests.request import HiddenWanted
 from headrace.server.http.ranges import (
@@ -240,6 +241,8 @@ class PrefillBody(SamplingBody, frozen=True, kw_only=True, forbid_unknown_fields
     """Name under which a decode peer fetches the KV."""
     handoff: str | None = None
     """"hold" to hold the KV for the peer under a lease, "none" to drop it."""
+    adapter: Annotated[str, Meta(max_length=64)] | None = None
+    """Fingerprint of the LoRA adapter that model names, as the decode server has it; another one is refused."""
     rid: str | None = None
     """Request id; made up if it is not given."""
 

@@ -46,6 +46,7 @@ def base_request(
         sampling=sampling,
         constraint=constraint,
         terms=terms,
+        model=body.model or "",
         stop=ends.stop,
         keep_stop=bool(keeps),
         ignore_eos=ends.ignore_eos,

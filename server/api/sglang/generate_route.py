@@ -150,6 +150,7 @@ def _openai_fields(body: GenerateBody) -> OpenAIBody:
     values = msgspec.structs.asdict(given)
     return OpenAIBody(
         **{name: values[name] for name in SamplingFields.__struct_fields__},
+        model=body.model,
         seed=given.sampling_seed,
         max_tokens=given.max_new_tokens,
         min_tokens=given.min_new_tokens,

@@ -1,6 +1,6 @@
 """Admission of requests, and notification of peers when a request with a ticket is refused."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 
 import msgspec
@@ -9,7 +9,8 @@ from headrace.core.messages.frontend import RefuseTicket, ReleaseTicket
 from headrace.core.messages.replies import Progress, Tokens
 from headrace.core.runtime.clock import Clock
 from headrace.core.types import refusals
-from headrace.core.types.errors import ErrorInfo, HeadraceError
+from headrace.core.types.errors import MODEL_NOT_FOUND, ErrorInfo, HeadraceError
+from headrace.core.types.requests.adapters import adapter_mismatch
 from headrace.core.types.requests.request import SamplingParams
 from headrace.core.types.requests.tenants import tenant_salt
 from headrace.server.frontend.generation.runner import GenerationRunner
@@ -32,7 +33,8 @@ class Completions:
     """Runs the requests of all routes, if the server is ready for them.
 
     prefills: the prefill servers of a decode server. max_open: requests at the same time; more are refused with 429.
-    hidden: bounds the hidden states of all of them. share_prefixes: tenants find each other's cached prefixes.
+    hidden: bounds the hidden states of all of them. adapters: names of --lora. share_prefixes: tenants find each
+    other's cached prefixes.
     """
 
     def __init__(
@@ -46,6 +48,7 @@ class Completions:
         *,
         max_open: int,
         hidden: HiddenLimits,
+        adapters: Collection[str] = (),
         share_prefixes: bool = False,
     ) -> None:
         self._client = client
@@ -56,6 +59,7 @@ class Completions:
         self._clock = clock
         self._max_open = max_open
         self._hidden = hidden
+        self._adapters = adapters
         self._share_prefixes = share_prefixes
 
     @property
@@ -66,8 +70,9 @@ class Completions:
     async def complete(self, request: GenerationRequest, emit: Emit) -> GenerationResult:
         """Continue a prompt to its end on this server. Raises HeadraceError: 503 or 429 if it cannot start, or what it
         failed with. Cancelling this coroutine cancels the request."""
-        request, generated = self._own(request), request.sampling.max_tokens
+        generated = request.sampling.max_tokens
         self._admit(request, generated)
+        request = self._own(request)
         with self._hidden.taken(request, generated), _observed(request) as observer:
             times = TokenTimes(self._metrics, self._clock)
             result = await self._runner.complete(request, _timed(emit, times, observer))
@@ -78,8 +83,9 @@ class Completions:
     async def prefill(self, request: GenerationRequest, emit: Emit) -> tuple[Tokens, GenerationResult]:
         """Compute a prompt and send or hold its KV; returns the first token and the result. Raises HeadraceError as
         complete() does. Cancelling this coroutine cancels the request."""
-        request, started = self._own(request), self._clock.now()
+        started = self._clock.now()
         self._admit(request, 0)
+        request = self._own(request)
         with self._hidden.taken(request, 0), _observed(request) as observer:
             first, result = await self._runner.prefill(request, emit)
             first_token_s = self._clock.now() - started - result.timing.transfer_s
@@ -106,13 +112,17 @@ class Completions:
                 self._client.post(ReleaseTicket(prefill=server.url, ticket=source.ticket, reason=reason))
 
     def _own(self, request: GenerationRequest) -> GenerationRequest:
-        """The request with cached prefixes that are its tenant's own. Everything behind this has the same salt: prefill
-        servers, which get it in the body, their events, and the choice among them."""
-        if self._share_prefixes:
-            return request
+        """The request with its adapter, and with cached prefixes that are its tenant's own. Everything behind this has
+        the same salt: prefill servers, which get it in the body, their events, and the choice among them."""
         terms = request.terms
-        own = msgspec.structs.replace(terms, cache_salt=tenant_salt(terms.tenant, terms.cache_salt))
+        salt = terms.cache_salt if self._share_prefixes else tenant_salt(terms.tenant, terms.cache_salt)
+        own = msgspec.structs.replace(terms, cache_salt=salt, adapter=self._adapter(request))
         return msgspec.structs.replace(request, terms=own)
+
+    def _adapter(self, request: GenerationRequest) -> str:
+        """The fingerprint of a request's adapter, "" for none. They are known when the stages have been ready."""
+        info = self._client.server_info
+        return info.stages.adapters.get(request.model, "") if info is not None and info.stages is not None else ""
 
     def _admit(self, request: GenerationRequest, generated: int) -> None:
         """Raises HeadraceError (503, 429) if the request cannot start now, after notifying the peer of its ticket.
@@ -133,6 +143,12 @@ class Completions:
             return problem
         if self._client.open_calls >= self._max_open:
             return refusals.OPEN_REQUESTS.error(most=self._max_open)
+        if request.model in self._adapters and not self._adapter(request):
+            text = f"the stages of this server have no adapter {request.model!r}"
+            return ErrorInfo(code=MODEL_NOT_FOUND, message=text, status=404, field="model")
+        if request.adapter is not None and request.adapter != (own := self._adapter(request)):
+            text = adapter_mismatch(prefill=own, decode=request.adapter)
+            return ErrorInfo(code=MODEL_NOT_FOUND, message=text, status=404, field="adapter")
         return self._hidden.refusal(request, generated)
 
 

@@ -25,6 +25,8 @@ def prefill_body(request: GenerationRequest, ticket: str, *, knows_start: bool) 
     return PrefillRequest(
         **sampling,
         rid=request.rid,
+        model=request.model if terms.adapter else None,
+        adapter=terms.adapter or None,
         ticket=ticket,
         prompt_token_ids=request.prompt,
         stop=request.stop,

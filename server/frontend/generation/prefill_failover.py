@@ -74,7 +74,7 @@ class PrefillFailover:
     ) -> Result | None:
         """The result; None if the chosen server, or the KV from it, failed the request. Raises HeadraceError for all
         other failures."""
-        with self._pool.chosen(request.prompt, request.terms.cache_salt, attempts.servers, request.needs) as choice:
+        with self._pool.chosen(request.prompt, request.terms.prefix_salt, attempts.servers, request.needs) as choice:
             try:
                 return await attempt(request, choice, bool(attempts.failures))
             except HeadraceError as error:

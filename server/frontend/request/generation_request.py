@@ -60,6 +60,10 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     ignore_eos: bool = False
     """Continue after EOS."""
     terms: RequestTerms = RequestTerms()
+    model: str = ""
+    """As the client names it: the model, or one of its adapters; "" for the model."""
+    adapter: str | None = None
+    """On a prefill server: the fingerprint that the decode server has of its adapter; None where it does not say."""
     prompt_only: bool = False
     """The prompt's KV or scores alone are wanted: of what is generated, one token, nothing is returned."""
     progress: bool = False
