@@ -16,6 +16,7 @@ from headrace.core.runtime.codec import NO_MESSAGE
 from headrace.core.types.errors import (
     CANCELLED,
     GRAMMAR_REJECTED,
+    MODEL_NOT_FOUND,
     NONFINITE,
     PREFILL_FAILED,
     PREFILL_LOST,
@@ -236,11 +237,14 @@ class _ErrorResponse(msgspec.Struct):
 
 
 def response_error(status: int, content: bytes, headers: "httpx.Headers") -> ErrorInfo:
-    """The error for our client after a prefill server's error response. Errors of the request, overload and
-    nonfinite results keep their status; those between the two servers (keys, tickets, routes, crashes) become 502."""
+    """The error for our client after a prefill server's error response. Errors of the request, overload,
+    nonfinite results and adapters that it lacks keep their status; those between the two servers (keys, tickets,
+    routes, crashes) become 502."""
     error = stated_error(status, content, headers)
     if status not in CLIENT_STATUSES and error.code not in (NONFINITE, GRAMMAR_REJECTED):
         message = f"the prefill server answered {status}: {error.message}"
+        if error.code == MODEL_NOT_FOUND:
+            return msgspec.structs.replace(error, message=message)
         return ErrorInfo(code=PREFILL_FAILED, message=message, status=502)
     return error
 
@@ -262,10 +266,11 @@ def stated_error(status: int, content: bytes, headers: "httpx.Headers") -> Error
 
 
 def posted_error(error: ErrorInfo) -> ErrorInfo:
-    """The error for a client whose prompt a router has sent to the prefill server. Errors of the prompt and overload
-    keep their status; those between the two servers (tickets, sessions, a cancelled prefill) become 502 or 504."""
+    """The error for a client whose prompt a router has sent to the prefill server. Errors of the prompt,
+    overload and another adapter keep their status; those between the two servers (tickets, sessions, a cancelled
+    prefill) become 502 or 504."""
     told = client_error(error)
-    if told.status in CLIENT_STATUSES and told.code != CANCELLED:
+    if told.code == MODEL_NOT_FOUND or (told.status in CLIENT_STATUSES and told.code != CANCELLED):
         return told
     return msgspec.structs.replace(told, status=told.status if told.status >= 500 else 502)
 
