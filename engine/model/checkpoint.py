@@ -19,9 +19,9 @@ from headrace.engine.model.config_fields import TEXTS, Fields
 from headrace.engine.model.families import BY_MODEL_TYPE
 from headrace.engine.model.gguf_file import ROPE_DIVISORS, GgufFile
 from headrace.engine.model.int8 import Int8Weight
-from headrace.engine.model.quantization import FLOATS, Form, Stored, find_forms, read_scheme
+from headrace.engine.model.quantization import Form, Stored, find_forms, read_scheme
 from headrace.engine.model.source import ModelSource, read_json
-from headrace.engine.model.tensor_names import Shapes, model_tensors, refuse_unread
+from headrace.engine.model.tensor_names import FLOATS, Shapes, model_tensors, refuse_unread
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"

@@ -9,20 +9,21 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 from safetensors import SafetensorError, safe_open
-from torch import Tensor
 
 from headrace.core.types.errors import ConfigError, shown
 from headrace.core.types.requests.adapters import adapter_folders
 from headrace.engine.model.config import ModelSpec
 from headrace.engine.model.config_fields import FLAG, NAME, OBJECT, POSITIVE, SIZE, Fields
-from headrace.engine.model.quantization import FLOATS
 from headrace.engine.model.sharding import RankPart
 from headrace.engine.model.source import read_json
-from headrace.engine.model.tensor_names import model_tensors
+from headrace.engine.model.tensor_names import FLOATS, model_tensors
+
+if TYPE_CHECKING:
+    from torch import Tensor  # the front end plans memory without loading torch
 
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
@@ -66,7 +67,7 @@ class LoraAdapter:
         scaling = _Scaling(self._where, read_json(folder / CONFIG))
         self._path = folder / WEIGHTS
         try:
-            self._file: Any = safe_open(self._path, framework="pt", device="cpu")
+            self._header: Any = safe_open(self._path, framework="numpy")
         except (OSError, ValueError, SafetensorError) as error:
             raise ConfigError(f"{self._where}: {self._path} cannot be read as safetensors: {error}") from error
         shapes = self._shapes()
@@ -77,10 +78,11 @@ class LoraAdapter:
         self.fingerprint: str = self._fingerprint()
         """Hash of the weights and of how they are scaled, hex."""
 
-    def read(self, module: str, outputs: range | None = None, inputs: range | None = None) -> tuple[Tensor, Tensor]:
+    def read(self, module: str, outputs: range | None = None, inputs: range | None = None) -> "tuple[Tensor, Tensor]":
         """a [rank, inputs] as it is stored, and b [outputs, rank] in float32, multiplied by the scaling; only these
         outputs and inputs of the layer."""
-        a, b = (self._file.get_slice(_tensor_name(module, part)) for part in "AB")
+        file: Any = safe_open(self._path, framework="pt", device="cpu")
+        a, b = (file.get_slice(_tensor_name(module, part)) for part in "AB")
         of_b = b[:] if outputs is None else b[outputs.start : outputs.stop]
         of_a = a[:] if inputs is None else a[:, inputs.start : inputs.stop]
         return of_a, of_b.float() * self.modules[module].scaling
@@ -91,13 +93,13 @@ class LoraAdapter:
 
     def _shapes(self) -> dict[str, dict[str, tuple[int, ...]]]:
         found: dict[str, dict[str, tuple[int, ...]]] = {}
-        for name in sorted(self._file.keys()):
+        for name in sorted(self._header.keys()):
             parts = _TENSOR.fullmatch(name)
             if parts is None:
                 other = _OTHER_KIND.search(name)
                 what = f"{other[0]} is not supported" if other else "only lora_A and lora_B of linear layers are"
                 raise ConfigError(f"{self._where}: tensor {shown(name)!r} in {WEIGHTS}: {what}")
-            stored = self._file.get_slice(name)
+            stored = self._header.get_slice(name)
             if stored.get_dtype() not in FLOATS:
                 raise ConfigError(f"{self._where}: tensor {shown(name)!r} is stored as {stored.get_dtype()}")
             found.setdefault(parts[1], {})[parts[2]] = tuple(stored.get_shape())

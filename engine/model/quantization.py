@@ -23,9 +23,9 @@ from torch import Tensor
 
 from headrace.core.types.errors import ConfigError
 from headrace.engine.model.config_fields import COUNT, FLAG, NAME, OBJECT, SIZES, Fields
+from headrace.engine.model.tensor_names import FLOATS
 
 # What safetensors files call dtypes whose values are the weights.
-FLOATS = ("F64", "F32", "F16", "BF16")
 FLOAT8 = ("F8_E4M3", "F8_E5M2")
 METHODS = ("fp8", "compressed-tensors", "awq", "gptq", "mxfp4", "bitsandbytes", "modelopt")
 FILES = ("hf_quant_config.json", "quantize_config.json", "quant_config.json")  # of modelopt, AutoGPTQ, AutoAWQ

@@ -10,6 +10,7 @@ from headrace.engine.model.moe_spec import MoeSpec
 
 Shapes = Mapping[str, tuple[int, ...]]
 HEAD = "lm_head.weight"
+FLOATS = ("F64", "F32", "F16", "BF16")  # of safetensors
 _LAYER = re.compile(r"model\.layers\.(\d{1,6})\.")
 # Left in files by older versions of transformers: buffers that follow from the configuration.
 _BUFFERS = re.compile(r".*\.rotary_emb\.(inv_freq|cos_cached|sin_cached)")

@@ -62,6 +62,7 @@ def test_every_toml_key_is_a_flag_with_the_same_meaning(tmp_path: Path) -> None:
     samples["trace-attribute"] = ('["a=k", "b=l"]', ["--trace-attribute", "a=k", "--trace-attribute", "b=l"])
     samples["tenant-key"] = ('["a=k"]', ["--tenant-key", "a=k"])
     samples["priority-range"] = ('["0:9"]', ["--priority-range", "0:9"])
+    samples["lora"] = ('["a=x", "b=y"]', ["--lora", "a=x", "--lora", "b=y"])
     samples["allow-prefill"] = ('["a:1", "10.0.0.0/8"]', ["--allow-prefill", "a:1", "--allow-prefill", "10.0.0.0/8"])
     for key, (toml, flags) in samples.items():
         role: list[str] = []
@@ -156,6 +157,8 @@ MISTAKES = [
     (["--role", "decode", "--prefill", "http://a:1", "--curve-allowed", "d"], "--curve-allowed is for prefill"),
     (["--role", "decode", "--allow-prefill", "10.0.0.5/24"], "10.0.0.0/24"),
     (["--role", "decode", "--allow-prefill", "http://a:1"], "HOST:PORT"),
+    (["--role", "prefill", "--lora", "smollm2=x"], "the model itself has this name"),
+    (["--role", "prefill", "--lora", "x"], "write NAME=FOLDER"),
     (["--role", "prefill", "--fallback", "local"], "--role decode"),
     (["--role", "decode", "--prefill", "127.0.0.1:8001"], "http://127.0.0.1:8001"),
     (["--role", "decode", "--prefill", "http://a:99999"], "65535"),
