@@ -227,6 +227,14 @@ EXAMPLES = (
     Example(
         "peer to control endpoint",
         Reserve(
+            ticket="ticket-7", generation=1, prompt_tokens=3, cached_tokens=0, pages=pack([8, 9]), row=5,
+            adapter="77" * 16,
+        ),
+        PEER,
+    ),
+    Example(
+        "peer to control endpoint",
+        Reserve(
             ticket=TICKET, generation=2, prompt_tokens=3, cached_tokens=2, pages=pack([9]), row=5, hidden=True,
             draft_top_k=2,
         ),
