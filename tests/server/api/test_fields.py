@@ -122,7 +122,7 @@ def test_other_fields_are_refused_or_change_nothing(kind: Kind, name: str, field
         (PrefillBody, {"token_ids": [1], "ticket": "t"}, "token_ids", "did you mean prompt_token_ids?"),
         (TokenizeBody, {"text": "x"}, "text", "did you mean prompt?"),
         (CompletionBody, {"prompt": "x", "max_new_tokens": 4}, "max_new_tokens", "did you mean max_tokens?"),
-        (GenerateBody, {"text": "x", "lora_path": "a"}, "lora_path", "adapters are not served"),
+        (GenerateBody, {"text": "x", "lora_path": "a"}, "lora_path", "name the adapter as model"),
         (TokenizeBody, {"prompt": "x", "return_token_strs": True}, "return_token_strs", "ask POST /detokenize"),
         (DetokenizeBody, {"tokens": [1], "token": 1}, "token", "did you mean tokens?"),
     ],
