@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from headrace.core.types.kv.geometry import ceil_div
 from headrace.engine.layers.exchange import ExpertChoice
 from headrace.engine.layers.lora import Groups, add_deltas
 from headrace.engine.layers.moe import rows_by_expert
@@ -17,6 +18,9 @@ from headrace.engine.model.arithmetic import Arithmetic, Weight
 from headrace.engine.model.weights import Deltas
 
 ROUTERS = ("gate", "router", "shared_expert_gate")
+EXPONENTIAL = {F.silu, F.gelu, F.softplus, F.mish, F.elu, F.logsigmoid, torch.sigmoid, Tensor.sigmoid}
+THREAD_ELEMENTS = 32768  # torch gives a thread no fewer, and all of them as many, rounded up
+VECTOR_ELEMENTS = 64  # that torch computes at once: two vectors of AVX-512, of 16 bits each
 Pack = Callable[[Tensor], Weight]
 """Rounds, quantises and packs a weight [out, in]."""
 
@@ -126,7 +130,8 @@ class PackedExperts:
 
 
 class Products(TorchFunctionMode):
-    """F.linear by an Arithmetic, for modules that call it with a parameter: routers."""
+    """What modules call torch for with other bits for other numbers of tokens: F.linear, by routers, is computed by an
+    Arithmetic, and exponential functions element by element alike."""
 
     def __init__(self, arithmetic: Arithmetic) -> None:
         super().__init__()
@@ -138,7 +143,22 @@ class Products(TorchFunctionMode):
             x, weight, bias = (*args, None)[:3]
             flat = x.reshape(-1, x.shape[-1]).contiguous()
             return self._arithmetic.linear(flat, weight.contiguous(), bias).view(*x.shape[:-1], len(weight))
+        if func in EXPONENTIAL and args and args[0].is_floating_point() and args[0].device.type == "cpu":
+            return _in_whole_vectors(func, *args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))
+
+
+def _in_whole_vectors(func: Callable[..., Tensor], x: Tensor, *args: Any, **named: Any) -> Tensor:
+    """An elementwise function, with zeros behind x where its elements do not fill the vectors of all threads: torch
+    computes what is left over by scalar instructions, whose results differ in the last bit."""
+    count = x.numel()
+    threads = max(1, min(torch.get_num_threads(), ceil_div(count, THREAD_ELEMENTS)))
+    size = ceil_div(count, threads * VECTOR_ELEMENTS) * threads * VECTOR_ELEMENTS
+    if size == count and x.is_contiguous():
+        return func(x, *args, **named)
+    padded = x.new_zeros(size)
+    padded[:count] = x.reshape(-1)
+    return func(padded, *args, **named)[:count].view(x.shape)
 
 
 def replace_products(
