@@ -26,6 +26,7 @@ TEMPLATE: Kind[str | list[dict[str, str]]] = Kind(
 TEXT: Kind[str] = Kind(str, "a text")
 PROCESSOR_TEMPLATE = "chat_template.json"
 SENTENCEPIECE = "tokenizer.model"
+UNCOMMON = "a\U0010fffd"  # a character that no vocabulary has: an unknown token, or bytes
 TOKENIZER_FILES = ("tokenizer.json", SENTENCEPIECE, "vocab.json")
 
 
@@ -87,6 +88,10 @@ def convert(source: ModelSource) -> TokenizerRecord:
         set_split(backend, said.get("tokenizer.ggml.model", NAME), said.get("tokenizer.ggml.pre", NAME, "default"))
     backend.no_truncation()  # a prompt that is too long is refused, not cut
     backend.no_padding()
+    try:
+        backend.encode(UNCOMMON)
+    except Exception as error:  # tokenizers raises nothing narrower
+        raise ConfigError(f"it cannot encode every text: {error}") from error
     template = fast.chat_template or _processor_template(source)
     own = () if fast.eos_token_id is None else (int(fast.eos_token_id),)
     return TokenizerRecord(

@@ -50,7 +50,7 @@ def plan_ranks(
         if len(parts) == 1:
             return (add_host_tier(whole, host_pages, host_room),)
     plans = [terms.plan(part, pages, room).memory for part, room in zip(parts, rooms, strict=True)]
-    total = sum(each.page_bytes for each in plans)
+    total = sum(each.page_bytes for each in plans) or 1  # pages of a model with nothing but states are empty
     return tuple(add_host_tier(each, host_pages, host_room * each.page_bytes // total) for each in plans)
 
 

@@ -32,6 +32,7 @@ def test_texts_behind_a_handoff_are_those_of_transformers(name: str, tmp_path: P
     model = make_model(architecture, vocab_size=VOCABULARY, eos_token_id=None, bos_token_id=None)
     model.save_pretrained(tmp_path)
     stub_tokenizer(f"stub:vocab={VOCABULARY}").save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
     texts = clear_texts(tmp_path, LENGTHS, model)
     flags = ("--model", str(tmp_path), "--decoder", "library", *FLAGS)
     with pair((*flags, "--pp", "2" if architecture.stages else "1"), flags) as (prefill, decode):

@@ -214,6 +214,14 @@ def test_models_without_a_usable_tokenizer_are_refused(tmp_path: Path) -> None:
         load_record(source, "")
 
 
+def test_a_tokenizer_that_cannot_encode_every_text_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
+    tokenizers.Tokenizer(models.WordLevel({"a": 0}, unk_token="<unk>")).save(str(tmp_path / "tokenizer.json"))
+    with pytest.raises(ConfigError, match="it cannot encode every text: .*unk"):
+        load_record(ModelSource("hf", tmp_path), "")
+
+
 def with_code(folder: Path) -> Path:
     """A model folder whose tokenizer is a class of its own; the file that is written when that runs."""
     mark = folder / "executed"

@@ -10,6 +10,8 @@ from headrace.engine.model.source import load_spec, resolve_source
 from headrace.server.config import rank_memory
 from headrace.server.config.resolve import resolve
 from tests.e2e.expert_models import family, save_experts
+from tests.models.architectures import ARCHITECTURES
+from tests.models.zoo import make_model
 from tests.server.config.test_load import configure
 
 
@@ -34,3 +36,12 @@ def test_latents_count_once_per_shard(folder: Path, tp: int, monkeypatch: pytest
     assert len(resolve(config).memory) == tp
     with pytest.raises(ConfigError, match="of KV pages do not fit"):
         resolve(configure(*flags, "--kv-pages", "65"))
+
+
+def test_stages_of_a_model_with_nothing_but_states(tmp_path: Path) -> None:
+    make_model(ARCHITECTURES["mamba2"]).save_pretrained(tmp_path)
+    plans = resolve(
+        configure("--model", str(tmp_path), "--device", "cpu", "--pp", "2", "--max-model-len", "512")
+    ).memory
+    assert [plan.page_bytes for plan in plans] == [0, 0]
+    assert all(plan.state_slots and plan.state_bytes for plan in plans)
