@@ -218,7 +218,7 @@ def test_a_tokenizer_that_cannot_encode_every_text_is_refused(tmp_path: Path) ->
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
     (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
     tokenizers.Tokenizer(models.WordLevel({"a": 0}, unk_token="<unk>")).save(str(tmp_path / "tokenizer.json"))
-    with pytest.raises(ConfigError, match="it cannot encode every text: .*unk"):
+    with pytest.raises(ConfigError, match="it cannot encode every text: WordLevel error"):
         load_record(ModelSource("hf", tmp_path), "")
 
 
