@@ -5,6 +5,7 @@ taken the right back. Some are lost, as far as the writer can tell, and may land
 """
 
 import random
+from collections import Counter
 
 from headrace.core.types.kv.backends import NixlAccess, NixlMemory, PoolMemory
 from headrace.core.types.kv.geometry import Geometry
@@ -90,7 +91,7 @@ class AgentPages(RemotePages):
 
     def __init__(self, agents: MemoryAgents, store: ArrayPageStore, session: str) -> None:
         self.closed = False
-        self.busy: dict[int, int] = {}  # pieces under way, by page
+        self.busy: Counter[tuple[str, int]] = Counter()  # pieces under way, by tensor and page or slot
         self._agents = agents
         self._store = store
         self._session = session
@@ -101,7 +102,8 @@ class AgentPages(RemotePages):
         agents, write, promised = self._agents, self._write, data.copy()
         chance = agents.network.random
         write.pieces += 1
-        self.busy[page] = self.busy.get(page, 0) + 1
+        place = box.tensor, page
+        self.busy[place] += 1
 
         def land() -> None:
             if self._session in agents.revoked:
@@ -109,7 +111,7 @@ class AgentPages(RemotePages):
                 return
             assert self.closed or write.lost or (data == promised).all(), "memory was reused while it was read (G3)"
             self._store.write(page, first_slot, count, promised, box)
-            self.busy[page] -= 1
+            self.busy[place] -= 1
             write.pieces -= 1
 
         def lose() -> None:

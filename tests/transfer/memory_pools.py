@@ -6,6 +6,7 @@ decides, and a process that is killed loses its own.
 """
 
 import random
+from collections import Counter
 
 from headrace.core.types.kv.backends import NixlAccess, PoolMemory, SharedMemory
 from headrace.core.types.kv.geometry import Geometry
@@ -35,7 +36,7 @@ class MemoryPages(RemotePages):
 
     def __init__(self, network: Network, store: ArrayPageStore, longest_s: float) -> None:
         self.closed = False
-        self.busy: dict[int, int] = {}  # writes under way, by page
+        self.busy: Counter[tuple[str, int]] = Counter()  # writes under way, by tensor and page or slot
         self._network = network
         self._store = store
         self._longest_s = longest_s
@@ -44,13 +45,14 @@ class MemoryPages(RemotePages):
     def write(self, page: int, first_slot: int, count: int, data: Bytes, box: Box = WHOLE) -> None:
         landing, promised = self._landing, data.copy()
         landing.pieces += 1
-        self.busy[page] = self.busy.get(page, 0) + 1
+        place = box.tensor, page
+        self.busy[place] += 1
 
         def land() -> None:
             if not self.closed:
                 assert (data == promised).all(), "memory was reused while it was being written from (G3)"
                 self._store.write(page, first_slot, count, data, box)
-            self.busy[page] -= 1
+            self.busy[place] -= 1
             landing.pieces -= 1
 
         if self._longest_s:
