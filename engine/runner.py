@@ -194,7 +194,7 @@ class ModelRunner:
         self._decoder.attach(self.pool)
         self.same_bits: bool | None = None
         if spec.library is not None:
-            self._try_library(spec.library.architecture, terms.adapters)
+            self._try_library(spec.library.architecture, distinct(terms.adapters))
         compiler = partial(GrammarCompiler, terms.model.model, engine.cache_dir, spec.vocab_size)
         self._sampler = RowSampler(self._decoder, tp.rank, tp.size, compiler)
 
@@ -363,6 +363,7 @@ def _make_decoder(
     """The decoder of a plan, with its weights. Arguments and errors as of ModelRunner."""
     terms, part, _ = plan
     spec, (device, _, native) = terms.spec, terms.computation
+    adapters = distinct(terms.adapters)
     if spec.library is None:
         assert not isinstance(checkpoint, GgufTensors)
         return NativeDecoder(
@@ -379,7 +380,7 @@ def _make_decoder(
             mla_form=resolve_form(terms.engine.mla, device),
             kernels=kernels,
             native_units=native,
-            adapters=distinct(terms.adapters),
+            adapters=adapters,
         )
     from headrace.engine.library.decoder import LibraryDecoder  # imports transformers
 
@@ -395,5 +396,5 @@ def _make_decoder(
         kernels=kernels,
         device=device,
         loading=loading,
-        adapters=distinct(terms.adapters),
+        adapters=adapters,
     )

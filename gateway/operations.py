@@ -8,7 +8,7 @@ from fastapi import APIRouter, FastAPI
 from starlette.responses import Response
 
 from headrace.core.runtime.process import max_http_connections
-from headrace.core.types.errors import HeadraceError, invalid, shown
+from headrace.core.types.errors import MODEL_NOT_FOUND, HeadraceError, invalid, shown
 from headrace.core.version import headrace_version
 from headrace.gateway.base import BaseGateway
 from headrace.gateway.metrics import GATEWAY_CATALOG
@@ -54,7 +54,7 @@ def one_model(entries: Sequence[Mapping[str, Any]], name: str) -> Mapping[str, A
 def unknown_model(name: str, served: Sequence[str]) -> HeadraceError:
     """The error of a model that no decode engine serves."""
     message = f"the model {shown(name)!r} is not served here; this gateway serves {', '.join(served)}"
-    return invalid("model", message, code="model_not_found", status=404)
+    return invalid("model", message, code=MODEL_NOT_FOUND, status=404)
 
 
 def _operation_routes(gateway: BaseGateway) -> APIRouter:

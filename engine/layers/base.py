@@ -26,9 +26,8 @@ class AttentionBlock(Protocol):
         """Compute, and begin the sum over all shards.
 
         layer: counted from the stage's first. normed: [tokens, hidden size], after the layer's first norm. groups: rows
-        that go through adapters. The result
-        is added to the residual stream: [tokens, hidden size], on every shard the sum over all. Raises LinkBroken when
-        another shard is gone."""
+        that go through adapters. The result is added to the residual stream: [tokens, hidden size], on every shard the
+        sum over all. Raises LinkBroken when another shard is gone."""
         ...
 
 

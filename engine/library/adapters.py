@@ -9,7 +9,7 @@ from headrace.engine.library.model import layer_list
 from headrace.engine.library.modules import AdaptedRows, PackedLinear
 from headrace.engine.model.arithmetic import Weight
 from headrace.engine.model.lora import LoraAdapter, check_sizes, layer_of
-from headrace.engine.model.weights import Delta
+from headrace.engine.model.weights import Delta, make_delta
 
 
 def adapt(
@@ -34,10 +34,7 @@ def adapt(
             if linear is None or layer is None or ".experts." in name:
                 raise adapter.refuse(name, "is no linear layer within a layer of the model, or one of its experts")
             check_sizes(adapter, name, module, (linear.out_features, linear.in_features))
-            down, up = (
-                pack(part.to(precision.model).to(device, precision.compute).contiguous()) for part in adapter.read(name)
-            )
-            delta = Delta(range(module.outputs), down, up)
+            delta = make_delta(range(module.outputs), adapter.read(name), precision, device, pack)
             deltas.setdefault(name, {}).setdefault(adapter.fingerprint, []).append(delta)
     for name, added in deltas.items():
         linears[name].adapt(added, rows)

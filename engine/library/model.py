@@ -141,12 +141,7 @@ def library_spec(source: ModelSource) -> ModelSpec:
         raise ConfigError(
             f"{name} has a cache of its own ({', '.join(sorted(probe.strangers))}), which is not supported"
         )
-    layers: list[CachedLayer | None] = [None] * text.num_hidden_layers
-    expanded = {seen.layer for seen in probe.seen if seen.expanded}
-    for layer, ((heads, key_width), (value_heads, value_width)) in probe.cached.items():
-        if heads != value_heads or layer >= len(layers):
-            raise ConfigError(f"{name} caches keys of {heads} and values of {value_heads} heads in layer {layer}")
-        layers[layer] = CachedLayer(heads, key_width, value_width, layer in expanded)
+    layers = _cached(probe, text.num_hidden_layers, name)
     first = next((each for each in layers if each is not None), CachedLayer(1, 2, 2))
     blocks = layer_list(shell)
     shares = len(layers) // len(blocks)  # of a block that caches as several layers, all weights are the first one's
@@ -186,6 +181,17 @@ def library_spec(source: ModelSource) -> ModelSpec:
             uncalled=tuple(sorted(_names(shell, probe, called=False) - _names(shell, probe, called=True))),
         ),
     )
+
+
+def _cached(probe: Probe, count: int, name: str) -> list[CachedLayer | None]:
+    """What each of so many layers caches. Raises ConfigError for what no pool holds. name: of the model's class."""
+    layers: list[CachedLayer | None] = [None] * count
+    expanded = {seen.layer for seen in probe.seen if seen.expanded}
+    for layer, ((heads, key_width), (value_heads, value_width)) in probe.cached.items():
+        if heads != value_heads or layer >= count:
+            raise ConfigError(f"{name} caches keys of {heads} and values of {value_heads} heads in layer {layer}")
+        layers[layer] = CachedLayer(heads, key_width, value_width, layer in expanded)
+    return layers
 
 
 def _divides(config: PreTrainedConfig, text: PreTrainedConfig, blocks: int, layers: int) -> bool:

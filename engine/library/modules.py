@@ -1,4 +1,5 @@
-"""Modules of transformers whose products our arithmetic computes: nn.Linear, experts, and F.linear of routers."""
+"""Modules of transformers whose products our arithmetic computes: nn.Linear, experts, and F.linear of routers; and what
+adapters add to them."""
 
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager

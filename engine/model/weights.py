@@ -1,6 +1,6 @@
 """Reads the weights of a stage: those of a layer, joined while loading, and those outside the layers."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -31,6 +31,14 @@ class Delta(NamedTuple):
 
 Deltas = Mapping[str, Sequence[Delta]]
 """By the adapter's fingerprint; adapters that leave a layer as it is are absent."""
+
+
+def make_delta(
+    outputs: range, read: tuple[Tensor, Tensor], precision: Precision, device: str, pack: Callable[[Weight], Weight]
+) -> Delta:
+    """What LoraAdapter.read() gives, rounded to the model's dtype and packed in the dtype of computation."""
+    down, up = (pack(part.to(precision.model).to(device, precision.compute).contiguous()) for part in read)
+    return Delta(outputs, down, up)
 
 
 class HeadWeights(NamedTuple):
@@ -134,8 +142,9 @@ class LayerReader:
             outputs = range(start, start := start + len(wanted))
             for adapter in self._adapters:
                 if (module := f"{self._prefix}.{name}") in adapter.modules:
-                    down, up = map(self._pack_delta, self._read_delta(adapter, module, wanted, columns))
-                    found.setdefault(adapter.fingerprint, []).append(Delta(outputs, down, up))
+                    read = adapter.read(module, wanted, columns)
+                    delta = make_delta(outputs, read, self._precision, self._device, self._pack_delta)
+                    found.setdefault(adapter.fingerprint, []).append(delta)
         return found
 
     @property
@@ -159,11 +168,6 @@ class LayerReader:
     def placed(self, values: Tensor) -> Tensor:
         """What tensor() returned, in the dtype of computation, not packed."""
         return values.to(device=self._device, dtype=self._precision.compute, copy=True)
-
-    def _read_delta(self, adapter: LoraAdapter, module: str, outputs: range, inputs: range | None) -> Iterator[Tensor]:
-        for part in adapter.read(module, outputs, inputs):
-            rounded = part.to(self._precision.model)
-            yield rounded.to(device=self._device, dtype=self._precision.compute).contiguous()
 
     def _in_8_bits(self, parts: list[_Part], columns: range | None) -> Weight:
         read = self._checkpoint
