@@ -153,7 +153,9 @@ def test_decode_servers_fetch_from_stages_on_two_machines() -> None:
             hosts = re.findall(r"data   tcp://(\S+):\d+  \(stage", prefill.log)
             assert len(set(hosts)) == 2, "each stage has an address of its own"
             SMOLLM2.check(decode, LENGTHS, TOKENS)
-            assert decode.total("headrace_bytes_received_total") > 0
+            wait_until(
+                lambda: decode.total("headrace_bytes_received_total") > 0, 5, "the stages' counters, once a second"
+            )
 
 
 def test_mistakes_end_a_stage_with_one_line_and_a_status_of_their_own() -> None:

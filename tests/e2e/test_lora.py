@@ -90,7 +90,7 @@ def test_texts_behind_a_handoff_are_those_of_peft(
     flags = made.flags("one", "two")
     with pair((*flags, *prefill_flags), (*flags, *decode_flags)) as (prefill, decode):
         check_all(decode, made)
-        assert prefill.total("headrace_bytes_sent_total") > 0
+        wait_until(lambda: prefill.total("headrace_bytes_sent_total") > 0, 5, "the stages' counters, once a second")
         assert ask(decode, "one").json()["model"] == "one"
         entries = decode.get("/v1/models").json()["data"]
         assert [(each["id"], each["parent"]) for each in entries] == [("base", None), ("one", "base"), ("two", "base")]
