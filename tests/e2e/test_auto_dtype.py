@@ -12,6 +12,7 @@ SMOLLM2 = ("--dtype", "auto", "--threads", "1", "--kv-pages", "32", "--max-model
 STUB = ("--model", "stub:layers=4,hidden=32", "--dtype", "auto", "--max-model-len", "512")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_server_says_which_dtype_it_is_and_answers(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     monkeypatch.setenv(CPUINFO_VARIABLE, cpuinfo(kind))

@@ -40,6 +40,7 @@ def streamed(server: Server, body: dict[str, Any]) -> list[str]:
     return [choice["text"] for line in lines for choice in json.loads(line)["choices"]]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "text", ["日本語", "ok 🤗 done", "日本語のテキストを書きます", "🤗" * 30, "hello there", " a", "नमस्ते"]
 )

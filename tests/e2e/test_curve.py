@@ -31,6 +31,7 @@ def test_encrypted_texts_are_the_models_own(tmp_path: Path, model: Model) -> Non
         assert not any(count for name, count in prefill.metrics().items() if "handshakes_refused" in name)
 
 
+@pytest.mark.full
 def test_without_a_key_nothing_is_handed_over_and_both_logs_say_why(tmp_path: Path) -> None:
     stub = ("--model", "stub:layers=4,hidden=32")
     theirs, _ = keys(tmp_path)

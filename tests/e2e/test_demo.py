@@ -94,7 +94,8 @@ def test_texts_are_compared_in_the_dtype_that_it_names(dtype: str, words: str) -
         assert shown.lines[-1] == "checksum failures: 0; texts equal: 4 of 4"
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_interruption_stops_the_servers(number: int) -> None:
     with running(*SLOW) as shown:
         shown.process.send_signal(number)
@@ -102,7 +103,8 @@ def test_an_interruption_stops_the_servers(number: int) -> None:
         assert shown.lines[-1] == "interrupted; the servers are stopped"
 
 
-@pytest.mark.parametrize("role", ["prefill", pytest.param("decode", marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("role", ["prefill", "decode"])
 def test_a_server_that_dies_is_named(role: str) -> None:
     with running(*SLOW) as shown:
         shown.server(role).kill()

@@ -20,6 +20,7 @@ def cases(timed: tuple[int, int]) -> list[object]:
     return [pytest.param(*pair, marks=() if pair == timed else pytest.mark.full) for pair in pairs]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("stages", "depth"), cases(timed=(3, 0)))
 def test_stub_texts(stages: int, depth: int) -> None:
     """Prompts of many lengths at once, each followed by what one runner alone makes of it."""

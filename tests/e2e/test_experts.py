@@ -28,6 +28,7 @@ def test_texts_are_those_of_transformers_and_every_row_is_counted(
             assert values[f'headrace_expert_imbalance{{stage="{stage}"}}'] >= 1
 
 
+@pytest.mark.full
 def test_a_prompt_is_handed_over(experts: Path, expert_texts: Texts) -> None:
     with pair(("--model", str(experts), *FLAGS), ("--model", str(experts), *FLAGS)) as (_, server):
         check_alone(server, expert_texts, TOKENS)

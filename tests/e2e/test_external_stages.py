@@ -72,6 +72,7 @@ def strike_stage(server: Server, story: tuple[int, ...], victim: Tree, number: i
     wait_until(lambda: "waiting for stages 0 and 1 of 2 to join" in not_ready(server), 10, "it gathers stages again")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("model", both(us_per_token=1000))
 def test_stages_on_two_machines_die_and_come_back(model: Model) -> None:
     with waiting_server("--role", "colocated", *model.flags, *ROOM) as (server, stages):
@@ -158,6 +159,7 @@ def test_decode_servers_fetch_from_stages_on_two_machines() -> None:
             )
 
 
+@pytest.mark.full
 def test_mistakes_end_a_stage_with_one_line_and_a_status_of_their_own() -> None:
     with waiting_server("--role", "prefill", *STUB) as (server, stages):
         wrong = {

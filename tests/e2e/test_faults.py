@@ -37,6 +37,7 @@ def settled(server: Server) -> bool:
     return pages_in_use(server) == 0 and queued == 0 and values.get("headrace_integrity_errors", 0) == 0
 
 
+@pytest.mark.full
 def test_storm_of_cancelled_requests(model: Model) -> None:
     """200 concurrent requests of mixed length, a third cancelled at random points: all end, the rest are right."""
     random.seed(1)

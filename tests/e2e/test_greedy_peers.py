@@ -2,6 +2,8 @@
 
 from contextlib import ExitStack, closing
 
+import pytest
+
 from tests.conformance.client import Client
 from tests.e2e.harness import serving, wait_until
 from tests.e2e.test_unread import MODEL, hand_over, target_of
@@ -12,6 +14,7 @@ RESERVATIONS = 1024  # as --max-tickets-per-peer
 GREEDY = 4  # peers that reserve
 
 
+@pytest.mark.full
 def test_a_host_with_all_sessions_and_reservations_keeps_no_other_out() -> None:
     with (
         serving("--role", "prefill", *MODEL, "--peer-timeout", "60") as server,

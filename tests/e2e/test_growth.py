@@ -52,6 +52,7 @@ def grown(before: Usages, after: Usages) -> list[str]:
     return found
 
 
+@pytest.mark.full
 def test_long_prompts_leave_nothing_in_the_stages_of_a_pipeline() -> None:
     """What one stage sends to the next is as large as the prompts: 240 MiB in all."""
     numbers = iter(range(100_000))

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import pytest
 import torch
 
 from headrace.core.config import EngineConfig, ModelConfig
@@ -43,6 +44,7 @@ def check(answer: Any, prompt: Sequence[int]) -> None:
     assert [*first, *others] == expected([*prompt, *answer["output_ids"][:-1]])
 
 
+@pytest.mark.full
 def test_a_pair_of_any_shape_delivers_them() -> None:
     """Two stages and chunks of 32 at the prefill server, one stage and other pages at the decode server; prompts that
     the prefix cache has by then, too."""

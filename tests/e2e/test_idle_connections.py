@@ -45,6 +45,7 @@ def shedding(server: Server) -> set[str]:
     }
 
 
+@pytest.mark.full
 def test_a_pair_behind_a_crowd() -> None:
     ports = {name: free_port() for name in ("control", "data", "kv-events", "kv-events-replay", "bootstrap")}
     flags = (f"--{name}-port={port}" for name, port in ports.items())

@@ -87,6 +87,7 @@ def test_prefill_and_decode_with_other_pages_and_stages(saved: Saved, backends: 
         wait_until(lambda: prefill.metrics()[sent] > 0, 5, "the stages' counters, which come once a second")
 
 
+@pytest.mark.full
 def test_generate_goes_on_from_latents_that_a_server_computed(saved: Saved) -> None:
     """DeepSeek-V3's cache in transformers, whose keys are rotated to halves."""
     with (

@@ -98,6 +98,7 @@ def test_texts_behind_a_handoff_are_those_of_peft(
         assert prefill.get("/server_info").json()["adapters"] == decode.get("/server_info").json()["adapters"]
 
 
+@pytest.mark.full
 def test_one_server_caches_prefixes_for_each_adapter_apart(made: Made) -> None:
     with serving("--role", "colocated", *made.flags("one", "two", same="one")) as server:
         check_all(server, made)

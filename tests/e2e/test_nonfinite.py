@@ -95,7 +95,8 @@ def check(server: Server, behind: Server) -> None:
     assert sum(counted.values()) == 2 * len(bad), counted
 
 
-@pytest.mark.parametrize("stages", [pytest.param("1", marks=pytest.mark.full), "2"])
+@pytest.mark.full
+@pytest.mark.parametrize("stages", ["1", "2"])
 def test_bad_prompts_among_good_ones(folder: Path, stages: str) -> None:
     with serving("--role", "colocated", "--model", str(folder), "--pp", stages, *FLAGS) as server:
         check(server, server)

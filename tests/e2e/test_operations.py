@@ -14,6 +14,7 @@ from pathlib import Path
 
 import httpx
 import psutil
+import pytest
 
 from headrace.core.runtime.process import module_command
 from headrace.core.runtime.signals import ENDING, meaningless
@@ -79,6 +80,7 @@ def test_a_hangup_is_survived_under_nohup() -> None:
         assert server.post("/v1/completions", BODY).status_code == 200
 
 
+@pytest.mark.full
 def test_a_log_that_nobody_reads_stops_nothing() -> None:
     reader, writer = os.pipe()
     url = f"http://127.0.0.1:{(port := free_port())}"
@@ -114,6 +116,7 @@ def fill(writer: int) -> None:
             os.write(writer, b"x")
 
 
+@pytest.mark.full
 def test_a_server_comes_back_when_its_temporary_folder_has_gone() -> None:
     folder = Path(tempfile.mkdtemp())
     before = os.environ.get("TMPDIR")

@@ -45,7 +45,7 @@ def behind_a_long_prompt(server: Server, pool: ThreadPoolExecutor) -> Future[htt
     return running
 
 
-@pytest.mark.parametrize("by_header", [False, True])
+@pytest.mark.parametrize("by_header", [pytest.param(False, marks=pytest.mark.full), True])
 def test_an_objective_that_cannot_be_met_now_is_met_after_the_time_to_retry(server: Server, by_header: bool) -> None:
     wanted = {"headers": {"x-llm-d-slo-ttft-ms": "700"}} if by_header else {"slo_ttft_ms": 700}
     with ThreadPoolExecutor(1) as pool:

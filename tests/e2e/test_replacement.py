@@ -12,6 +12,7 @@ from tests.e2e.rolling import Always, Balancer, Clients, fleet
 from tests.e2e.streams import Stream
 
 
+@pytest.mark.full
 def test_a_prefill_server_is_taken_away_and_the_decode_server_is_told_twice() -> None:
     """No request fails; a text that is open at the second signal ends with an error event."""
     with fleet(decodes=1) as servers:

@@ -26,6 +26,7 @@ def orders(server: Server) -> float:
     return min(found) if len(found) == 2 else 0
 
 
+@pytest.mark.full
 def test_two_replicas_hand_over_to_two() -> None:
     """Each replica of the decode server is a peer of its own, and fetches from either replica of the prefill server,
     where no cached prefix draws all prompts to one."""

@@ -32,7 +32,8 @@ def at_once(server: Server) -> list[Any]:
         return list(pool.map(lambda length: answer(server, gold.story_ids()[:length]), LENGTHS))
 
 
-@pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.full), "bfloat16"])
+@pytest.mark.full
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_chunks_batches_cached_prefixes_stages_and_handoff_change_no_bit(dtype: str) -> None:
     flags = (*FLAGS, "--dtype", dtype)
     with serving("--role", "colocated", "--chunk-tokens", "64", *flags) as server:

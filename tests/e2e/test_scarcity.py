@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import httpx
+import pytest
 
 from tests.e2e.harness import Server, serving, wait_until
 from tests.e2e.models import stub
@@ -26,6 +27,7 @@ def no_descriptors(server: Server) -> Iterator[None]:
     resource.prlimit(pid, resource.RLIMIT_NOFILE, before)
 
 
+@pytest.mark.full
 def test_stages_that_cannot_be_started_for_want_of_descriptors() -> None:
     with serving("--role", "colocated", *MODEL.flags) as server, httpx.Client(base_url=server.url) as http:
 

@@ -83,6 +83,7 @@ def test_texts_are_those_of_one_runner_alone_by_either_way(backend: str, other: 
     assert pool is None or not pool.exists(), "an orderly end leaves nothing behind"
 
 
+@pytest.mark.full
 def test_a_cancelled_request_returns_its_pages_and_the_next_one_is_right() -> None:
     with pair(FLAGS, FLAGS) as (prefill, decode), ThreadPoolExecutor(4) as pool:
         expected = text_of(ask(decode))
@@ -96,6 +97,7 @@ def test_a_cancelled_request_returns_its_pages_and_the_next_one_is_right() -> No
         assert text_of(ask(decode)) == expected
 
 
+@pytest.mark.full
 def test_pages_that_a_stopped_prefill_server_may_write_stay_in_quarantine_until_it_is_gone() -> None:
     with (
         closing(Server("--role", "prefill", *FLAGS)) as prefill,
@@ -120,6 +122,7 @@ def test_pages_that_a_stopped_prefill_server_may_write_stay_in_quarantine_until_
         wait_until(lambda: pages_in_use(decode) == 0, 5, "pages back")
 
 
+@pytest.mark.full
 def test_a_prefill_server_that_was_stopped_and_goes_on_lets_go() -> None:
     with pair(FLAGS, FLAGS) as (prefill, decode), ThreadPoolExecutor(1) as pool:
         expected = text_of(ask(decode, TEXT[:900]))
@@ -132,6 +135,7 @@ def test_a_prefill_server_that_was_stopped_and_goes_on_lets_go() -> None:
         assert text_of(ask(decode, TEXT[:900])) == expected
 
 
+@pytest.mark.full
 def test_the_memory_of_a_killed_decode_server_is_gone_when_the_next_one_has_started() -> None:
     """Usually earlier: the stage that wrote into it removes it, unless its owner has not quite ended by then."""
     with running(Server("--role", "prefill", *FLAGS)) as prefill, ThreadPoolExecutor(1) as pool:
@@ -166,6 +170,7 @@ def test_a_decode_stage_that_starts_again_has_another_pool_and_says_so() -> None
         wait_until(lambda: written(prefill) > before, 10, "stages tell what they have sent with their heartbeats")
 
 
+@pytest.mark.full
 def test_a_prefill_stage_that_dies_ends_the_session_before_its_pages_are_used_again() -> None:
     with pair(FLAGS, FLAGS) as (prefill, decode), ThreadPoolExecutor(1) as pool:
         expected = text_of(ask(decode, TEXT[:900]))

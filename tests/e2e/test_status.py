@@ -99,6 +99,7 @@ def when(server: Server, condition: Any, what: str) -> dict[str, Any]:
     return found[-1]
 
 
+@pytest.mark.full
 def test_a_pair_under_load_and_the_prefill_server_after_its_peer_was_killed() -> None:
     with (
         closing(Server("--role", "prefill", "--pp", "2", *FLAGS)) as prefill,

@@ -70,6 +70,7 @@ def reason(server: Server) -> str:
     return "" if answer.status_code == 200 else str(answer.json()["error"]["message"])
 
 
+@pytest.mark.full
 def test_whichever_process_is_stopped_for_a_while_no_request_fails(text: str) -> None:
     """Each for longer than --peer-timeout, which is what a silence was measured by before."""
     with serving("--role", "colocated", "--pp", "2", *FLAGS) as server, ThreadPoolExecutor(1) as pool:

@@ -36,6 +36,7 @@ def test_texts_are_those_of_one_rank(pp: str, tp: str) -> None:
         assert len(ranks_of(server)) == int(pp) * int(tp)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("prefill", "decode"),
     [
@@ -55,6 +56,7 @@ def test_prefill_at_one_degree_and_decode_at_another(prefill: tuple[str, ...], d
             wait_until(lambda each=each: pages_in_use(each) == 0, 5, "pages back")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "struck",
     [

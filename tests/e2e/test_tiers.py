@@ -65,12 +65,13 @@ def test_a_restarted_server_finds_its_prefixes_on_disk(stages: int, tmp_path: Pa
         assert server.metrics()['headrace_kv_tier_hit_tokens_total{tier="disk"}'] >= 1900
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("model", "flags"),
     [
-        pytest.param("stub", STUB, id="stub", marks=pytest.mark.full),
+        pytest.param("stub", STUB, id="stub"),
         pytest.param("stub", (*STUB, "--pp", "2"), id="stub-pp2"),
-        pytest.param("smollm2", ("--threads", "1"), id="smollm2", marks=pytest.mark.full),
+        pytest.param("smollm2", ("--threads", "1"), id="smollm2"),
     ],
 )
 def test_a_restarted_pair_finds_its_prefixes_on_disk(model: str, flags: tuple[str, ...], tmp_path: Path) -> None:

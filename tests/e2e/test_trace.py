@@ -152,6 +152,7 @@ def check_request(trace: dict[str, Any], rid: str, answer: dict[str, Any]) -> No
     assert sent == answer["headrace"]["handoff"]["bytes"]
 
 
+@pytest.mark.full
 def test_decoding_through_three_stages() -> None:
     with serving("--role", "colocated", "--pp", str(STAGES), *FLAGS) as server, load(server):
         trace = traced(server, 1.5)

@@ -7,6 +7,7 @@ from contextlib import ExitStack, closing
 from typing import Any
 
 import msgspec
+import pytest
 
 from tests.conformance.client import Client, Target, answer
 from tests.e2e.harness import Server, pages_in_use, serving, wait_until
@@ -62,6 +63,7 @@ def attached(client: Client) -> Plain:
             return data
 
 
+@pytest.mark.full
 def test_a_peer_that_pings_and_never_reads_loses_its_session_and_others_lose_nothing() -> None:
     with serving("--role", "prefill", *MODEL, *DEADLINES, "--chunk-tokens", "256") as server, zmq_context() as context:
         target, before = target_of(server), {child.pid for child in server.children()}
@@ -125,6 +127,7 @@ def flood(make: Callable[[], Plain], message: bytes, meanwhile: Callable[[], Non
     return peer, made
 
 
+@pytest.mark.full
 def test_flooding_a_port_without_reading_answers_costs_a_few_megabytes() -> None:
     with everything() as (server, target, stage_port), zmq_context() as context:
         found = re.search(r"data   tcp://127\.0\.0\.1:(\d+)", server.log)

@@ -15,12 +15,13 @@ TOKENS = 8
 LENGTHS = (1, 17, 300, 1000)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("role", "release"),
     [
-        pytest.param("prefill", "later", marks=pytest.mark.full),
-        pytest.param("prefill", "earlier", marks=pytest.mark.full),
-        pytest.param("decode", "later", marks=pytest.mark.full),
+        ("prefill", "later"),
+        ("prefill", "earlier"),
+        ("decode", "later"),
         ("decode", "earlier"),
     ],
 )

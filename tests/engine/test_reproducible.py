@@ -33,7 +33,14 @@ TOKENS = 4  # sampled after each prompt
 
 @pytest.mark.parametrize("wide", WIDTHS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("columns", "depth"), [(960, 576), (576, 1536), (3072, 576), (1000, 64), (2048, 2048)])
+@pytest.mark.parametrize(
+    ("columns", "depth"),
+    [
+        (960, 576),
+        (1000, 64),
+        *(pytest.param(*size, marks=pytest.mark.full) for size in ((576, 1536), (3072, 576), (2048, 2048))),
+    ],
+)
 def test_a_row_of_a_product_does_not_depend_on_the_number_of_rows(
     columns: int, depth: int, dtype: torch.dtype, wide: bool
 ) -> None:

@@ -35,6 +35,7 @@ def test_a_request_goes_on_from_a_checkpoint_which_stays_as_it_is(name: str, tmp
         torch.testing.assert_close(reported_logprobs(found.samples[0]), reported_logprobs(whole), atol=2e-3, rtol=2e-3)
 
 
+@pytest.mark.full
 def test_a_server_caches_prompts_up_to_a_checkpoint(tmp_path: Path) -> None:
     model = make_model(ARCHITECTURES["lfm2"], vocab_size=VOCABULARY, eos_token_id=None, bos_token_id=None)
     model.save_pretrained(tmp_path)

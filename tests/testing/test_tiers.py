@@ -32,7 +32,7 @@ def test_tokens_do_not_depend_on_tiers_that_work(shape: Shape) -> None:
     assert not [name for name in pages if "failed" in name]
 
 
-@pytest.mark.parametrize("shape", ["colocated", "pair"])
+@pytest.mark.parametrize("shape", [pytest.param("colocated", marks=pytest.mark.full), "pair"])
 def test_tokens_do_not_depend_on_tiers_that_fail_and_lie(shape: Shape) -> None:
     pages = run(shape, 2000, tier_faults=0.1)
     assert pages["host loaded"] > 0

@@ -20,7 +20,7 @@ GEOMETRY = Geometry("float16", layers=2, kv_heads=1, head_dim=4, page_size=8)
 
 
 @pytest.mark.parametrize(
-    "block", [pytest.param(block, marks=pytest.mark.full if block > 4 else ()) for block in range(20)]
+    "block", [pytest.param(block, marks=pytest.mark.full if block > 2 else ()) for block in range(20)]
 )
 def test_every_schedule_keeps_the_guarantees(block: int) -> None:
     ends: Counter[str] = Counter()

@@ -67,7 +67,7 @@ def test_alone() -> None:
     check(1, 0, operations(Alone()))
 
 
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.full)])
 def test_processes(size: int, tmp_path: Path) -> None:
     """Gloo and shared memory do all of them, in float32 and bfloat16, unequal and empty splits included."""
     store = socket.create_server(("127.0.0.1", 0))

@@ -181,6 +181,7 @@ def test_a_rank_that_leaves_breaks_the_waits_of_the_others(ranks: list[Rank], wo
             wait()
 
 
+@pytest.mark.full
 def test_processes_keep_the_hidden_states_of_plans_in_flight() -> None:
     """Over Gloo itself, with hundreds of hidden states of 1 MiB."""
     stages = 3

@@ -72,6 +72,7 @@ def test_two_prompts_at_once_are_not_one(remote: RemotePrefill) -> None:
         remote.prefill(torch.zeros(2, 3, dtype=torch.long))
 
 
+@pytest.mark.full
 def test_kv_comes_encrypted_where_the_server_takes_nothing_else(tmp_path: Path) -> None:
     public, secret = write_pair(tmp_path, "prefill")
     _, ours = write_pair(tmp_path / "allowed", "notebook")

@@ -111,6 +111,7 @@ def test_half_done_prompts_that_hold_all_pages_still_end(
     assert len(result.finished) == len(prompts)
 
 
+@pytest.mark.full
 @settings(deadline=None, max_examples=25)
 @given(st.integers(1, 8), st.integers(1, 3), st.sampled_from(["srpt", "slo"]))
 def test_pages_are_kept_for_a_request_that_needs_the_whole_pool(length: int, each: int, policy: str) -> None:

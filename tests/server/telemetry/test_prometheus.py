@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
@@ -103,6 +103,7 @@ def test_metrics_outside_the_catalog_appear_too() -> None:
     assert values["headrace_nap_seconds_count", ("x",)] == 1
 
 
+@settings(max_examples=25)
 @given(st.lists(st.floats(0, 400, allow_nan=False), max_size=30))
 def test_histograms_count_like_brute_force(durations: list[float]) -> None:
     spec = MetricSpec("http_request_duration_seconds", "histogram", "x", ("route",))

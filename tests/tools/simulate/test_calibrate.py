@@ -84,6 +84,7 @@ def test_too_few_passes_are_said() -> None:
         evaluate("http://x", stage_passes({"traceEvents": []}), clients, 1)
 
 
+@pytest.mark.full
 def test_a_server_of_two_stages_is_measured() -> None:
     """How close, a benchmark says (benchmarks/simulate_accuracy.py); here that it is of this model at all."""
     model = "stub:layers=4,us_per_token=100,us_per_plan=8000,max_len=4096"

@@ -20,7 +20,7 @@ PROMPT = random_tokens(COUNT * SIZE + 1)
 HEADERS = tuple(header(page) for page in range(COUNT))
 
 
-@pytest.fixture(params=[(3,), (2, 1)], ids=["pp 1", "pp 2"])
+@pytest.fixture(params=[(3,), pytest.param((2, 1), marks=pytest.mark.full)], ids=["pp 1", "pp 2"])
 def groups(
     request: pytest.FixtureRequest, saved: Callable[[str], Saved], tmp_path: Path
 ) -> Iterator[Callable[[], StageGroup]]:
