@@ -12,7 +12,8 @@ from typing import Protocol
 from torch import Tensor
 
 from headrace.core.runtime.progress import PassProgress
-from headrace.engine.attention.paged import AttentionSpan
+from headrace.core.types.requests.images import ImageInput
+from headrace.engine.attention.paged import AttentionSpan, ImageRows
 from headrace.engine.kv.pool import KVPool
 from headrace.engine.layers.moe import ExpertRows
 from headrace.engine.layers.vocabulary import Best
@@ -46,6 +47,11 @@ class Decoder(Protocol):
 
     def embed(self, ids: Tensor) -> Tensor:
         """Token ids int64 [tokens] → what forward() of the first stage takes."""
+        ...
+
+    def encode(self, image: ImageInput) -> ImageRows:
+        """The embeddings of an image, with places counted from its first token. First stage only. Raises ValueError
+        where the model takes no images, and for pixels that are not what it takes."""
         ...
 
     def forward(self, hidden: Tensor, positions: Tensor, spans: Sequence[AttentionSpan]) -> Tensor:

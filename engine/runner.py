@@ -43,6 +43,7 @@ from headrace.engine.model.compiled import choose_arithmetic
 from headrace.engine.model.fingerprint import fingerprint
 from headrace.engine.model.lora import LoraAdapter, distinct
 from headrace.engine.native.kernel_calls import Kernels, load_kernels
+from headrace.engine.request_images import RequestImages
 from headrace.engine.row_sampler import PlanResult, RowSampler
 
 log = logging.getLogger(__name__)
@@ -196,6 +197,7 @@ class ModelRunner:
         if spec.library is not None:
             self._try_library(spec.library.architecture, distinct(terms.adapters))
         compiler = partial(GrammarCompiler, terms.model.model, engine.cache_dir, spec.vocab_size)
+        self._images = RequestImages(self._decoder.encode)
         self._sampler = RowSampler(self._decoder, tp.rank, tp.size, compiler)
 
     def _try_library(self, architecture: str, adapters: Sequence[LoraAdapter]) -> None:
@@ -275,6 +277,8 @@ class ModelRunner:
                     resume=row.resume,
                     checkpoint=row.checkpoint,
                     adapter=self._adapter(row),
+                    rotary=_rotary(row),
+                    image=self._images.rows(row) if self._part.first else None,
                 )
                 for row in rows
             ]
@@ -307,6 +311,7 @@ class ModelRunner:
     def release(self, request: int) -> None:
         """See Runner."""
         self._sampler.release(request)
+        self._images.release(request)
 
 
 def row_ids(row: PlanRow, last: int | None) -> NDArray[np.int32]:
@@ -320,6 +325,11 @@ def row_ids(row: PlanRow, last: int | None) -> NDArray[np.int32]:
     if len(ids) != row.count or row.count < 1:
         raise ValueError(f"request {row.request} has {len(ids)} tokens for {row.count} positions at {row.start}")
     return ids
+
+
+def _rotary(row: PlanRow) -> NDArray[np.int64] | None:
+    """Rotary positions of a row: int64 [axes, count]; None where they are its positions."""
+    return np.frombuffer(row.rotary, "<i4").astype(np.int64).reshape(-1, row.count) if row.rotary else None
 
 
 def row_pages(row: PlanRow, pool: KVPool) -> NDArray[np.int64]:

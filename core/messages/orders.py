@@ -22,6 +22,7 @@ from headrace.core.types.peers.session_terms import PeerTerms, PrefillTerms
 from headrace.core.types.ranks.coordinate import Agreement
 from headrace.core.types.requests.constraint import GrammarStart
 from headrace.core.types.requests.draft import NO_DRAFT, DraftTerms
+from headrace.core.types.requests.images import ImageInput
 from headrace.core.types.requests.request import FirstToken, SamplingParams, TokenHistory
 
 
@@ -60,6 +61,11 @@ class PlanRow(msgspec.Struct, frozen=True, omit_defaults=True):
     it."""
     adapter: str = ""
     """Fingerprint of the LoRA adapter that the row goes through; "" for none."""
+    images: tuple[ImageInput, ...] = ()
+    """Set in the first row under this number that computes tokens of an image: those of the images that it and later
+    rows compute."""
+    rotary: bytes = b""
+    """Packed rotary positions, one axis after the other; b"" where they are the row's positions."""
     history: TokenHistory | None = None
     """Set in the first row under this number that samples for a request with penalties. What is sampled from then on,
     the last stage counts itself."""

@@ -14,6 +14,18 @@ from headrace.engine.kv.pool import KVPool
 
 
 @dataclass(frozen=True, slots=True)
+class ImageRows:
+    """Embeddings of image tokens."""
+
+    places: NDArray[np.int64]
+    """Of these tokens, in a row or an image, ascending, on the host."""
+    embeddings: Tensor
+    """[tokens, hidden size]"""
+    levels: tuple[Tensor, ...] = ()
+    """What is added to their hidden states behind the first layers, as many [tokens, hidden size]."""
+
+
+@dataclass(frozen=True, slots=True)
 class AttentionSpan:
     """One row of a batch: positions [start, start + count) of a request."""
 
@@ -29,6 +41,10 @@ class AttentionSpan:
     """Where those behind the row are to be kept, too; -1 for nowhere."""
     adapter: str = ""
     """Fingerprint of the LoRA adapter that the row goes through; "" for none. Attention is the same for all."""
+    rotary: NDArray[np.int64] | None = None
+    """Rotary positions [axes, count], on the host; None where they are the row's positions."""
+    image: ImageRows | None = None
+    """What takes the place of embeddings of image tokens; None for a row without any."""
 
 
 class AttentionPass(Protocol):

@@ -8,9 +8,10 @@ from torch import Tensor
 
 from headrace.core.config import MlaForm
 from headrace.core.runtime.progress import PassProgress
+from headrace.core.types.requests.images import ImageInput
 from headrace.engine.attention import choose_attention
 from headrace.engine.attention.latent import latent_attention
-from headrace.engine.attention.paged import Attention, AttentionPass, AttentionSpan
+from headrace.engine.attention.paged import Attention, AttentionPass, AttentionSpan, ImageRows
 from headrace.engine.collectives.operations import ALONE, Collectives
 from headrace.engine.collectives.steps import Steps, finish, take_turns
 from headrace.engine.dtypes import Precision
@@ -134,6 +135,10 @@ class NativeDecoder:
     def embed(self, ids: Tensor) -> Tensor:
         """See Decoder: hidden states [tokens, hidden size]."""
         return self._vocabulary.embed(ids, self._precision.compute)
+
+    def encode(self, image: ImageInput) -> ImageRows:
+        """See Decoder. Raises ValueError: these models have no encoder."""
+        raise ValueError("our own layers take no images")
 
     def forward(self, hidden: Tensor, positions: Tensor, spans: Sequence[AttentionSpan]) -> Tensor:
         """See Decoder."""

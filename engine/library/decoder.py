@@ -1,14 +1,16 @@
 """Decoder of one stage by transformers' own modules, over the paged pool."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from headrace.core.runtime.progress import LoadProgress, PassProgress
-from headrace.engine.attention.paged import AttentionSpan
+from headrace.core.types.requests.images import ImageInput
+from headrace.engine.attention.paged import AttentionSpan, ImageRows
 from headrace.engine.attention.slots import LayerSlot, SlotPass
 from headrace.engine.dtypes import Precision
 from headrace.engine.kv.pool import KVPool
@@ -18,6 +20,7 @@ from headrace.engine.library.adapters import adapt
 from headrace.engine.library.batch import Batch, CachedSlot
 from headrace.engine.library.cache import RowsCache
 from headrace.engine.library.hooks import running
+from headrace.engine.library.images import ImageEncoder
 from headrace.engine.library.model import LayersDone, OtherLayer, body_of, call, layer_list, length_ropes, load_model
 from headrace.engine.library.modules import OutputHead, Products, replace_products, widen
 from headrace.engine.library.states import StateStore, run_by_request
@@ -28,6 +31,8 @@ from headrace.engine.model.int8 import quantize
 from headrace.engine.model.lora import LoraAdapter
 from headrace.engine.model.source import ModelSource
 from headrace.engine.native.kernel_calls import Kernels
+
+NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
 class LibraryDecoder:
@@ -73,6 +78,9 @@ class LibraryDecoder:
         if layers.stop == spec.layers:
             self._given = GivenBody(self._body)
             setattr(self._model, name, self._given)
+        self._encoder = (
+            ImageEncoder(self._body, library.images, device) if library.images and not layers.start else None
+        )
         self._products = Products(arithmetic)
         self._states = StateStore(library, layers)
         self.has_states, self.compute = library.stateful, precision.compute
@@ -106,7 +114,9 @@ class LibraryDecoder:
         assert self._pool is not None, "attach() comes first"
         attention = SlotPass(self._pool, self._kernels, spans)
         batch = Batch(attention, self._slots, self._states, positions, self._spec.layers, one_by_one=self.one_by_one)
-        ids = hidden
+        ids, beside = hidden, NOTHING
+        if self._encoder is not None and any(span.image is not None for span in spans):
+            beside = self._encoder.inputs(ids, spans)
         if "before" in self._others:
             self._others["before"].given = hidden[None]
             ids = torch.zeros_like(positions)
@@ -117,13 +127,21 @@ class LibraryDecoder:
                 self._products,
                 self._adapted.during(row_groups(spans, positions.device), len(positions)),
             ):
-                found = call(self._body, cache, input_ids=ids[None], position_ids=positions[None])
+                rotary = _rotary(positions, spans)
+                found = call(self._body, cache, input_ids=ids[None], position_ids=rotary, **beside)
             states: Tensor = found[0]
         except LayersDone:
             taken = self._others["behind"].taken
             assert taken is not None
             states = taken
         return states[0]
+
+    def encode(self, image: ImageInput) -> ImageRows:
+        """See Decoder."""
+        if self._encoder is None:
+            raise ValueError("this stage has no encoder of images")
+        with self._products:
+            return self._encoder.encode(image)
 
     def forward_halves(
         self, hidden: Tensor, positions: Tensor, spans: Sequence[Sequence[AttentionSpan]], cut: int
@@ -194,6 +212,20 @@ class GivenOutput:
 
     def __getattr__(self, name: str) -> None:
         return None
+
+
+def _rotary(positions: Tensor, spans: Sequence[AttentionSpan]) -> Tensor:
+    """Rotary positions of a pass: int64 [1, tokens], or [axes, 1, tokens] where a row has some of its own."""
+    axes = next((len(span.rotary) for span in spans if span.rotary is not None), 0)
+    if not axes:
+        return positions[None]
+    found = positions.expand(axes, -1).clone()
+    first = 0
+    for span in spans:
+        if span.rotary is not None:
+            found[:, first : first + span.count] = torch.from_numpy(span.rotary)
+        first += span.count
+    return found[:, None]
 
 
 def _fix_rotary(model: nn.Module, length: int) -> None:

@@ -8,6 +8,7 @@ from math import prod
 import msgspec
 
 from headrace.core.types.kv.geometry import KV, Component, Geometry
+from headrace.core.types.requests.images import ImageTerms
 
 
 class CachedLayer(msgspec.Struct, frozen=True):
@@ -72,6 +73,8 @@ class LibrarySpec(msgspec.Struct, frozen=True):
     """Classes of modules that have states or such keys."""
     uncalled: tuple[str, ...] = ()
     """Names of nn.Linear modules whose weights others multiply with."""
+    images: ImageTerms | None = None
+    """How it takes images; None where it does not, or not over a paged pool."""
 
     def weight_count(self, layers: range, *, tied: bool) -> int:
         """Parameters of a stage with these layers. tied: the head is the embedding."""

@@ -52,6 +52,11 @@ PIXELS: dict[str, Any] = {
 QWEN_PIXELS: dict[str, Any] = {
     "depth": 1, "hidden_size": 32, "intermediate_size": 48, "num_heads": 2, "out_hidden_size": 64, "patch_size": 14,
 }  # fmt: skip
+IMAGE_TOKEN, IMAGE_START, IMAGE_END, IMAGE_BREAK, VIDEO_TOKEN = 10, 11, 12, 13, 14
+QWEN_TOKENS: dict[str, Any] = {
+    "image_token_id": IMAGE_TOKEN, "vision_start_token_id": IMAGE_START, "vision_end_token_id": IMAGE_END,
+    "video_token_id": VIDEO_TOKEN,
+}  # fmt: skip
 LLAMA3 = {
     "rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
@@ -88,7 +93,8 @@ ARCHITECTURES: dict[str, Architecture] = {
                     "rope_type": "default", "rope_theta": 1e4, "mrope_section": [6, 5, 5], "mrope_interleaved": True,
                 },
             },
-            "vision_config": {**QWEN_PIXELS, "deepstack_visual_indexes": [0]},
+            "vision_config": {**QWEN_PIXELS, "depth": 2, "deepstack_visual_indexes": [0, 1]},
+            **QWEN_TOKENS,
         },
     ),
     "qwen2.5-vl": Architecture(
@@ -99,6 +105,7 @@ ARCHITECTURES: dict[str, Architecture] = {
                 "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 2, 2]},
             },
             "vision_config": QWEN_PIXELS,
+            **QWEN_TOKENS,
         },
     ),
     "gemma3-vision": Architecture(
@@ -109,7 +116,8 @@ ARCHITECTURES: dict[str, Architecture] = {
         "mistral3",
         {
             "text_config": {**SIZES, "model_type": "mistral", "head_dim": 32, "sliding_window": None},
-            "vision_config": {**PIXELS, "model_type": "pixtral", "head_dim": 16},
+            "vision_config": {**PIXELS, "model_type": "pixtral", "head_dim": 16, "image_size": 112},
+            "image_token_id": IMAGE_TOKEN,
         },
     ),
     # windows, sinks, caps

@@ -1,0 +1,83 @@
+"""Images in transformers' modules: encoded one by one by a model's own encoder, merged by the model's own forward().
+
+A wrapper of several inputs takes what its encoder has made in the place of pixels (mm_encoder_outputs, transformers
+5.23), so a pass over chunks of several requests hands it the embeddings of their image tokens, in the order of tokens.
+"""
+
+from collections.abc import Mapping, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedConfig
+
+from headrace.core.types.requests.images import ImageInput, ImageTerms
+from headrace.engine.attention.paged import AttentionSpan, ImageRows
+
+GRIDS = ("qwen2_5_vl", "qwen3_vl")  # model types by their layouts, see ImageTerms
+ROWS = ("mistral3",)
+
+
+def image_terms(config: PreTrainedConfig) -> ImageTerms | None:
+    """How a model takes images; None for one that has no encoder, or another one than those that are known here: in
+    Gemma 3 the tokens of an image see each other both ways, so that no chunk may cut it."""
+    if config.model_type in GRIDS:
+        vision = config.vision_config
+        levels = len(getattr(vision, "deepstack_visual_indexes", ()))
+        merge = vision.spatial_merge_size
+        return ImageTerms("grid", config.image_token_id, vision.patch_size * merge, merge, levels)
+    if config.model_type in ROWS:
+        merge = config.spatial_merge_size
+        return ImageTerms("rows", config.image_token_id, config.vision_config.patch_size * merge, merge)
+    return None
+
+
+class ImageEncoder:
+    """The encoder of a model's images, and how what it makes gets into a pass."""
+
+    def __init__(self, body: nn.Module, terms: ImageTerms, device: str) -> None:
+        """body: of the model, all of it but the head."""
+        self._body: Any = body
+        self._terms = terms
+        self._device = device
+
+    def encode(self, image: ImageInput) -> ImageRows:
+        """The embeddings of an image's tokens. Raises ValueError for pixels that do not give as many."""
+        pixels = torch.from_numpy(np.frombuffer(image.pixels, "<f4").reshape(image.shape).copy()).to(self._device)
+        found = self._body.get_image_features(pixel_values=pixels, **self._size(image), return_dict=True)
+        embeddings = torch.cat(tuple(found.pooler_output))
+        count = image.rows * image.columns
+        if len(embeddings) != count:
+            raise ValueError(f"an image of {count} tokens has {len(embeddings)} embeddings")
+        levels = tuple(torch.cat(tuple(each)) for each in getattr(found, "deepstack_features", None) or ())
+        step = image.columns + (image.length > count)  # rows of tokens end in one that is no image token
+        places = np.arange(image.rows)[:, None] * step + np.arange(image.columns)
+        return ImageRows(places.ravel(), embeddings, levels)
+
+    def inputs(self, ids: Tensor, spans: Sequence[AttentionSpan]) -> Mapping[str, Any]:
+        """What forward() of the model takes beside token ids int64 [tokens] of a pass: what its encoder has made.
+
+        A token with the id of image tokens that belongs to no image (a client has written it) keeps its embedding.
+        """
+        marked = (ids == self._terms.token).nonzero()[:, 0]
+        embeddings: Tensor = self._body.get_input_embeddings()(ids[marked])
+        levels = [torch.zeros_like(embeddings) for _ in range(self._terms.levels)]
+        first = 0
+        for span in spans:
+            if span.image is not None:
+                places = torch.from_numpy(span.image.places + first).to(ids.device)
+                at = torch.searchsorted(marked, places)
+                for into, rows in zip((embeddings, *levels), (span.image.embeddings, *span.image.levels), strict=True):
+                    into[at] = rows.to(into.dtype)
+            first += span.count
+        made = SimpleNamespace(pooler_output=(embeddings,), deepstack_features=[(level,) for level in levels])
+        return {"mm_encoder_outputs": {"image": made}}
+
+    def _size(self, image: ImageInput) -> dict[str, Tensor]:
+        if self._terms.layout == "grid":
+            patches = image.rows * self._terms.merge, image.columns * self._terms.merge
+            return {"image_grid_thw": torch.tensor([[1, *patches]], device=self._device)}
+        edges = image.rows * self._terms.pixels, image.columns * self._terms.pixels
+        return {"image_sizes": torch.tensor([edges], device=self._device)}
