@@ -4,6 +4,7 @@ import msgspec
 
 from headrace.core.types.errors import ErrorInfo
 from headrace.core.types.requests.constraint import Constraint
+from headrace.core.types.requests.images import ImageInput
 from headrace.core.types.requests.request import AnyRoute, DecodeHere, SamplingParams
 from headrace.core.types.requests.terms import RequestTerms
 
@@ -26,6 +27,9 @@ class Submit(FrontendRequest, frozen=True, kw_only=True):
     """Where the KV comes from and where it goes."""
 
     terms: RequestTerms = RequestTerms()
+    images: tuple[ImageInput, ...] = ()
+    """Images of the prompt, by their places."""
+
     progress: bool = False
     """Send Progress messages."""
 

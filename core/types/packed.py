@@ -27,9 +27,10 @@ def unpack(data: bytes) -> "array[int]":
     return values
 
 
-def prompt_hash(prompt: bytes) -> str:
-    """SHA-256 of a prompt's packed token ids, in hexadecimal; both sides of a handoff compare it."""
-    return hashlib.sha256(prompt).hexdigest()
+def prompt_hash(prompt: bytes, images: str = "") -> str:
+    """SHA-256 of a prompt's packed token ids and the digest of its images ("" for none), in hexadecimal; both sides of
+    a handoff compare it."""
+    return hashlib.sha256(prompt + images.encode()).hexdigest()
 
 
 def packed_length(data: bytes | bytearray) -> int:

@@ -26,6 +26,7 @@ from headrace.core.stats import TOKENS
 from headrace.core.types.kv.geometry import ceil_div
 from headrace.core.types.packed import pack
 from headrace.core.types.ranks.coordinate import Agreement, coordinate, cut_result, vote
+from headrace.core.types.requests.images import rotary_positions
 from headrace.scheduler.batching.prefill_shares import PrefillShares, next_chunk
 from headrace.scheduler.batching.starting import Starter
 from headrace.scheduler.costs.cost_model import CostModel
@@ -197,7 +198,7 @@ class Planner:
     def _add(self, batch: BatchBuilder, request: Request, count: int, tokens: bytes, checkpoint: int = -1) -> None:
         lease = request.lease
         assert lease is not None, "a request is planned with its pages"
-        sampling = request.submit.sampling
+        sampling, images = request.submit.sampling, request.submit.images
         end = request.planned + count
         sampled = end >= request.target
         logprobs = sampling.prompt_logprobs if request.generated == 0 and end <= request.target else None
@@ -223,6 +224,8 @@ class Planner:
             resume=lease.resume if request.planned == lease.matched * self._replica.cache.page_size else -1,
             checkpoint=checkpoint,
             adapter=request.terms.adapter,
+            images=request.image_inputs(end),
+            rotary=rotary_positions(images, request.planned, count) if images else b"",
         )
         batch.add(row, request, end)
         self._replica.queues.plan(request, count)

@@ -24,7 +24,7 @@ from headrace.core.messages.stage_events import (
     SessionClosed,
 )
 from headrace.core.types.errors import PREFILL_FAILED, ErrorInfo
-from headrace.core.types.packed import pack, prompt_hash
+from headrace.core.types.packed import pack
 from headrace.core.types.requests.request import FetchFrom, FirstToken
 from headrace.core.types.requests.reservation import Reservation
 from headrace.scheduler.decode.generation import TokenGeneration
@@ -71,7 +71,7 @@ class RemoteFetch:
             row=request.row,
             slot=lease.slot,
             wait=route.posting != "done",
-            prompt_hash=prompt_hash(request.submit.prompt) if route.posting != "local" else "",
+            prompt_hash=request.prompt_hash if route.posting != "local" or request.terms.image_digest else "",
             adapter=request.terms.adapter,
         )
         incoming = IncomingTransfer.begin(hello.session, hello.terms.backend, reservation, replica.ranks)
@@ -184,6 +184,9 @@ class RemoteFetch:
             text = f"the prefill server had {first.prompt_tokens} prompt tokens; the prompt has {request.prompt_tokens}"
         elif not 0 <= first.cached_tokens <= request.prompt_tokens:
             text = f"the prefill server had {first.cached_tokens} of {request.prompt_tokens} prompt tokens"
+        elif (first.next_position or first.prompt_tokens) != (own := request.next_position):
+            theirs = first.next_position or first.prompt_tokens
+            text = f"the prefill server goes on at rotary position {theirs}; the images of the prompt say {own}"
         elif wanted and logprob is None:
             text = "the prefill server sent no logprob of the first token, and the request asks for logprobs"
         elif logprob is not None and not all(map(math.isfinite, (logprob.logprob, *logprob.top_logprobs))):

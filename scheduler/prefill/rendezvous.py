@@ -21,7 +21,7 @@ from headrace.core.types.errors import (
     TICKET_IN_USE,
     ErrorInfo,
 )
-from headrace.core.types.packed import prompt_hash, unpack
+from headrace.core.types.packed import unpack
 from headrace.core.types.peers.session_terms import PeerTerms
 from headrace.core.types.requests.adapters import adapter_mismatch
 from headrace.core.types.requests.request import SendTo
@@ -261,8 +261,9 @@ def _mismatch(request: Request, reservation: Reservation) -> ErrorInfo | None:
     code, status, tokens = "bad_reservation", 502, request.prompt_tokens
     if reservation.prompt_tokens != tokens:
         text = f"the peer reserved for {reservation.prompt_tokens} prompt tokens; the prompt has {tokens}"
-    elif reservation.prompt_hash and reservation.prompt_hash != (here := prompt_hash(request.submit.prompt)):
-        text = f"the peer has another prompt: the hash of its token ids is {reservation.prompt_hash}, here it is {here}"
+    elif reservation.prompt_hash and reservation.prompt_hash != (here := request.prompt_hash):
+        what = "token ids and images" if request.terms.image_digest else "token ids"
+        text = f"the peer has another prompt: the hash of its {what} is {reservation.prompt_hash}, here it is {here}"
     elif reservation.adapter != request.terms.adapter:
         code, status = MODEL_NOT_FOUND, 404
         text = adapter_mismatch(prefill=request.terms.adapter, decode=reservation.adapter)

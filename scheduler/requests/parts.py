@@ -41,6 +41,9 @@ class OnStages:
     grammar: bool = False
     """They have its constraint, under its serial."""
 
+    images: bool = False
+    """They have its images, under its serial."""
+
     history: bool = False
     """The stage that samples knows the tokens that its penalties go by, under its serial."""
 
@@ -52,8 +55,8 @@ class OnStages:
     """Stages that have not answered CancelSend or CancelReceive."""
 
     def renumbered(self) -> None:
-        """The request has another serial, under which no stage knows its constraint or its tokens."""
-        self.grammar = self.history = False
+        """The request has another serial, under which no stage knows its constraint, its images or its tokens."""
+        self.grammar = self.images = self.history = False
 
 
 @dataclass(slots=True, eq=False)

@@ -6,9 +6,10 @@ from headrace.core.incoming import IncomingState, IncomingTransfer
 from headrace.core.messages.frontend import Submit
 from headrace.core.types.errors import ErrorInfo
 from headrace.core.types.kv.geometry import pages_spanned
-from headrace.core.types.packed import ITEM_BYTES, pack, unpack
+from headrace.core.types.packed import ITEM_BYTES, pack, prompt_hash, unpack
 from headrace.core.types.requests.constraint import GrammarStart
 from headrace.core.types.requests.draft import NO_DRAFT, Draft, DraftTerms
+from headrace.core.types.requests.images import ImageInput, next_position
 from headrace.core.types.requests.request import (
     AnyRoute,
     FetchFrom,
@@ -220,6 +221,16 @@ class Request:
         """Prompts share cached pages only under the same salt."""
         return self.terms.prefix_salt
 
+    @property
+    def next_position(self) -> int:
+        """The rotary position of its first generated token."""
+        return next_position(self.submit.images, self.prompt_tokens)
+
+    @property
+    def prompt_hash(self) -> str:
+        """Of its prompt; both sides of a handoff compare it."""
+        return prompt_hash(self.submit.prompt, self.terms.image_digest)
+
     def packed(self, start: int, end: int) -> bytes:
         """Token ids [start, end), packed."""
         return bytes(self.tokens[start * ITEM_BYTES : end * ITEM_BYTES])
@@ -231,6 +242,15 @@ class Request:
             return None
         self.on_stages.grammar = True
         return GrammarStart(constraint, self.packed(self.prompt_tokens, self.length))
+
+    def image_inputs(self, end: int) -> tuple[ImageInput, ...]:
+        """What stages have to know of its images before its next row, which ends before this position; () if that
+        computes none of their tokens, or they know."""
+        if not self.submit.images or self.on_stages.images:
+            return ()
+        left = tuple(image for image in self.submit.images if image.end > self.planned)
+        self.on_stages.images = bool(left) and left[0].start < end
+        return left if self.on_stages.images else ()
 
     def token_history(self) -> TokenHistory | None:
         """What the stage that samples has to know of its tokens before the next one; None if that needs none, or knows.
@@ -302,4 +322,5 @@ class Request:
 
     def make_first_token(self, token: int, logprob: TokenLogprob | None, reason: str) -> FirstToken:
         """What the metadata row says of this first token."""
-        return FirstToken(token, self.prompt_tokens, self.cached_tokens, logprob, reason)
+        moved = self.next_position if self.next_position != self.prompt_tokens else 0
+        return FirstToken(token, self.prompt_tokens, self.cached_tokens, logprob, reason, next_position=moved)

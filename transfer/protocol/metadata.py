@@ -21,12 +21,13 @@ ROW = np.dtype(
     {
         "names": [
             "version", "flags", "finish_reason", "top_count", "ticket_hash", "generation", "token",
-            "prompt_tokens", "cached_tokens", "logprob", "top_ids", "top_logprobs",
+            "prompt_tokens", "cached_tokens", "logprob", "top_ids", "top_logprobs", "next_position",
         ],
         "formats": [
             "<u2", "<u2", "u1", "u1", "<u8", "<u8", "<i4", "<i4", "<i4", "<f4", ("<i4", MAX_TOP), ("<f4", MAX_TOP),
+            "<i4",
         ],
-        "offsets": [0, 2, 4, 5, 8, 16, 24, 28, 32, 36, 40, 120],
+        "offsets": [0, 2, 4, 5, 8, 16, 24, 28, 32, 36, 40, 120, 200],
         "itemsize": ROW_BYTES,
     }
 )  # fmt: skip
@@ -53,6 +54,7 @@ def encode(ticket: str, generation: int, first: FirstToken) -> bytes:
     row["token"] = first.token
     row["prompt_tokens"] = first.prompt_tokens
     row["cached_tokens"] = first.cached_tokens
+    row["next_position"] = first.next_position
     row["finish_reason"] = FINISH_REASONS.index(first.finish_reason)
     if first.logprob is not None:
         top = len(first.logprob.top_ids)
@@ -84,6 +86,8 @@ def decode(data: bytes | memoryview) -> Metadata:
         raise ValueError("metadata row has a negative token or count")
     if row["cached_tokens"] > row["prompt_tokens"]:
         raise ValueError(f"metadata row has {row['cached_tokens']} cached of {row['prompt_tokens']} prompt tokens")
+    if not 0 <= row["next_position"] <= row["prompt_tokens"]:
+        raise ValueError(f"metadata row goes on at {row['next_position']} behind {row['prompt_tokens']} prompt tokens")
     logprob = _logprob(row) if row["flags"] & HAS_LOGPROB else None
     if logprob is not None and min(logprob.top_ids, default=0) < 0:
         raise ValueError(f"metadata row has the token {min(logprob.top_ids)} among its alternatives")
@@ -95,6 +99,7 @@ def decode(data: bytes | memoryview) -> Metadata:
         cached_tokens=int(row["cached_tokens"]),
         logprob=logprob,
         finish_reason=FINISH_REASONS[row["finish_reason"]],
+        next_position=int(row["next_position"]),
     )
     return Metadata(int(row["ticket_hash"]), int(row["generation"]), first)
 

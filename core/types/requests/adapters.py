@@ -9,7 +9,8 @@ MAX_ADAPTERS = 256
 MAX_SALT_CHARS = 256
 """Of a salt that a client may send."""
 
-_BEYOND_CLIENTS = "\0" * (MAX_SALT_CHARS + 1)  # no client's salt begins so, since it would be too long
+BEYOND_CLIENTS = "\0" * (MAX_SALT_CHARS + 1)
+"""How salts begin that no client can send: it would be too long."""
 _NAME = re.compile(r"[\x21-\x7e]{1,128}")
 
 
@@ -34,7 +35,7 @@ def adapter_folders(given: Sequence[str]) -> dict[str, str]:
 def adapter_salt(adapter: str, salt: str) -> str:
     """The salt of the prefix cache for requests with this salt that go through an adapter: no other adapter has it, nor
     has the model itself, whose requests have the salt as it is. adapter: its fingerprint, "" for none."""
-    return f"{_BEYOND_CLIENTS}{adapter}{salt}" if adapter else salt
+    return f"{BEYOND_CLIENTS}{adapter}{salt}" if adapter else salt
 
 
 def adapter_mismatch(*, prefill: str, decode: str) -> str:

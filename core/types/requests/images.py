@@ -16,6 +16,7 @@ from typing import Literal
 import msgspec
 
 from headrace.core.types.packed import pack
+from headrace.core.types.requests.adapters import BEYOND_CLIENTS
 
 AXES = 3
 """Temporal, height and width."""
@@ -66,6 +67,12 @@ def images_digest(images: Iterable[ImageInput]) -> str:
     """SHA-256 over the images of a prompt and their places, in hexadecimal; "" for none."""
     listed = ["\n".join((image.digest, str(image.start))) for image in images]
     return sha256("\n".join(listed).encode()).hexdigest() if listed else ""
+
+
+def image_salt(images: str, salt: str) -> str:
+    """The salt of the prefix cache for prompts with these images: those with others have another one. images: see
+    images_digest(). salt: that of the prompt without them, which it is where there are none."""
+    return f"{BEYOND_CLIENTS}\0{images}{salt}" if images else salt
 
 
 def rotary_positions(images: Sequence[ImageInput], start: int, count: int) -> bytes:

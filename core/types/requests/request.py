@@ -169,6 +169,9 @@ class FirstToken(msgspec.Struct, frozen=True):
     draft: Draft | None = None
     """Draft data for a peer that has asked for it; not a part of the metadata row."""
 
+    next_position: int = 0
+    """Rotary position of this token, where it is not behind as many as the prompt has tokens (mrope); 0 where it is."""
+
 
 class Timing(msgspec.Struct, frozen=True):
     """Seconds that a request spent in each phase."""

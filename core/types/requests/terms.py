@@ -3,6 +3,7 @@
 import msgspec
 
 from headrace.core.types.requests.adapters import adapter_salt
+from headrace.core.types.requests.images import image_salt
 
 
 class RequestTerms(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -29,7 +30,10 @@ class RequestTerms(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     adapter: str = ""
     """Fingerprint of the LoRA adapter that it goes through; "" for none."""
 
+    image_digest: str = ""
+    """Digest of the images of its prompt (headrace.core.types.requests.images.images_digest); "" for none."""
+
     @property
     def prefix_salt(self) -> str:
-        """The salt of the prefix cache: that of the client, apart for each adapter."""
-        return adapter_salt(self.adapter, self.cache_salt)
+        """The salt of the prefix cache: that of the client, apart for each adapter and for other images."""
+        return image_salt(self.image_digest, adapter_salt(self.adapter, self.cache_salt))

@@ -70,7 +70,7 @@ def transfer_params(
         "ticket": tickets[0],
         "tickets": tickets,
         "prompt_token_ids": prompts[0] if len(prompts) == 1 else prompts,
-        "prompt_hashes": [prompt_hash(pack(request.prompt)) for request in requests],
+        "prompt_hashes": [prompt_hash(pack(request.prompt), request.terms.image_digest) for request in requests],
         "lease_s": min(result.lease_s or 0.0 for result in results),
         "protocol": 1,
         "fingerprint": stages.fingerprint,
