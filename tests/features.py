@@ -139,6 +139,7 @@ OF_ROUTE: dict[Kind, dict[str, Case]] = {
     schema.PrefillBody: {
         "prompt": Case("another"),
         "prompt_token_ids": Case([5, 6], {"prompt": None}),
+        "images": Case(["data:,"], {"prompt": None, "prompt_token_ids": [5]}, status=400),  # this model takes none
         "messages": Case([{"role": "user", "content": "another"}], {"prompt": None}),
         "chat_template_kwargs": Case({"enable_thinking": False}, MESSAGES),
         "reasoning_effort": Case("low", MESSAGES),
@@ -188,6 +189,10 @@ OBJECTS: dict[Kind, tuple[Kind, Any]] = {
     schema.TextFormat: (schema.ResponsesBody, lambda found: {"text": {"format": found}}),
     schema.ChatMessage: (schema.ChatBody, lambda found: {"messages": [found]}),
     schema.Part: (schema.ChatBody, lambda found: {"messages": [{"role": "user", "content": [found]}]}),
+    schema.ImageUrl: (
+        schema.ChatBody,
+        lambda found: {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": found}]}]},
+    ),
     schema.Tool: (schema.ChatBody, lambda found: {"tools": [found]}),
     schema.Function: (schema.ChatBody, lambda found: {"tools": [{"function": found}]}),
     schema.ToolChoice: (schema.ChatBody, lambda found: {"tools": [TOOL, CLOCK], "tool_choice": found}),
@@ -250,8 +255,10 @@ MEMBERS: dict[Kind, dict[str, Case]] = {
         "reasoning_content": Case("well", {"role": "assistant", "content": "hello"}),
         "reasoning": Case("well", {"role": "assistant", "content": "hello"}),
     },
+    schema.ImageUrl: {"url": Case("data:,", status=400)},  # this model takes none
     schema.Part: {
         "type": Case("image_url", {"text": "x"}, status=400),
+        "image_url": Case({"url": "data:,"}, {"type": "image_url"}, status=400),
         "text": Case("another", {"type": "text"}),
         "refusal": Case("I will not", {"type": "refusal"}),
     },

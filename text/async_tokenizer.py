@@ -41,7 +41,7 @@ class AsyncTokenizer:
     ) -> list[int]:
         """Token ids of a conversation. Raises HeadraceError (400) for messages that are too long, or that the chat
         template refuses."""
-        length = sum(len(message["content"] or "") + len(message.get("reasoning_content", "")) for message in messages)
+        length = sum(_length(message["content"]) + len(message.get("reasoning_content", "")) for message in messages)
         calls = [message["tool_calls"] for message in messages if "tool_calls" in message]
         others = [*tools, *calls, *use.variables.values()]
         with suppress(RecursionError):  # rendering says so
@@ -80,3 +80,10 @@ class AsyncTokenizer:
         """Stop the threads; pending calls are cancelled."""
         for executor in (self._executor, self._for_long):
             executor.shutdown(wait=False, cancel_futures=True)
+
+
+def _length(content: str | Sequence[Mapping[str, str]] | None) -> int:
+    """Characters of a message's text, or of its parts."""
+    if isinstance(content, str) or not content:
+        return len(content or "")
+    return sum(len(part.get("text", "")) for part in content)

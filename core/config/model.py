@@ -5,6 +5,7 @@ from typing import Annotated, Literal
 import msgspec
 
 from headrace.core.config.flag import KV_CACHE, MODEL, STAGES, Flag
+from headrace.core.types.requests.images import ImageTerms
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 Quantize = Literal["none", "int8"]
@@ -57,6 +58,10 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     ] = 0
     hidden_size: int = 0
     """Elements of one hidden state of the model."""
+    images: ImageTerms | None = None
+    """How it takes images; None where it does not."""
+    no_images: str = ""
+    """Why it takes none."""
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):

@@ -206,6 +206,21 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
             unit="bytes",
         ),
     ] = 16 << 20
+    allowed_image_hosts: Annotated[
+        tuple[str, ...],
+        Flag(
+            "allowed-image-host",
+            HTTP,
+            "HOST or HOST:PORT from which images are fetched that requests name by URL; repeatable (default: none)",
+        ),
+    ] = ()
+    max_images: Annotated[int, Flag("max-images", HTTP, "images in one request; 0: none", low=0)] = 16
+    max_image_bytes: Annotated[
+        int, Flag("max-image-bytes", HTTP, 'largest image file, such as "8MiB"', low=1, unit="bytes")
+    ] = 8 << 20
+    max_image_pixels: Annotated[
+        int, Flag("max-image-pixels", HTTP, "pixels of the largest image, as its file says", low=1)
+    ] = 16 << 20
     drain_timeout_s: Annotated[
         float, Flag("drain-timeout", SERVER, "seconds that open requests may take to finish after SIGTERM", low=0)
     ] = 30.0

@@ -22,6 +22,7 @@ class PrefillRequest(SamplingParams, frozen=True, kw_only=True, omit_defaults=Tr
     model: str | None = None
     prompt: str | None = None
     prompt_token_ids: Sequence[int] | None = None
+    images: Sequence[str] | None = None
     ticket: str | None = None
     handoff: Literal["hold", "none"] | None = None
     stream: bool | None = None

@@ -85,6 +85,11 @@ HIDDEN_STATES = _full(
     "hidden states that open requests ask for",
     "128 MiB, or `--max-hidden-bytes` if that is more",
 )
+IMAGES = _full(
+    "images of open requests take {taken} bytes as the encoder takes them; {wanted} more exceed {most}",
+    "images of requests that are open (front end)",
+    "1 GiB as the encoder takes them",
+)
 QUEUED_TOKENS = _full(
     "{queued} prompt tokens are queued; {own} more exceed the limit of {limit}",
     "prompt tokens that wait (scheduler)",
@@ -230,6 +235,7 @@ _OLD = (
 NO_STRUCTURED_OUTPUT = _down("no_structured_output", _OLD, "no prefill server knows constraints", "`--fallback`")
 NO_PENALTIES = _down("no_penalties", _OLD, "no prefill server knows penalties and logit_bias", "`--fallback`")
 NO_HIDDEN_STATES = _down("no_hidden_states", _OLD, "no prefill server knows hidden states", "`--fallback`")
+NO_IMAGES = _down("no_images", _OLD, "no prefill server takes images", "`--fallback`")
 NO_DECODE_ENGINE = _down("no_decode_engine", "{problem}", "no decode engine fits, or is up (gateway)")
 DISCOVERY_UNREADABLE = _down("unavailable", "GET {path} sent an unexpected response: {error}", "a server is looked for")
 DISCOVERY_FAILED = _down("unavailable", "GET {path} failed: {error}", "a server is looked for and does not answer")

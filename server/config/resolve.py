@@ -1,11 +1,14 @@
 """Resolves what a configuration leaves to the model and the machine: dtype, device, lengths, threads, KV pages."""
 
+from collections.abc import Sequence
+
 import msgspec
 
 from headrace.core.config import Config, DecoderChoice, EngineConfig, ModelConfig
 from headrace.core.runtime.cpu import usable_cores
 from headrace.core.types.errors import ConfigError
 from headrace.core.types.ranks.coordinate import Rules
+from headrace.core.types.requests.images import ImageTerms
 from headrace.engine.kv.memory_plan import MemoryPlan
 from headrace.engine.load_plan import model_spec, model_terms
 from headrace.engine.model.config import ModelSpec
@@ -103,8 +106,23 @@ def _decoder(spec: ModelSpec) -> str:
 def _completed(config: Config, spec: ModelSpec, model: ModelConfig, engine: EngineConfig) -> Config:
     scheduler = msgspec.structs.replace(config.scheduler, vocab_size=spec.vocab_size)
     decoder: DecoderChoice = "native" if spec.library is None else "library"
-    model = msgspec.structs.replace(model, hidden_size=spec.hidden_size, decoder=decoder)
+    images, no_images = _images(spec, engine.pp_layers)
+    model = msgspec.structs.replace(
+        model, hidden_size=spec.hidden_size, decoder=decoder, images=images, no_images=no_images
+    )
     return copy_shared(msgspec.structs.replace(config, model=model, engine=engine, scheduler=scheduler))
+
+
+def _images(spec: ModelSpec, layers: Sequence[int]) -> tuple[ImageTerms | None, str]:
+    """How a model takes images in stages of so many layers, or why not."""
+    if spec.library is None:
+        return None, "this model has no image encoder, or is computed by our own layers (--decoder native)"
+    terms = spec.library.images
+    if terms is None:
+        return None, f"images of {spec.library.architecture} are not served"
+    if layers[0] < terms.levels:
+        return None, f"its images go into the first {terms.levels} layers, and the first stage has {layers[0]}"
+    return terms, ""
 
 
 def _layers(config: Config, spec: ModelSpec) -> tuple[int, ...]:

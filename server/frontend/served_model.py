@@ -1,15 +1,19 @@
 """The model as clients see it: its names, its limits and its tokenizer."""
 
 import asyncio
+import logging
 from collections.abc import Mapping
 from contextlib import suppress
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 from jinja2 import TemplateError
 
 from headrace.core.config import Config
 from headrace.core.types import refusals
+from headrace.core.types.errors import ConfigError, invalid
 from headrace.core.types.requests.adapters import adapter_folders
+from headrace.core.types.requests.images import ImageTerms
 from headrace.engine.grammar.checker import CheckerConfig
 from headrace.server.frontend.grammar_checker import GrammarChecker
 from headrace.server.frontend.request.hidden_states import HiddenLimits
@@ -17,6 +21,11 @@ from headrace.text.answers.reasoning import ReasoningForm, reasoning_form
 from headrace.text.async_tokenizer import AsyncTokenizer
 from headrace.text.tokenizer import Tokenizer, load_tokenizer
 from headrace.text.tool_calls.call_form import CallForm, call_form
+
+if TYPE_CHECKING:
+    from headrace.server.frontend.image_reader import ImageReader
+
+log = logging.getLogger(__name__)
 
 
 class ServedModel:
@@ -31,6 +40,10 @@ class ServedModel:
         self._tool_parser = config.server.tool_parser
         self._reasoning_parser = config.server.reasoning_parser
         self._vocab_size = config.scheduler.vocab_size
+        self._server = config.server
+        self._images = config.model.images
+        self._no_images = config.model.no_images
+        self._image_reader: ImageReader | None = None
         self._tokenizer = tokenizer
         self._async_tokenizer: AsyncTokenizer | None = None
         self._grammars: GrammarChecker | None = None
@@ -49,6 +62,8 @@ class ServedModel:
         """Load the tokenizer. Raises ConfigError for a model without one that can be used."""
         if self._tokenizer is None:
             self._tokenizer = await asyncio.to_thread(_warm_tokenizer, self.path, self._cache_dir, self._template_file)
+        if self._images is not None and self._server.max_images:
+            await asyncio.to_thread(self._load_images, self._images, self._tokenizer)
         self._async_tokenizer = AsyncTokenizer(self._tokenizer, self.max_model_len)
         self._grammars = GrammarChecker(CheckerConfig(self.path, self._cache_dir, self.vocab_size))
 
@@ -58,6 +73,29 @@ class ServedModel:
             await self._grammars.close()
         if self._async_tokenizer is not None:
             self._async_tokenizer.close()
+        if self._image_reader is not None:
+            self._image_reader.close()
+
+    def _load_images(self, terms: ImageTerms, tokenizer: Tokenizer) -> None:
+        from headrace.server.frontend.image_reader import ImageReader  # imports pillow
+
+        try:
+            self._image_reader = ImageReader(self.path, terms, tokenizer, self._server)
+        except ConfigError as error:
+            self._no_images = str(error)
+            log.warning("images are refused: %s", error)
+
+    @property
+    def takes_images(self) -> bool:
+        """Whether requests may have images, as far as is known: while it is loading, its processor was not tried."""
+        return self._images is not None and self._server.max_images > 0 and not self._no_images
+
+    def images(self, field: str) -> "ImageReader":
+        """Reads images. field: where a body has one. Raises HeadraceError (400) for a model that takes none."""
+        if self._image_reader is None:
+            reason = self._no_images or "--max-images is 0"
+            raise invalid(field, f"{field} is an image, and images are not taken: {reason}", code="unsupported")
+        return self._image_reader
 
     @property
     def loaded(self) -> bool:

@@ -18,7 +18,7 @@ MAX_BYTES = 1 << 20
 MAX_WORDS = 300  # of a server's refusal that are repeated
 
 
-Feature = Literal["structured_outputs", "penalties", "hidden_states"]
+Feature = Literal["structured_outputs", "penalties", "hidden_states", "images"]
 """What servers of earlier versions do not know, by its name in the response to GET /v1/handoff."""
 
 
@@ -42,6 +42,9 @@ class Discovery(msgspec.Struct, frozen=True):
     prompt_logprobs_start: bool = False
     """It knows prompt_logprobs_start; servers of earlier versions refuse it, and compute all logprobs of a prompt."""
 
+    images: bool = False
+    """It takes images; servers of earlier versions, and models without an encoder, refuse them."""
+
     def knows(self, feature: Feature) -> bool:
         """Whether prompts that need this feature may be sent to it."""
         match feature:
@@ -51,6 +54,8 @@ class Discovery(msgspec.Struct, frozen=True):
                 return self.penalties
             case "hidden_states":
                 return self.hidden_states
+            case "images":
+                return self.images
 
 
 class DiscoveryClient:

@@ -52,6 +52,7 @@ MISSING: dict[Feature, tuple[refusals.Refusal, str]] = {  # refusal and name of 
     "structured_outputs": (refusals.NO_STRUCTURED_OUTPUT, "structured output"),
     "penalties": (refusals.NO_PENALTIES, "penalties and logit_bias"),
     "hidden_states": (refusals.NO_HIDDEN_STATES, "hidden states"),
+    "images": (refusals.NO_IMAGES, "images"),
 }
 
 

@@ -39,6 +39,7 @@ BODIES: dict[str, type[msgspec.Struct]] = {
     "items of `tools` of POST /v1/responses": schema.ResponseTool,
     "`tool_choice` of POST /v1/responses that names a function": schema.ResponseToolChoice,
     "parts of `content`": schema.Part,
+    "`image_url` of a part": schema.ImageUrl,
 }
 
 

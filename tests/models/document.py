@@ -65,8 +65,13 @@ stages.
 
 """
 AFTER = """
-Wrappers of several inputs (Qwen3-VL, Qwen2.5-VL, Gemma 3, Mistral 3) are served for text; requests cannot have images
-yet. A native window (Mistral 7B v0.1) limits a request to it; `--decoder library` computes beyond. Windows are computed
+**Images.** Qwen3-VL, Qwen2.5-VL and Mistral 3 take images ([how](operations.md#images)): encoded in the first stage by
+the model's own encoder, with its positions (mrope) and deepstack embeddings, in chunks, beside other requests and
+behind a handoff, as transformers computes them. Qwen3-VL's go into hidden states behind the first layers, which the
+first stage needs to have. Other wrappers of several inputs are served for text: in Gemma 3 the tokens of an image see
+each other both ways, so that no chunk may cut it.
+
+A native window (Mistral 7B v0.1) limits a request to it; `--decoder library` computes beyond. Windows are computed
 as they are, but all positions stay in the pool and are handed over.
 
 ## Checkpoints

@@ -21,7 +21,7 @@ from headrace.server.api.request.prompts import check_model, encode_any
 from headrace.server.api.request.refusal import notify_peers_on_refusal
 from headrace.server.api.request.sampling import check_logprobs_start, sampling_params
 from headrace.server.api.request.schema import PrefillBody
-from headrace.server.api.request.terms import base_request, client_of, tenant_of, with_client_terms
+from headrace.server.api.request.terms import base_request, client_of, tenant_of, with_client_terms, with_images
 from headrace.server.api.response.hidden_format import DraftReply, HiddenStatesReply, base64_object, draft_object
 from headrace.server.api.response.usage import Count, Handoff, TimingMs, handoff_report, timing_report
 from headrace.server.frontend.generation.completions import Completions
@@ -103,6 +103,7 @@ class HandoffReply(msgspec.Struct):
     penalties: bool
     hidden_states: bool
     prompt_logprobs_start: bool
+    images: bool
     kv_events: dict[str, Any] | None
     load: dict[str, float] | None
 
@@ -176,6 +177,7 @@ def handoff_routes(model: ServedModel, control: ControlAddress, stats: StatsColl
                 penalties=True,
                 hidden_states=True,
                 prompt_logprobs_start=True,
+                images=model.takes_images,
                 kv_events=_kv_events(config.kv_events),
                 load=_load(join(await stats.snapshot())),
             )
@@ -213,12 +215,12 @@ async def _request(model: ServedModel, config: ServerConfig, client: str, body: 
         constraint = None
     sampling = sampling_params(body, logprobs=body.logprobs, max_tokens=16, vocab_size=model.vocab_size)
     sampling = msgspec.structs.replace(sampling, hidden_states=body.hidden_states, draft_top_k=body.draft_top_k or 0)
-    prompt = await encode_any(model, body)
+    prompt, images = await encode_any(model, body)
     check_logprobs_start(sampling, [prompt])
     if sampling.hidden_states is not None:
         model.hidden.check("hidden_states", len(prompt) if sampling.hidden_states == "all" else 1)
     rid = body.rid or f"pf-{secrets.token_hex(16)}"
-    base = base_request(rid, body, sampling, constraint, progress=bool(body.stream))
+    base = with_images(base_request(rid, body, sampling, constraint, progress=bool(body.stream)), images)
     hold = body.handoff == "hold"
     return msgspec.structs.replace(
         base, prompt=prompt, ticket=ticket, hold=hold, prompt_only=body.prompt_only, adapter=body.adapter

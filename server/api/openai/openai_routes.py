@@ -24,9 +24,9 @@ from headrace.server.api.request.constraint import body_constraint
 from headrace.server.api.request.prompts import (
     check_model,
     completion_prompts,
-    encode,
     encode_all,
     encode_chat,
+    encode_reported,
     input_messages,
     response_template_use,
     template_use,
@@ -39,7 +39,7 @@ from headrace.server.api.request.sampling import (
     sampling_params,
 )
 from headrace.server.api.request.schema import ChatBody, CompletionBody, OpenAIBody, ResponsesBody, StreamOptions
-from headrace.server.api.request.terms import base_request, client_of
+from headrace.server.api.request.terms import base_request, client_of, with_images
 from headrace.server.api.request.tools import (
     ToolUse,
     forced_calls,
@@ -170,13 +170,13 @@ async def _check_chat(model: ServedModel, client: str, body: ChatBody) -> Comple
     )
     given = prompt_ids(body, 1)
     if given:
-        tokens = await encode(model, given[0], "prompt")
+        tokens, images = await encode_reported(model, given[0], body.messages, "messages")
     else:
         functions = tools.functions if tools else {}
-        tokens = await encode_chat(model, body.messages, functions=functions, use=template_use(body))
+        tokens, images = await encode_chat(model, body.messages, functions=functions, use=template_use(body))
     check_logprobs_start(sampling, [tokens])
     answers, constraint = await answer_use(model, client, body, tokens, tools, constraint)
-    base = _base_request("chatcmpl", body, sampling, constraint)
+    base = with_images(_base_request("chatcmpl", body, sampling, constraint), images)
     base = msgspec.structs.replace(base, shown=answers.shown(model))
     return CompletionRequest(base, [tokens], body.n or 1, answers=answers)
 
@@ -188,12 +188,12 @@ async def _check_response(model: ServedModel, client: str, body: ResponsesBody) 
     constraint = await _check(model, client, body, tools)
     limit = model.max_model_len or COMPLETION_TOKENS
     sampling = sampling_params(body, logprobs=None, max_tokens=limit, vocab_size=model.vocab_size)
+    messages, places = await input_messages(body)
     if given := prompt_ids(body, 1):
-        tokens = await encode(model, given[0], "input")
+        tokens, images = await encode_reported(model, given[0], messages, "input", places)
     else:
-        messages, places = await input_messages(body)
         functions = tools.functions if tools else {}
-        tokens = await encode_chat(
+        tokens, images = await encode_chat(
             model,
             messages,
             "input",
@@ -204,7 +204,7 @@ async def _check_response(model: ServedModel, client: str, body: ResponsesBody) 
         )
     check_logprobs_start(sampling, [tokens])
     answers, constraint = await answer_use(model, client, body, tokens, tools, constraint)
-    base = _base_request("resp", body, sampling, constraint)
+    base = with_images(_base_request("resp", body, sampling, constraint), images)
     base = msgspec.structs.replace(base, shown=answers.shown(model))
     return CompletionRequest(base, [tokens], answers=answers)
 

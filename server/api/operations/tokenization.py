@@ -51,7 +51,7 @@ def tokenizer_routes(model: ServedModel, config: ServerConfig, budget: BodyBudge
             functions = offered_functions(body.tools or [])
             if functions:
                 check_tools_taken(model)
-            tokens = await encode_chat(model, body.messages, functions=functions, use=template_use(body))
+            tokens, _ = await encode_chat(model, body.messages, functions=functions, use=template_use(body))
         else:
             tokens = await encode(model, body.prompt or "", "prompt")
         return json_response(TokenizeReply(tokens, len(tokens), model.max_model_len))

@@ -238,10 +238,13 @@ OTHER_FIELDS: Mapping[type[msgspec.Struct], Mapping[str, OtherField]] = {
     ),
     schema.ResponseToolChoice: _table(_refused("a function is chosen by its name", "mode tools server_label")),
     schema.Part: _table(
-        _refused("text models only", "image_url input_audio video_url audio_url file image detail"),
+        _refused("text and images only", "input_audio video_url audio_url file"),
+        _refused("send image_url", "image file_id"),
+        _accepted("the model's processor says how large images are", "detail"),
         _CACHES,
         _accepted("comes back from responses", "annotations logprobs parsed"),
     ),
+    schema.ImageUrl: _table(_accepted("the model's processor says how large images are", "detail")),
     schema.GenerateSampling: _table(
         _refused("not served", "stop_regex structural_tag custom_params"),
         _refused("special tokens are left out, and spaced as the tokenizer does", "skip_special_tokens", True),

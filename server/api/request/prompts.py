@@ -1,7 +1,7 @@
 """Prompts of request bodies as token ids, checked against the model's limits."""
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, cast
 
@@ -28,6 +28,7 @@ from headrace.server.api.request.tools import (
     template_calls,
     template_tools,
 )
+from headrace.server.frontend.request.images import GivenImage, RequestImage
 from headrace.server.frontend.served_model import ServedModel
 from headrace.text.chat_template import RESERVED, TemplateUse
 from headrace.text.tokenizer import too_long
@@ -37,7 +38,11 @@ MAX_VARIABLE = 64  # characters of the name of a variable of a chat template
 MANY_IDS = 1 << 10
 ROLES = ("system", "developer", "user", "assistant", "tool")
 TEXT_PARTS = ("text", "input_text", "output_text", "reasoning_text")  # all but the first in /v1/responses
+IMAGE_PARTS = ("image_url", "input_image")  # the latter in /v1/responses
+NO_IMAGES: tuple[RequestImage, ...] = ()
 Prompt = str | list[int]  # a text, or token ids
+Encoded = tuple[tuple[int, ...], tuple[RequestImage, ...]]
+"""Token ids of a prompt, and its images with their places."""
 _ITEM_FIELDS: Mapping[str, tuple[str, ...]] = {
     "message": ("role", "content", "name"),
     "function_call": ("call_id", "name", "arguments"),
@@ -106,12 +111,13 @@ async def encode_chat(
     functions: Mapping[str, Function] = MappingProxyType({}),
     places: Sequence[str] = (),
     use: TemplateUse = TemplateUse(),  # noqa: B008 - immutable
-) -> tuple[int, ...]:
-    """Token ids of a conversation in the model's chat template.
+) -> Encoded:
+    """Token ids of a conversation in the model's chat template, and its images.
 
     field: its name in errors. instructions: a system message before all others. functions: that it may call. places:
     names of the messages in errors, if they are not the items of the field; then results of calls have been checked.
-    use: see template_use(). Raises HeadraceError (400) as encode() does, and for content other than text.
+    use: see template_use(). Raises HeadraceError (400, 413) as encode() does, for content other than text and images
+    of users, and for images that are not taken (ImageReader).
     """
     if not messages:
         raise invalid(field, f"{field} is empty", code="empty_prompt")
@@ -123,7 +129,12 @@ async def encode_chat(
     if instructions:
         plain.insert(0, {"role": "system", "content": instructions})
     tools = template_tools(functions)
-    return _checked(model, await model.tokens.encode_chat(plain, field, tools, use), field)
+    given = list(_given_images(messages, places))
+    images = await model.images(given[0].field).read(given) if given else NO_IMAGES
+    ids = await model.tokens.encode_chat(plain, field, tools, use)
+    if given:
+        ids, images = model.images(given[0].field).tokens.expanded(ids, images, field)
+    return _checked(model, ids, field), images
 
 
 def response_template_use(body: ResponsesBody) -> TemplateUse:
@@ -155,9 +166,22 @@ def template_use(body: ChatBody | PrefillBody | TokenizeBody) -> TemplateUse:
     return TemplateUse(variables, body.add_generation_prompt is not False, continues)
 
 
-async def encode_any(model: ServedModel, body: PrefillBody) -> tuple[int, ...]:
-    """Token ids of the prompt of POST /v1/prefill. Raises HeadraceError (400) unless it is given in exactly one of the
-    three fields, and as encode() does."""
+async def encode_reported(
+    model: ServedModel, ids: list[int], messages: Sequence[ChatMessage], field: str, places: Sequence[str] = ()
+) -> Encoded:
+    """A conversation whose token ids the prefill server has reported, with all tokens of its images. field, places: see
+    encode_chat(). Raises HeadraceError as that does."""
+    tokens = await encode(model, ids, "prompt")
+    given = list(_given_images(messages, places or [f"{field}[{index}]" for index in range(len(messages))]))
+    if not given:
+        return tokens, NO_IMAGES
+    reader = model.images(given[0].field)
+    return tokens, reader.tokens.located(tokens, await reader.read(given), field)
+
+
+async def encode_any(model: ServedModel, body: PrefillBody) -> Encoded:
+    """Token ids and images of the prompt of POST /v1/prefill. Raises HeadraceError (400) unless it is given in exactly
+    one of the three fields, and as encode_chat() does."""
     given = {
         "prompt": body.prompt is not None,
         "prompt_token_ids": body.prompt_token_ids is not None,
@@ -168,11 +192,18 @@ async def encode_any(model: ServedModel, body: PrefillBody) -> tuple[int, ...]:
         problem = f"{' and '.join(names)} are given together" if names else "no prompt is given"
         message = f"{problem}; send exactly one of prompt, prompt_token_ids and messages"
         raise invalid(names[-1] if names else "prompt", message)
+    if body.images and body.prompt_token_ids is None:
+        raise invalid("images", "images are those of prompt_token_ids; in messages they are parts of type image_url")
     if body.messages is not None:
         return await encode_chat(model, body.messages, use=template_use(body))
     if body.prompt is not None:
-        return await encode(model, body.prompt, "prompt")
-    return await encode(model, body.prompt_token_ids or [], "prompt_token_ids")
+        return await encode(model, body.prompt, "prompt"), NO_IMAGES
+    ids = await encode(model, body.prompt_token_ids or [], "prompt_token_ids")
+    if not body.images:
+        return ids, NO_IMAGES
+    images = [GivenImage(f"images[{index}]", url) for index, url in enumerate(body.images)]
+    reader = model.images(images[0].field)
+    return ids, reader.tokens.located(ids, await reader.read(images), "prompt_token_ids")
 
 
 def _checked(model: ServedModel, ids: Sequence[int], field: str) -> tuple[int, ...]:
@@ -194,15 +225,49 @@ def check_ids(ids: Sequence[int], field: str, vocab: int) -> None:
 
 
 def _plain(model: ServedModel, message: ChatMessage, place: str) -> dict[str, Any]:
-    """A message as chat templates expect it, its text parts joined. place: its name in errors."""
-    content = _joined(message.content or message.refusal or "", place)
+    """A message as chat templates expect it, its text parts joined unless there are images between them. place: its
+    name in errors."""
     role = _role(message, place)
+    content: Any = message.content or message.refusal or ""
+    if role == "user" and not isinstance(content, str) and any(map(_is_image, content)):
+        content = [_shown_part(part, f"{place}.content[{number}]") for number, part in enumerate(content)]
+    else:
+        content = _joined(content, place)
     more = {} if message.name is None else {"name": message.name}
     if message.tool_call_id is not None:
         more["tool_call_id"] = message.tool_call_id
     calls = template_calls(message, place, model.call_form) if message.tool_calls else {}
     # Templates tell an answer that is calls alone by its lack of content.
     return {"role": role, "content": content or (None if calls else ""), **more, **calls, **reasoning_of(message)}
+
+
+def _is_image(part: Part) -> bool:
+    return part.type in IMAGE_PARTS
+
+
+def _shown_part(part: Part, place: str) -> dict[str, str]:
+    """A part as chat templates expect it. Raises HeadraceError (400) for one that is neither text nor an image."""
+    return {"type": "image"} if _is_image(part) else {"type": "text", "text": _text(part, place)}
+
+
+def _given_images(messages: Sequence[ChatMessage], places: Sequence[str]) -> Iterator[GivenImage]:
+    """The images of a conversation. Raises HeadraceError (400) for an image part without one."""
+    for message, place in zip(messages, places, strict=True):
+        if isinstance(message.content, str):
+            continue
+        for number, part in enumerate(message.content or ()):
+            if not _is_image(part):
+                continue
+            field = f"{place}.content[{number}].image_url"
+            if part.text is not None:
+                field = field.removesuffix("image_url") + "text"
+                raise invalid(field, f"{field}: a part that is an image has no text; send it as a part of its own")
+            if part.image_url is None:
+                raise invalid(field, f"{field} is required", code="missing_field")
+            if isinstance(part.image_url, str):
+                yield GivenImage(field, part.image_url)
+            else:
+                yield GivenImage(f"{field}.url", part.image_url.url)
 
 
 def _joined(content: str | list[Part], place: str) -> str:
@@ -215,8 +280,12 @@ def _joined(content: str | list[Part], place: str) -> str:
 def _text(part: Part, place: str) -> str:
     """Raises HeadraceError (400) for a part that is no text."""
     text = part.refusal if part.type == "refusal" else part.text if part.type in TEXT_PARTS else None
+    if text is not None and part.image_url is not None:
+        message = f"{place}.image_url: a part of type {shown(part.type)!r} has no image; write type image_url"
+        raise invalid(f"{place}.image_url", message)
     if text is None:
-        raise invalid(place, f"{place} is of type {shown(part.type)!r}; only text is supported", code="unsupported")
+        message = f"{place} is of type {shown(part.type)!r}; only text is supported, and images of users"
+        raise invalid(place, message, code="unsupported")
     return text
 
 

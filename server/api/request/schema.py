@@ -39,11 +39,20 @@ from headrace.server.http.ranges import (
 from headrace.server.upstream.handoff_params import HandoffParams, TokenId, TransferParams
 
 
+class ImageUrl(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """image_url of a part."""
+
+    url: str
+    """A data URL in base64."""
+
+
 class Part(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One part of a message's content; only text is supported."""
+    """One part of a message's content: text, or an image of a user's message."""
 
     type: str
     text: str | None = None
+    image_url: ImageUrl | str | None = None
+    """The image of a part of type image_url; of type input_image, its URL, in POST /v1/responses."""
     refusal: str | None = None
     """The text of a part of type refusal."""
 
@@ -223,6 +232,8 @@ class PrefillBody(SamplingBody, frozen=True, kw_only=True, forbid_unknown_fields
     prompt: str | list[TokenId] | None = None
     """A text, or token ids, as of prompt_token_ids."""
     prompt_token_ids: list[TokenId] | None = None
+    images: list[str] | None = None
+    """Images of prompt_token_ids, which has all of their tokens, as data URLs in the order of their places."""
     messages: list[ChatMessage] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     """See ChatBody; so are the next three."""

@@ -9,12 +9,14 @@ from starlette.requests import Request
 from headrace.core.config import ServerConfig
 from headrace.core.types.errors import invalid, shown
 from headrace.core.types.requests.constraint import Constraint
+from headrace.core.types.requests.images import images_digest
 from headrace.core.types.requests.request import SamplingParams
 from headrace.core.types.requests.tenants import priority_ranges
 from headrace.core.types.requests.terms import RequestTerms
 from headrace.server.api.request.sampling import ending
 from headrace.server.api.request.schema import OpenAIBody, SamplingBody
 from headrace.server.frontend.request.generation_request import GenerationRequest
+from headrace.server.frontend.request.images import RequestImage
 from headrace.server.frontend.request_log import RequestRecord
 from headrace.server.http.ranges import MAX_INT32, MAX_OBJECTIVE_MS
 
@@ -52,6 +54,14 @@ def base_request(
         ignore_eos=ends.ignore_eos,
         progress=progress,
     )
+
+
+def with_images(base: GenerationRequest, images: tuple[RequestImage, ...]) -> GenerationRequest:
+    """The request with the images of its prompt."""
+    if not images:
+        return base
+    terms = msgspec.structs.replace(base.terms, image_digest=images_digest(image.input for image in images))
+    return msgspec.structs.replace(base, images=images, terms=terms)
 
 
 def prefix_salt(cache_salt: str | None, extra_key: str | None) -> str:

@@ -29,6 +29,7 @@ def prefill_body(request: GenerationRequest, ticket: str, *, knows_start: bool) 
         adapter=terms.adapter or None,
         ticket=ticket,
         prompt_token_ids=request.prompt,
+        images=[image.url for image in request.images] or None,
         stop=request.stop,
         ignore_eos=request.ignore_eos,
         priority=terms.priority,

@@ -308,6 +308,7 @@ def _submit(request: GenerationRequest, sampling: SamplingParams, route: AnyRout
         constraint=constraint,
         route=route,
         terms=request.terms,
+        images=tuple(image.input for image in request.images),
         progress=request.progress,
         traceparent=request.context.parent,
         moved=moved,

@@ -11,6 +11,7 @@ from headrace.core.types.requests.constraint import Constraint
 from headrace.core.types.requests.draft import HiddenStates
 from headrace.core.types.requests.request import FinishReason, HandoffStats, SamplingParams, Timing, TokenLogprob, Usage
 from headrace.core.types.requests.terms import RequestTerms
+from headrace.server.frontend.request.images import RequestImage
 from headrace.server.frontend.request.request_context import RequestContext
 from headrace.server.upstream.discovery_client import Feature
 from headrace.server.upstream.handoff_params import KvSource
@@ -62,6 +63,8 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     terms: RequestTerms = RequestTerms()
     model: str = ""
     """As the client names it: the model, or one of its adapters; "" for the model."""
+    images: tuple[RequestImage, ...] = ()
+    """Of the prompt, with their places; terms.image_digest is their digest."""
     adapter: str | None = None
     """On a prefill server: the fingerprint that the decode server has of its adapter; None where it does not say."""
     prompt_only: bool = False
@@ -85,6 +88,7 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
             "structured_outputs": self.constraint is not None,
             "penalties": self.sampling.adjusts_logits,
             "hidden_states": self.sampling.hidden_states is not None,
+            "images": bool(self.images),
         }
         return tuple(feature for feature, needed in needs.items() if needed)
 

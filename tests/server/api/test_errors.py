@@ -84,7 +84,12 @@ CHAT_MISTAKES: list[tuple[dict[str, Any], int, str, str]] = [
     ({"messages": []}, 400, "messages", "empty"),
     ({"messages": [{"content": "x"}]}, 400, "messages[0].role", "required"),
     ({"messages": [{"role": "user", "content": 3}]}, 400, "messages[0].content", "got a whole number"),
-    ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "messages[0].content[0]", "only text"),
+    (
+        {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+        400,
+        "messages[0].content[0].image_url",
+        "required",
+    ),
     ({"messages": [{"role": "nobody", "content": "x"}]}, 400, "messages[0].role", "it has to be system"),
     ({"messages": [{"role": "user", "content": "z" * 999}]}, 400, "messages", "bytes, which are at least"),
     ({"messages": CHAT, "tools": [{"type": "function"}]}, 400, "tools[0].function", "required"),

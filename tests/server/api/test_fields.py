@@ -102,9 +102,9 @@ def test_other_fields_are_refused_or_change_nothing(kind: Kind, name: str, field
         ),
         (
             ChatBody,
-            {"messages": [{"role": "user", "content": [{"type": "text", "text": "x", "image_url": "y"}]}]},
-            "messages[0].content[0].image_url",
-            "text models only",
+            {"messages": [{"role": "user", "content": [{"type": "text", "text": "x", "video_url": "y"}]}]},
+            "messages[0].content[0].video_url",
+            "text and images only",
         ),
         (ResponsesBody, {"input": [{"role": "user", "content": "x", "zzz": 1}]}, "input[0].zzz", "unknown field zzz"),
         (

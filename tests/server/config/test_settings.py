@@ -12,7 +12,7 @@ from headrace.server.config.settings import BY_KEY, GROUPS, SETTINGS
 
 # Fields without a flag: copies of other fields, what the model decides, and limits that need no adjustment.
 NOT_SETTINGS = {
-    "model": {"hidden_size"},
+    "model": {"hidden_size", "images", "no_images"},
     "engine": {"cache_dir", "cpuinfo", "pass_tokens"},
     "scheduler": {
         "page_size",
@@ -31,6 +31,7 @@ NOT_SETTINGS = {
 FLAGS = """\
 --allow-prefill TEXT =
 --allowed-host TEXT =
+--allowed-image-host TEXT =
 --api-key TEXT =
 --bootstrap-port N [0..65535] = 0
 --bootstrap-timeout SECONDS [0.001..] = 30.0
@@ -83,6 +84,9 @@ FLAGS = """\
 --lora TEXT =
 --max-body-bytes BYTES [1024..] = 16777216
 --max-hidden-bytes BYTES [0..] = 16777216
+--max-image-bytes BYTES [1..] = 8388608
+--max-image-pixels N [1..] = 16777216
+--max-images N [0..] = 16
 --max-model-len N [0..] = 0
 --max-peers N [1..] = 64
 --max-predicted-ttft SECONDS [0..] = 0.0
