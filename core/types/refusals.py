@@ -88,7 +88,7 @@ HIDDEN_STATES = _full(
 IMAGES = _full(
     "images of open requests take {taken} bytes as the encoder takes them; {wanted} more exceed {most}",
     "images of requests that are open (front end)",
-    "1 GiB as the encoder takes them",
+    "192 MiB as the encoder takes them",
 )
 QUEUED_TOKENS = _full(
     "{queued} prompt tokens are queued; {own} more exceed the limit of {limit}",

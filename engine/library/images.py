@@ -20,14 +20,26 @@ GRIDS = ("qwen2_5_vl", "qwen3_vl")  # model types by their layouts, see ImageTer
 ROWS = ("mistral3",)
 
 
+BOTH_WAYS = ("gemma3",)
+
+
+def why_no_images(config: PreTrainedConfig) -> str:
+    """Why a model's images are not served; "" if they are."""
+    if config.model_type in (*GRIDS, *ROWS):
+        return ""
+    if config.model_type in BOTH_WAYS:
+        return "tokens of its images see each other both ways, so that no chunk may cut an image"
+    return "its encoder is not known" if hasattr(config, "vision_config") else "it has no encoder of images"
+
+
 def image_terms(config: PreTrainedConfig) -> ImageTerms | None:
-    """How a model takes images; None for one that has no encoder, or another one than those that are known here: in
-    Gemma 3 the tokens of an image see each other both ways, so that no chunk may cut it."""
+    """How a model takes images; None for one whose images are not served."""
     if config.model_type in GRIDS:
         vision = config.vision_config
         levels = len(getattr(vision, "deepstack_visual_indexes", ()))
         merge = vision.spatial_merge_size
-        return ImageTerms("grid", config.image_token_id, vision.patch_size * merge, merge, levels)
+        size, frames = vision.patch_size * merge, vision.temporal_patch_size
+        return ImageTerms("grid", config.image_token_id, size, merge, levels, frames)
     if config.model_type in ROWS:
         merge = config.spatial_merge_size
         return ImageTerms("rows", config.image_token_id, config.vision_config.patch_size * merge, merge)
@@ -45,8 +57,7 @@ class ImageEncoder:
 
     def encode(self, image: ImageInput) -> ImageRows:
         """The embeddings of an image's tokens. Raises ValueError for pixels that do not give as many."""
-        pixels = torch.from_numpy(np.frombuffer(image.pixels, "<f4").reshape(image.shape).copy()).to(self._device)
-        found = self._body.get_image_features(pixel_values=pixels, **self._size(image), return_dict=True)
+        found = self._body.get_image_features(**self._inputs(image), return_dict=True)
         embeddings = torch.cat(tuple(found.pooler_output))
         count = image.rows * image.columns
         if len(embeddings) != count:
@@ -75,9 +86,15 @@ class ImageEncoder:
         made = SimpleNamespace(pooler_output=(embeddings,), deepstack_features=[(level,) for level in levels])
         return {"mm_encoder_outputs": {"image": made}}
 
-    def _size(self, image: ImageInput) -> dict[str, Tensor]:
-        if self._terms.layout == "grid":
-            patches = image.rows * self._terms.merge, image.columns * self._terms.merge
-            return {"image_grid_thw": torch.tensor([[1, *patches]], device=self._device)}
-        edges = image.rows * self._terms.pixels, image.columns * self._terms.pixels
-        return {"image_sizes": torch.tensor([edges], device=self._device)}
+    def _inputs(self, image: ImageInput) -> dict[str, Tensor]:
+        """What the encoder takes. Layout grid: a still image is the same in all frames of a patch."""
+        terms, device = self._terms, self._device
+        given = torch.from_numpy(np.frombuffer(image.pixels, np.uint8).reshape(image.shape).copy()).to(device)
+        scale, shift = (torch.tensor(each, device=device)[:, None, None] for each in (image.scale, image.shift))
+        pixels = given.float() * scale + shift
+        if terms.layout == "grid":
+            patches = image.rows * terms.merge, image.columns * terms.merge
+            frames = pixels[:, :, None].expand(-1, -1, terms.frames, -1, -1).flatten(1)
+            return {"pixel_values": frames, "image_grid_thw": torch.tensor([[1, *patches]], device=device)}
+        edges = image.rows * terms.pixels, image.columns * terms.pixels
+        return {"pixel_values": pixels, "image_sizes": torch.tensor([edges], device=device)}

@@ -28,7 +28,7 @@ from headrace.core.types.errors import ConfigError, first_of
 from headrace.engine.library.cache import RowsCache
 from headrace.engine.library.gguf_weights import GgufWeights
 from headrace.engine.library.hooks import NAME, register, running
-from headrace.engine.library.images import image_terms
+from headrace.engine.library.images import image_terms, why_no_images
 from headrace.engine.library.probe import TOKENS, Probe
 from headrace.engine.model.checkpoint import GgufTensors, NamedTensors, SafetensorsCheckpoint
 from headrace.engine.model.config import ModelSpec, RopeSpec
@@ -181,6 +181,7 @@ def library_spec(source: ModelSource) -> ModelSpec:
             mixers=tuple(sorted(probe.mixers)),
             uncalled=tuple(sorted(_names(shell, probe, called=False) - _names(shell, probe, called=True))),
             images=image_terms(config),
+            no_images=why_no_images(config),
         ),
     )
 

@@ -74,7 +74,9 @@ class LibrarySpec(msgspec.Struct, frozen=True):
     uncalled: tuple[str, ...] = ()
     """Names of nn.Linear modules whose weights others multiply with."""
     images: ImageTerms | None = None
-    """How it takes images; None where it does not, or not over a paged pool."""
+    """How it takes images; None where they are not served."""
+    no_images: str = ""
+    """Why they are not."""
 
     def weight_count(self, layers: range, *, tied: bool) -> int:
         """Parameters of a stage with these layers. tied: the head is the embedding."""

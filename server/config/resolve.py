@@ -119,7 +119,7 @@ def _images(spec: ModelSpec, layers: Sequence[int]) -> tuple[ImageTerms | None, 
         return None, "this model has no image encoder, or is computed by our own layers (--decoder native)"
     terms = spec.library.images
     if terms is None:
-        return None, f"images of {spec.library.architecture} are not served"
+        return None, f"{spec.library.architecture}: {spec.library.no_images}"
     if layers[0] < terms.levels:
         return None, f"its images go into the first {terms.levels} layers, and the first stage has {layers[0]}"
     return terms, ""

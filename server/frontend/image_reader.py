@@ -29,7 +29,8 @@ from headrace.text.tokenizer import Tokenizer
 
 THREADS = 2
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
-MAX_INPUT_BYTES = 256 << 20  # that the encoder takes of all images of a request
+MAX_INPUT_BYTES = 64 << 20  # that the encoder takes of all images of a request, one a pixel and colour
+COLOURS = 3
 ROW_END, END = "[IMG_BREAK]", "[IMG_END]"  # tokens of layout rows
 TOO_LARGE = "image_too_large"
 BROKEN = (
@@ -46,6 +47,11 @@ class ImageReader:
         """Load the model's processor. Raises ConfigError, with the reason, for a model without one that can be used."""
         self.tokens = _image_tokens(terms, tokenizer)
         self._processor = _load_processor(model)
+        self._scale, self._shift = _scaling(self._processor)
+        try:
+            self._input("", Image.new("RGB", (6 * terms.pixels, 4 * terms.pixels)))
+        except BROKEN as error:
+            raise ConfigError(f"its image processor does not fit its encoder: {shown(str(error), 300)}") from error
         self._config = config
         self._fetcher = ImageFetcher(config.allowed_image_hosts, config.max_image_bytes)
         self._executor = ThreadPoolExecutor(THREADS, thread_name_prefix="images")
@@ -115,20 +121,22 @@ class ImageReader:
             raise invalid(field, text) from error
 
     def _input(self, digest: str, picture: Image.Image) -> ImageInput:
-        terms = self.tokens.terms
-        if terms.layout == "grid":
-            found = self._processor(images=[picture], return_tensors="np")
+        terms, grid = self.tokens.terms, self.tokens.terms.layout == "grid"
+        own = {} if grid else {"patch_size": terms.pixels}
+        found = self._processor(images=[picture], do_rescale=False, do_normalize=False, return_tensors="np", **own)
+        pixels = np.asarray(found["pixel_values"])
+        if grid:
             _, high, wide = found["image_grid_thw"][0].tolist()
             rows, columns = high // terms.merge, wide // terms.merge
-            length = rows * columns
+            edge = terms.pixels // terms.merge
+            pixels = pixels.reshape(high * wide, COLOURS, terms.frames, edge, edge)[:, :, 0]
         else:
-            found = self._processor(images=[picture], patch_size=terms.pixels, return_tensors="np")
             high, wide = np.asarray(found["image_sizes"])[0].tolist()
             rows, columns = high // terms.pixels, wide // terms.pixels
-            length = rows * (columns + 1) - 1
-        pixels = np.ascontiguousarray(found["pixel_values"], dtype="<f4")
-        mrope = terms.layout == "grid"
-        return ImageInput(digest, 0, length, rows, columns, mrope, pixels.tobytes(), pixels.shape)
+            pixels = pixels.reshape(1, COLOURS, high, wide)
+        length = rows * columns if grid else rows * (columns + 1) - 1
+        data = np.rint(pixels).astype(np.uint8)
+        return ImageInput(digest, 0, length, rows, columns, grid, data.tobytes(), data.shape, self._scale, self._shift)
 
     @staticmethod
     def _too_large(field: str, what: str, limit: str) -> HeadraceError:
@@ -143,6 +151,15 @@ def _image_tokens(terms: ImageTerms, tokenizer: Tokenizer) -> ImageTokens:
         raise ConfigError(f"its tokenizer lacks {ROW_END} or {END}")
     row_end, end = (each for each in ids if each is not None)
     return ImageTokens(terms, row_end, end)
+
+
+def _scaling(processor: Any) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """What a processor multiplies pixels by, and adds to them, for each colour."""
+    factor = float(processor.rescale_factor) if processor.do_rescale else 1.0
+    if not processor.do_normalize:
+        return (factor,) * COLOURS, (0.0,) * COLOURS
+    means, deviations = (np.broadcast_to(each, COLOURS) for each in (processor.image_mean, processor.image_std))
+    return tuple((factor / deviations).tolist()), tuple((-means / deviations).tolist())
 
 
 def _load_processor(model: str) -> Any:

@@ -22,6 +22,7 @@ NAMES = ("qwen3-vl", "qwen2.5-vl", "mistral3")
 PATCH, MERGE, PAGE, STEPS = 14, 2, 16, 4
 CLOSE = 2e-3
 ROWS, COLUMNS = 3, 5
+SCALE, SHIFT = (0.014, 0.015, 0.016), (-1.8, -1.9, -2.0)
 
 
 class Example(NamedTuple):
@@ -50,10 +51,17 @@ def kept(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Kept]:
 
 
 def image_pixels(name: str, rows: int, columns: int, seed: int) -> Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    if name == "mistral3":
-        return torch.randn(1, 3, rows * PATCH * MERGE, columns * PATCH * MERGE, generator=generator)
-    return torch.randn(rows * columns * MERGE**2, 3 * 2 * PATCH**2, generator=generator)
+    """uint8, with the colours on the second axis."""
+    shape = [1, 3, rows * PATCH * MERGE, columns * PATCH * MERGE]
+    if name != "mistral3":
+        shape = [rows * columns * MERGE**2, 3, PATCH, PATCH]
+    return torch.randint(0, 256, shape, generator=torch.Generator().manual_seed(seed), dtype=torch.uint8)
+
+
+def scaled(name: str, pixels: Tensor) -> Tensor:
+    """What transformers takes of them."""
+    found = torch.stack([pixels[:, at] * SCALE[at] + SHIFT[at] for at in range(3)], 1)
+    return found if name == "mistral3" else found[:, :, None].repeat(1, 1, 2, 1, 1).flatten(1)
 
 
 def image_tokens(name: str, rows: int, columns: int) -> list[int]:
@@ -72,10 +80,14 @@ def example(name: str, sizes: Sequence[tuple[int, int]] = ((ROWS, COLUMNS), (2, 
     for number, (rows, columns) in enumerate(sizes):
         placed = image_tokens(name, rows, columns)
         given = image_pixels(name, rows, columns, seed + number)
-        pixels.append(given)
+        pixels.append(scaled(name, given))
         tokens.append(IMAGE_START)
         data, mrope = given.numpy().tobytes(), name != "mistral3"
-        images.append(ImageInput(str(seed), len(tokens), len(placed), rows, columns, mrope, data, tuple(given.shape)))
+        images.append(
+            ImageInput(
+                str(seed), len(tokens), len(placed), rows, columns, mrope, data, tuple(given.shape), SCALE, SHIFT
+            )
+        )
         tokens += [*placed, IMAGE_END, *words(9, seed + number)]
     if name == "mistral3":
         high, wide = (max(each.shape[axis] for each in pixels) for axis in (2, 3))

@@ -36,6 +36,8 @@ class ImageTerms(msgspec.Struct, frozen=True):
     """Patches of such an edge."""
     levels: int = 0
     """First layers behind which an image is added to hidden states once more (deepstack)."""
+    frames: int = 1
+    """Of a patch, in models that take videos, too; layout grid."""
 
 
 class ImageInput(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -53,9 +55,13 @@ class ImageInput(msgspec.Struct, frozen=True, omit_defaults=True):
     mrope: bool = False
     """Its tokens have rotary positions by row and column."""
     pixels: bytes = b""
-    """What the encoder takes: float32, little-endian."""
+    """What the encoder takes, in 8 bits, before it is scaled."""
     shape: tuple[int, ...] = ()
-    """Of the pixels."""
+    """Of the pixels; the second axis is the colours."""
+    scale: tuple[float, ...] = ()
+    """What pixels are multiplied by, for each colour."""
+    shift: tuple[float, ...] = ()
+    """What is added to them then."""
 
     @property
     def end(self) -> int:

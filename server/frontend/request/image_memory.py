@@ -7,7 +7,7 @@ from headrace.core.types import refusals
 from headrace.core.types.errors import ErrorInfo
 from headrace.server.frontend.request.generation_request import GenerationRequest
 
-TOTAL_BYTES = 1 << 30
+TOTAL_BYTES = 192 << 20  # less than what may wait in the connection to the scheduler, and in those to stages
 
 
 class ImageMemory:

@@ -5,15 +5,19 @@ from base64 import b64encode
 from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 from hashlib import sha256
+from io import BytesIO
 from pathlib import Path
 from struct import pack as struct_pack
 from typing import Any
 
 import httpx
 import msgspec
+import numpy as np
 import pytest
 from fastapi import FastAPI
+from PIL import Image
 from starlette.responses import RedirectResponse, Response
+from transformers import AutoImageProcessor
 
 from headrace.core.messages.frontend import Submit
 from headrace.core.messages.replies import AnySchedulerReply, Tokens
@@ -24,7 +28,7 @@ from headrace.text.tokenizer import Tokenizer, load_tokenizer
 from tests.models.image_models import BREAK, EDGE, END, IMAGE, START, data_url, part_of, picture, write_texts
 from tests.server.fakes import FakeLink, client, finished, in_loop, json_of, listening_app, make_config
 
-QWEN = ImageTerms("grid", IMAGE, EDGE, 2)
+QWEN = ImageTerms("grid", IMAGE, EDGE, 2, frames=2)
 PIXTRAL = ImageTerms("rows", IMAGE, EDGE, 2)
 LENGTH = 200
 PLACE = "messages[0].content[0].image_url.url"
@@ -79,9 +83,27 @@ async def test_a_question_becomes_tokens_and_pixels(tmp_path: Path) -> None:
     assert (first.start, first.length, second.start, second.length) == (2, 6, 11, 4)
     assert unpack(submit.prompt).tolist() == [97, START, *[IMAGE] * 6, END, 98, START, *[IMAGE] * 4, END]
     assert first.digest == sha256(one).hexdigest()
-    assert first.shape == (24, 3 * 2 * 14 * 14)
-    assert len(first.pixels) == 4 * 24 * 3 * 2 * 14 * 14
+    assert first.shape == (24, 3, 14, 14)
+    assert len(first.pixels) == 24 * 3 * 14 * 14
     assert submit.terms.image_digest == images_digest(submit.images)
+
+
+@pytest.mark.parametrize(("name", "terms"), [("qwen3-vl", QWEN), ("mistral3", PIXTRAL)])
+@in_loop
+async def test_scaled_pixels_are_those_of_the_models_processor(tmp_path: Path, name: str, terms: ImageTerms) -> None:
+    file = picture(1, 150, 80)
+    async with serving(tmp_path, terms, name) as (link, http):
+        reply = await http.post("/v1/chat/completions", json=chat(part_of(file)))
+        assert reply.status_code == 200, reply.text
+    (given,) = submitted(link).images
+    processor = AutoImageProcessor.from_pretrained(tmp_path, backend="pil")
+    expected = processor(images=[Image.open(BytesIO(file))], return_tensors="np")["pixel_values"]
+    pixels = np.frombuffer(given.pixels, np.uint8).reshape(given.shape)
+    scale, shift = (np.array(each)[:, None, None] for each in (given.scale, given.shift))
+    scaled = pixels * scale + shift
+    if terms.layout == "grid":
+        scaled = np.stack([scaled, scaled], axis=2).reshape(expected.shape)
+    np.testing.assert_allclose(scaled, expected, atol=1e-5)
 
 
 @in_loop
@@ -177,19 +199,21 @@ async def test_images_that_do_not_belong_to_the_prompt_are_refused(tmp_path: Pat
             assert words in json_of(reply)["error"]["message"]
 
 
-@pytest.mark.parametrize("missing", ["encoder", "processor"])
+@pytest.mark.parametrize("missing", ["encoder", "tokens", "fitting processor"])
 @in_loop
 async def test_models_that_take_no_images_say_why(tmp_path: Path, missing: str) -> None:
-    terms, reason = (None, "this model has no image encoder") if missing == "encoder" else (QWEN, "")
-    if missing == "processor":
-        terms, reason = PIXTRAL, ""  # whose tokens this tokenizer lacks
+    terms, reason, words = {
+        "encoder": (None, "this model has no image encoder", "this model has no image encoder"),
+        "tokens": (PIXTRAL, "", "lacks [IMG_BREAK]"),
+        "fitting processor": (msgspec.structs.replace(QWEN, pixels=32), "", "does not fit its encoder"),
+    }[missing]
     async with serving(tmp_path, terms, no_images=reason) as (_, http):
         reply = await http.post("/v1/chat/completions", json=chat(part_of(picture(1))))
         plain = await http.post("/v1/chat/completions", json=chat(part_of("x")))
     assert plain.status_code == 200
     error = json_of(reply)["error"]
     assert (reply.status_code, error["param"]) == (400, PLACE)
-    assert (reason or "lacks [IMG_BREAK]") in error["message"]
+    assert words in error["message"]
 
 
 @in_loop
