@@ -6,11 +6,13 @@ import msgspec
 import pytest
 
 from headrace.core.messages.orders import PlanRow, PrepareReceive, SendChunk
+from headrace.core.messages.peers import PeerReserved
 from headrace.core.messages.stage_events import KvReceived
-from headrace.core.types.packed import unpack
+from headrace.core.types.packed import pack, prompt_hash, unpack
 from headrace.core.types.requests.images import ImageInput, images_digest
 from headrace.core.types.requests.request import FetchFrom, FirstToken, SendTo
-from tests.scheduler.bench import Bench
+from headrace.core.types.requests.reservation import Reservation
+from tests.scheduler.bench import PAGE, Bench
 
 LENGTH = 20
 FIRST = ImageInput("a" * 64, 3, 6, 2, 3, mrope=True, pixels=b"1234", shape=(1,))
@@ -115,3 +117,26 @@ def test_a_decode_server_goes_on_where_its_own_images_say(position: int, code: s
         assert bench.error("a").code == code
         return
     assert axes(row(bench)) == [[NEXT]] * 3
+
+
+@pytest.mark.parametrize("images", [(FIRST,), (), (msgspec.structs.replace(FIRST, digest="c" * 64),)])
+def test_a_peer_with_other_images_is_refused(images: tuple[ImageInput, ...]) -> None:
+    """Its token ids are the same ones."""
+    bench = Bench(pipeline_depth=0)
+    bench.join()
+    submit(bench, "a", FIRST, route=SendTo("t"), max_tokens=5)
+    reservation = Reservation(
+        ticket="t",
+        generation=1,
+        prompt_tokens=LENGTH,
+        cached_tokens=0,
+        pages=pack(range(500, 500 + -(-LENGTH // PAGE))),
+        row=7,
+        prompt_hash=prompt_hash(pack(range(LENGTH)), images_digest(images)),
+    )
+    bench.do(PeerReserved(session="s", reservation=reservation))
+    if images == (FIRST,):
+        assert row(bench).images == (FIRST,)
+        return
+    assert bench.error("a").code == "bad_reservation"
+    assert "token ids and images" in bench.error("a").message

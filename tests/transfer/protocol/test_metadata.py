@@ -28,6 +28,7 @@ def first_tokens(draw: st.DrawFn) -> FirstToken:
         cached_tokens=cached,
         logprob=draw(st.sampled_from([None, logprob])),
         finish_reason=draw(st.sampled_from(metadata.FINISH_REASONS)),
+        next_position=draw(st.integers(0, prompt)),
     )
 
 
@@ -71,6 +72,8 @@ GOOD = TokenLogprob(7, -0.5, (7, 9), (-0.5, -1.5))
         ({"prompt_tokens": -1}, "negative token or count"),
         ({"cached_tokens": -1}, "negative token or count"),
         ({"cached_tokens": 11}, "11 cached of 10 prompt tokens"),
+        ({"next_position": -1}, "goes on at -1"),
+        ({"next_position": 11}, "goes on at 11 behind 10 prompt tokens"),
         ({"logprob": TokenLogprob(7, math.nan)}, "not finite"),
         ({"logprob": TokenLogprob(7, math.inf)}, "not finite"),
         ({"logprob": replace(GOOD, top_logprobs=(-0.5, math.nan))}, "not finite"),
