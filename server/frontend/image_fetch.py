@@ -13,6 +13,7 @@ from urllib.parse import SplitResult, urlsplit
 import httpx
 
 from headrace.core.types.errors import HeadraceError, invalid, shown
+from headrace.core.types.peers.addresses import bracketed, host_port
 
 TIMEOUT_S = 10.0  # of one image, from its host's name to its last byte
 FETCHES = 8  # at a time
@@ -51,9 +52,10 @@ class ImageFetcher:
             raise invalid(field, f"{field} is no URL: {shown(str(error))}") from error
         if split.scheme not in _PORTS or not host or "@" in split.netloc or not url.isascii() or not url.isprintable():
             raise invalid(field, f"{field} has to be a data: URL, or an http or https URL of a host without a user")
-        own_port = port in (None, _PORTS[split.scheme])
-        if f"{host}:{port or _PORTS[split.scheme]}" not in self._hosts and not (own_port and host in self._hosts):
-            name = host if own_port else f"{host}:{port}"
+        usual = _PORTS[split.scheme]
+        own_port = port in (None, usual)
+        if host_port(host, port or usual) not in self._hosts and not (own_port and host in self._hosts):
+            name = host if own_port else host_port(host, port or usual)
             text = f"{field}: images are not fetched from {shown(name)}; send a data: URL, or have the server started "
             raise invalid(field, f"{text}with --allowed-image-host {shown(name)}", code="host_not_allowed")
         return host, split
@@ -72,11 +74,11 @@ class ImageFetcher:
         return addresses[0]
 
     async def _get(self, split: SplitResult, host: str, address: str, field: str) -> bytes:
-        netloc = f"[{address}]" if ":" in address else address
-        port = "" if split.port is None else f":{split.port}"
-        target = split._replace(netloc=netloc + port, fragment="").geturl()
-        name = f"[{host}]" if ":" in host else host
-        headers = {"Host": f"{name}{port}", "Accept": "image/*", "Accept-Encoding": "identity"}
+        netloc, name = (
+            bracketed(each) if split.port is None else host_port(each, split.port) for each in (address, host)
+        )
+        target = split._replace(netloc=netloc, fragment="").geturl()
+        headers = {"Host": name, "Accept": "image/*", "Accept-Encoding": "identity"}
         async with (
             httpx.AsyncClient(trust_env=False, follow_redirects=False, timeout=TIMEOUT_S) as client,
             client.stream("GET", target, headers=headers, extensions={"sni_hostname": host}) as response,
