@@ -17,6 +17,7 @@ from headrace.server.api.operations.pages import document_routes, status_routes
 from headrace.server.api.operations.tokenization import tokenizer_routes
 from headrace.server.api.response.completion_endpoint import CompletionEndpoint
 from headrace.server.api.sglang.generate_route import generate_routes
+from headrace.server.frontend.request.image_memory import CountImages
 from headrace.server.frontend.service import Service
 from headrace.server.http.body import BodyBudget
 from headrace.server.http.error_response import install_handlers
@@ -46,7 +47,9 @@ def create_app(service: Service) -> FastAPI:
     ]
     keys = bool(server.api_keys or server.tenant_keys)
     routers.append(document_routes(routers, server.role, keys=keys))
-    return _app("Headrace", routers, service)
+    app = _app("Headrace", routers, service)
+    app.add_middleware(CountImages, memory=model.image_memory)
+    return app
 
 
 def create_bootstrap_app(service: Service) -> FastAPI:

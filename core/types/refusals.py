@@ -86,9 +86,9 @@ HIDDEN_STATES = _full(
     "128 MiB, or `--max-hidden-bytes` if that is more",
 )
 IMAGES = _full(
-    "images of open requests take {taken} bytes as the encoder takes them; {wanted} more exceed {most}",
+    "images of open requests take {taken} bytes; {wanted} more exceed {most}",
     "images of requests that are open (front end)",
-    "192 MiB as the encoder takes them",
+    "192 MiB: their files, and what the encoder takes",
 )
 QUEUED_TOKENS = _full(
     "{queued} prompt tokens are queued; {own} more exceed the limit of {limit}",

@@ -69,7 +69,7 @@ class ImageFetcher:
         found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
         addresses = [str(address[4][0]) for address in found]
         for address in addresses:
-            if not ip_address(address).is_global:
+            if not _public(address):
                 raise _failed(field, f"{host} has the address {address}, which is not public")
         return addresses[0]
 
@@ -93,6 +93,11 @@ class ImageFetcher:
                     text = f"{field} is more than --max-image-bytes allows ({self._max_bytes})"
                     raise invalid(field, text, code="image_too_large", status=413)
             return bytes(file)
+
+
+def _public(address: str) -> bool:
+    found = ip_address(address)
+    return (getattr(found, "ipv4_mapped", None) or found).is_global
 
 
 def _failed(field: str, why: str) -> HeadraceError:

@@ -24,6 +24,7 @@ from headrace.core.types.errors import ConfigError, HeadraceError, invalid, show
 from headrace.core.types.requests.images import ImageInput, ImageTerms
 from headrace.engine.model.source import resolve_source
 from headrace.server.frontend.image_fetch import ImageFetcher
+from headrace.server.frontend.request.image_memory import ImageMemory
 from headrace.server.frontend.request.images import GivenImage, ImageTokens, RequestImage
 from headrace.text.tokenizer import Tokenizer
 
@@ -43,7 +44,9 @@ BROKEN = (
 class ImageReader:
     """Reads images for one model. Used by the event loop; close() stops its threads."""
 
-    def __init__(self, model: str, terms: ImageTerms, tokenizer: Tokenizer, config: ServerConfig) -> None:
+    def __init__(
+        self, model: str, terms: ImageTerms, tokenizer: Tokenizer, config: ServerConfig, memory: ImageMemory
+    ) -> None:
         """Load the model's processor. Raises ConfigError, with the reason, for a model without one that can be used."""
         self.tokens = _image_tokens(terms, tokenizer)
         self._processor = _load_processor(model)
@@ -54,6 +57,7 @@ class ImageReader:
             raise ConfigError(f"its image processor does not fit its encoder: {shown(str(error), 300)}") from error
         self._config = config
         self._fetcher = ImageFetcher(config.allowed_image_hosts, config.max_image_bytes)
+        self._memory = memory
         self._executor = ThreadPoolExecutor(THREADS, thread_name_prefix="images")
         Image.MAX_IMAGE_PIXELS = None  # pillow's own limit warns; ours is checked before pixels are decompressed
 
@@ -63,7 +67,7 @@ class ImageReader:
 
     async def read(self, given: Sequence[GivenImage]) -> tuple[RequestImage, ...]:
         """The images of a request, without their places. Raises HeadraceError: 400 for what is no image, 413 for too
-        many or too large ones."""
+        many or too large ones, 429 while others take the memory for images."""
         limit = self._config.max_images
         if len(given) > limit:
             text = f"the request has {len(given)} images; --max-images allows {limit}"
@@ -72,19 +76,21 @@ class ImageReader:
         for each in given:
             scheme = each.url.partition(":")[0].lower()
             fetched = await self._fetcher.fetch(each.url, each.field) if scheme != "data" else None
-            image = await loop.run_in_executor(self._executor, self._read, each, fetched)
-            total += len(image.input.pixels)
+            file, taken = await loop.run_in_executor(self._executor, self._read, each, fetched)
+            self._memory.take(len(file) + len(taken.pixels))
+            images.append(RequestImage(file, taken))
+            total += len(taken.pixels)
             if total > MAX_INPUT_BYTES:
                 text = f"the images up to {each.field} take {total} bytes as the encoder takes them; at most "
                 raise invalid(each.field, f"{text}{MAX_INPUT_BYTES} are allowed", code=TOO_LARGE, status=413)
-            images.append(image)
         return tuple(images)
 
-    def _read(self, given: GivenImage, fetched: bytes | None) -> RequestImage:
+    def _read(self, given: GivenImage, fetched: bytes | None) -> tuple[bytes, ImageInput]:
+        """The bytes of an image, and what the encoder takes."""
         file = self._file(given) if fetched is None else fetched
         picture = self._picture(given.field, file)
         try:
-            return RequestImage(file, self._input(sha256(file).hexdigest(), picture))
+            return file, self._input(sha256(file).hexdigest(), picture)
         except BROKEN as error:
             text = f"{given.field}: the model's processor does not take this image: {shown(str(error), 300)}"
             raise invalid(given.field, text) from error

@@ -17,6 +17,7 @@ from headrace.core.types.requests.images import ImageTerms
 from headrace.engine.grammar.checker import CheckerConfig
 from headrace.server.frontend.grammar_checker import GrammarChecker
 from headrace.server.frontend.request.hidden_states import HiddenLimits
+from headrace.server.frontend.request.image_memory import ImageMemory
 from headrace.text.answers.reasoning import ReasoningForm, reasoning_form
 from headrace.text.async_tokenizer import AsyncTokenizer
 from headrace.text.tokenizer import Tokenizer, load_tokenizer
@@ -44,6 +45,7 @@ class ServedModel:
         self._images = config.model.images
         self._no_images = config.model.no_images
         self._image_reader: ImageReader | None = None
+        self.image_memory = ImageMemory()
         self._tokenizer = tokenizer
         self._async_tokenizer: AsyncTokenizer | None = None
         self._grammars: GrammarChecker | None = None
@@ -80,7 +82,7 @@ class ServedModel:
         from headrace.server.frontend.image_reader import ImageReader  # imports pillow
 
         try:
-            self._image_reader = ImageReader(self.path, terms, tokenizer, self._server)
+            self._image_reader = ImageReader(self.path, terms, tokenizer, self._server, self.image_memory)
         except ConfigError as error:
             self._no_images = str(error)
             log.warning("images are refused: %s", error)

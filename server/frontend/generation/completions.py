@@ -23,7 +23,6 @@ from headrace.server.frontend.request.generation_request import (
     RequestObserver,
 )
 from headrace.server.frontend.request.hidden_states import HiddenLimits
-from headrace.server.frontend.request.image_memory import ImageMemory
 from headrace.server.frontend.status.readiness import Readiness
 from headrace.server.telemetry.prometheus import FrontMetrics, TokenTimes
 from headrace.server.upstream.handoff_params import KvSource
@@ -60,7 +59,6 @@ class Completions:
         self._clock = clock
         self._max_open = max_open
         self._hidden = hidden
-        self._images = ImageMemory()
         self._adapters = adapters
         self._share_prefixes = share_prefixes
 
@@ -75,7 +73,7 @@ class Completions:
         generated = request.sampling.max_tokens
         self._admit(request, generated)
         request = self._own(request)
-        with self._hidden.taken(request, generated), self._images.taken(request), _observed(request) as observer:
+        with self._hidden.taken(request, generated), _observed(request) as observer:
             times = TokenTimes(self._metrics, self._clock)
             result = await self._runner.complete(request, _timed(emit, times, observer))
             times.ended(result.usage)
@@ -88,7 +86,7 @@ class Completions:
         started = self._clock.now()
         self._admit(request, 0)
         request = self._own(request)
-        with self._hidden.taken(request, 0), self._images.taken(request), _observed(request) as observer:
+        with self._hidden.taken(request, 0), _observed(request) as observer:
             first, result = await self._runner.prefill(request, emit)
             first_token_s = self._clock.now() - started - result.timing.transfer_s
             self._metrics.observe_first_token(first_token_s)
@@ -151,7 +149,7 @@ class Completions:
         if request.adapter is not None and request.adapter != (own := self._adapter(request)):
             text = adapter_mismatch(prefill=own, decode=request.adapter)
             return ErrorInfo(code=MODEL_NOT_FOUND, message=text, status=404, field="adapter")
-        return self._images.refusal(request) or self._hidden.refusal(request, generated)
+        return self._hidden.refusal(request, generated)
 
 
 def _timed(emit: Emit, times: TokenTimes, observer: RequestObserver) -> Emit:

@@ -1,38 +1,46 @@
-"""How much memory the images of all open requests may take."""
+"""How much memory images may take, from when they are read until their HTTP request has been answered."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextvars import ContextVar
+
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from headrace.core.types import refusals
-from headrace.core.types.errors import ErrorInfo
-from headrace.server.frontend.request.generation_request import GenerationRequest
 
 TOTAL_BYTES = 192 << 20  # less than what may wait in the connection to the scheduler, and in those to stages
 
 
 class ImageMemory:
-    """Bytes of images, as the encoder takes them. Used by the event loop only."""
+    """Bytes of images: their files, and what the encoder takes. Used by the event loop only."""
 
     def __init__(self) -> None:
         self._taken = 0
+        self._own: ContextVar[list[int]] = ContextVar("images")  # of the HTTP request that is being answered
 
-    def refusal(self, request: GenerationRequest) -> ErrorInfo | None:
-        """Why a request cannot be started now: the images of others take as much as there may be."""
-        wanted = _bytes(request)
-        if not wanted or self._taken + wanted <= TOTAL_BYTES:
-            return None
-        return refusals.IMAGES.error(taken=self._taken, wanted=wanted, most=TOTAL_BYTES)
+    def take(self, size: int) -> None:
+        """Count an image of so many bytes. Raises HeadraceError (429) if images take as much as they may."""
+        if self._taken + size > TOTAL_BYTES:
+            raise refusals.IMAGES.raised(taken=self._taken, wanted=size, most=TOTAL_BYTES)
+        self._own.get().append(size)
+        self._taken += size
 
-    @contextmanager
-    def taken(self, request: GenerationRequest) -> Iterator[None]:
-        """While a request is open, its images are counted."""
-        wanted = _bytes(request)
-        self._taken += wanted
+    async def during(self, app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer an HTTP request. What it takes is given back then."""
+        own: list[int] = []
+        token = self._own.set(own)
         try:
-            yield
+            await app(scope, receive, send)
         finally:
-            self._taken -= wanted
+            self._own.reset(token)
+            self._taken -= sum(own)
 
 
-def _bytes(request: GenerationRequest) -> int:
-    return sum(len(image.input.pixels) for image in request.images)
+class CountImages:
+    """Middleware: images of a request are counted while it is answered."""
+
+    def __init__(self, app: ASGIApp, memory: ImageMemory) -> None:
+        self._app = app
+        self._memory = memory
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one request."""
+        await self._memory.during(self._app, scope, receive, send)

@@ -1,5 +1,6 @@
 """Images in request bodies: what is read, where their tokens are, and what is refused."""
 
+import asyncio
 import zlib
 from base64 import b64encode
 from collections.abc import AsyncIterator, Iterable
@@ -250,3 +251,36 @@ async def test_images_are_fetched_from_hosts_that_are_allowed(tmp_path: Path) ->
                 assert reply.status_code == status, reply.text
                 assert json_of(reply)["error"]["param"] == PLACE
                 assert words in json_of(reply)["error"]["message"]
+
+
+@in_loop
+async def test_images_take_no_more_memory_than_they_may(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Counted from when they are read until the request has ended, however it ends."""
+    file = picture(1)
+    taken = len(file) + 24 * 3 * 14 * 14
+    monkeypatch.setattr("headrace.server.frontend.request.image_memory.TOTAL_BYTES", 2 * taken + 100)
+    body = chat(part_of(file), part_of("what?"))
+
+    async def say(http: httpx.AsyncClient, **changes: Any) -> tuple[int, str]:
+        reply = await http.post("/v1/chat/completions", json=body | changes)
+        return reply.status_code, reply.text
+
+    async with serving(tmp_path) as (link, http):
+        answering = link.script
+        for _ in range(3):
+            assert (await say(http))[0] == 200
+            assert (await say(http, **chat(part_of(file), part_of("<|image_pad|>"))))[0] == 400
+            assert (await say(http, **chat(*[part_of(file)] * 3)))[0] == 429
+        link.script = lambda _link, _submit: ()
+        open_ones = [asyncio.create_task(say(http)) for _ in range(2)]
+        while len([each for each in link.sent if isinstance(each, Submit)]) < 5:
+            await asyncio.sleep(0.01)
+        status, text = await say(http)
+        assert (status, f"images of open requests take {2 * taken} bytes" in text) == (429, True)
+        link.script = answering
+        for task in open_ones:
+            task.cancel()
+        await asyncio.gather(*open_ones, return_exceptions=True)
+        while (await say(http))[0] == 429:
+            await asyncio.sleep(0.01)
+        assert (await say(http, **chat(*[part_of(file)] * 2)))[0] == 200
