@@ -14,6 +14,7 @@ import httpx
 
 from headrace.core.types.errors import HeadraceError, invalid, shown
 from headrace.core.types.peers.addresses import bracketed, host_port
+from headrace.integrations.http_client import direct_async_client
 
 TIMEOUT_S = 10.0  # of one image, from its host's name to its last byte
 FETCHES = 8  # at a time
@@ -29,6 +30,13 @@ class ImageFetcher:
         self._hosts = frozenset(host.lower() for host in hosts)
         self._max_bytes = max_bytes
         self._free = asyncio.Semaphore(FETCHES)
+        # Connections are to addresses: one that is kept would be another host's that has the same.
+        unkept = httpx.Limits(max_connections=FETCHES, max_keepalive_connections=0)
+        self._client = direct_async_client(timeout=TIMEOUT_S, limits=unkept)
+
+    async def close(self) -> None:
+        """Close what is connected."""
+        await self._client.aclose()
 
     async def fetch(self, url: str, field: str) -> bytes:
         """The bytes behind a URL. Raises HeadraceError: 400 for a host that is not allowed, and for what cannot be
@@ -79,10 +87,8 @@ class ImageFetcher:
         )
         target = split._replace(netloc=netloc, fragment="").geturl()
         headers = {"Host": name, "Accept": "image/*", "Accept-Encoding": "identity"}
-        async with (
-            httpx.AsyncClient(trust_env=False, follow_redirects=False, timeout=TIMEOUT_S) as client,
-            client.stream("GET", target, headers=headers, extensions={"sni_hostname": host}) as response,
-        ):
+        extensions = {"sni_hostname": host}
+        async with self._client.stream("GET", target, headers=headers, extensions=extensions) as response:
             if response.status_code != httpx.codes.OK:
                 redirect = "; redirects are not followed" if response.is_redirect else ""
                 raise _failed(field, f"{host} answered {response.status_code}{redirect}")

@@ -61,8 +61,9 @@ class ImageReader:
         self._executor = ThreadPoolExecutor(THREADS, thread_name_prefix="images")
         Image.MAX_IMAGE_PIXELS = None  # pillow's own limit warns; ours is checked before pixels are decompressed
 
-    def close(self) -> None:
+    async def close(self) -> None:
         """Stop the threads; pending calls are cancelled."""
+        await self._fetcher.close()
         self._executor.shutdown(wait=False, cancel_futures=True)
 
     async def read(self, given: Sequence[GivenImage]) -> tuple[RequestImage, ...]:

@@ -76,7 +76,7 @@ class ServedModel:
         if self._async_tokenizer is not None:
             self._async_tokenizer.close()
         if self._image_reader is not None:
-            self._image_reader.close()
+            await self._image_reader.close()
 
     def _load_images(self, terms: ImageTerms, tokenizer: Tokenizer) -> None:
         from headrace.server.frontend.image_reader import ImageReader  # imports pillow
