@@ -198,7 +198,7 @@ class Planner:
     def _add(self, batch: BatchBuilder, request: Request, count: int, tokens: bytes, checkpoint: int = -1) -> None:
         lease = request.lease
         assert lease is not None, "a request is planned with its pages"
-        sampling, images = request.submit.sampling, request.submit.images
+        sampling = request.submit.sampling
         end = request.planned + count
         sampled = end >= request.target
         logprobs = sampling.prompt_logprobs if request.generated == 0 and end <= request.target else None
@@ -225,7 +225,7 @@ class Planner:
             checkpoint=checkpoint,
             adapter=request.terms.adapter,
             images=request.image_inputs(end),
-            rotary=rotary_positions(images, request.planned, count) if images else b"",
+            rotary=rotary_positions(request.submit.images, request.planned, count),
         )
         batch.add(row, request, end)
         self._replica.queues.plan(request, count)

@@ -184,8 +184,7 @@ class RemoteFetch:
             text = f"the prefill server had {first.prompt_tokens} prompt tokens; the prompt has {request.prompt_tokens}"
         elif not 0 <= first.cached_tokens <= request.prompt_tokens:
             text = f"the prefill server had {first.cached_tokens} of {request.prompt_tokens} prompt tokens"
-        elif (first.next_position or first.prompt_tokens) != (own := request.next_position):
-            theirs = first.next_position or first.prompt_tokens
+        elif (theirs := first.next_position or first.prompt_tokens) != (own := request.next_position):
             text = f"the prefill server goes on at rotary position {theirs}; the images of the prompt say {own}"
         elif wanted and logprob is None:
             text = "the prefill server sent no logprob of the first token, and the request asks for logprobs"

@@ -1,7 +1,7 @@
 """Images that requests name by URL: fetched from hosts that the operator has named, and from no other.
 
-Whoever sends a URL chooses what this server connects to. So redirects are not followed, a host is connected to by an
-address that was looked at, and an address that is not public is taken from the operator only, written as such.
+A client that sends a URL chooses what this server connects to. So redirects are not followed, a host is connected to
+by an address that was looked at, and an address that is not public is taken from the operator only, written as such.
 """
 
 import asyncio

@@ -1,9 +1,7 @@
-"""Images in the library's decoder: as transformers computes them, whatever the chunks and whoever is beside."""
+"""Images in the library's decoder: as transformers computes them, whatever the chunks and the requests beside."""
 
 from collections.abc import Callable, Sequence
-from functools import cache
 from itertools import pairwise
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -15,8 +13,8 @@ from headrace.core.types import packed
 from headrace.core.types.requests.images import ImageInput, next_position, rotary_positions
 from headrace.engine.runner import ModelRunner
 from tests.engine.models import GREEDY, Prompt, make_runner, random_tokens, reported_logprobs
-from tests.models.architectures import ARCHITECTURES, IMAGE_BREAK, IMAGE_END, IMAGE_START, IMAGE_TOKEN
-from tests.models.zoo import make_model
+from tests.models.architectures import IMAGE_BREAK, IMAGE_END, IMAGE_START, IMAGE_TOKEN
+from tests.models.zoo import Saved, saver
 
 NAMES = ("qwen3-vl", "qwen2.5-vl", "mistral3")
 PATCH, MERGE, PAGE, STEPS = 14, 2, 16, 4
@@ -33,21 +31,9 @@ class Example(NamedTuple):
     inputs: dict[str, Tensor]
 
 
-class Kept(NamedTuple):
-    folder: Path
-    model: Any
-
-
 @pytest.fixture(scope="module")
-def kept(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Kept]:
-    @cache
-    def make(name: str) -> Kept:
-        folder = tmp_path_factory.mktemp(name)
-        model = make_model(ARCHITECTURES[name])
-        model.save_pretrained(folder)
-        return Kept(folder, model)
-
-    return make
+def kept(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Saved]:
+    return saver(tmp_path_factory)
 
 
 def image_pixels(name: str, rows: int, columns: int, seed: int) -> Tensor:
@@ -169,7 +155,7 @@ def cuts_of(given: Example, kind: str) -> list[int]:
 
 @pytest.mark.parametrize("kind", CUTS)
 @pytest.mark.parametrize("name", NAMES)
-def test_images_are_computed_as_transformers_does(kept: Callable[[str], Kept], name: str, kind: str) -> None:
+def test_images_are_computed_as_transformers_does(kept: Callable[[str], Saved], name: str, kind: str) -> None:
     folder, model = kept(name)
     given = example(name)
     tokens, logprobs = expected(model, given)
@@ -178,7 +164,7 @@ def test_images_are_computed_as_transformers_does(kept: Callable[[str], Kept], n
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_two_stages_compute_the_same(kept: Callable[[str], Kept], name: str) -> None:
+def test_two_stages_compute_the_same(kept: Callable[[str], Saved], name: str) -> None:
     folder, model = kept(name)
     given = example(name)
     tokens, logprobs = expected(model, given)
@@ -188,7 +174,7 @@ def test_two_stages_compute_the_same(kept: Callable[[str], Kept], name: str) -> 
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_another_image_gives_another_answer(kept: Callable[[str], Kept], name: str) -> None:
+def test_another_image_gives_another_answer(kept: Callable[[str], Saved], name: str) -> None:
     """The control: what the tests above compare depends on the pixels."""
     folder, model = kept(name)
     given, other = example(name), example(name, seed=5)
@@ -199,7 +185,7 @@ def test_another_image_gives_another_answer(kept: Callable[[str], Kept], name: s
 
 
 @pytest.mark.parametrize("name", ["qwen3-vl", "qwen2.5-vl"])
-def test_rotary_positions_are_those_of_transformers(kept: Callable[[str], Kept], name: str) -> None:
+def test_rotary_positions_are_those_of_transformers(kept: Callable[[str], Saved], name: str) -> None:
     model = kept(name).model.model
     for sizes in ([(1, 1)], [(3, 5), (2, 2)], [(7, 2), (1, 9), (4, 4)]):
         given = example(name, sizes)

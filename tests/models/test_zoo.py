@@ -14,7 +14,7 @@ from headrace.engine.library.decoder import LibraryDecoder
 from headrace.engine.runner import ModelRunner
 from tests.engine.models import VOCABULARY, Prompt, make_runner, random_tokens, reported_logprobs
 from tests.models.architectures import ARCHITECTURES
-from tests.models.zoo import Reference, make_model, reference
+from tests.models.zoo import Reference, make_model, reference, saver
 
 LENGTH, STEPS, CHUNK, PAGE = 70, 5, 33, 16
 CLOSE = 2e-3
@@ -32,12 +32,11 @@ class Kept(NamedTuple):
 @pytest.fixture(scope="module")
 def kept(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Kept]:
     """Makes a model of the zoo once."""
+    saved = saver(tmp_path_factory)
 
     @cache
     def make(name: str) -> Kept:
-        folder = tmp_path_factory.mktemp(name)
-        model = make_model(ARCHITECTURES[name])
-        model.save_pretrained(folder)
+        folder, model = saved(name)
         return Kept(folder, reference(model, random_tokens(LENGTH), STEPS + 1))
 
     return make

@@ -1,14 +1,17 @@
 """Makes models of the zoo, and computes them with transformers."""
 
 import importlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import cache
+from pathlib import Path
 from typing import Any, NamedTuple
 
+import pytest
 import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from tests.models.architectures import Architecture
+from tests.models.architectures import ARCHITECTURES, Architecture
 
 SPREAD = 0.2  # of norms and biases, which a new model has equal
 
@@ -43,6 +46,25 @@ def make_model(architecture: Architecture, **others: Any) -> Any:
         elif parameter.dim() > 1:
             parameter.data = torch.randn_like(parameter) * 2 / parameter.shape[-1] ** 0.5
     return model.eval()
+
+
+class Saved(NamedTuple):
+    """A model of the zoo and its folder."""
+
+    folder: Path
+    model: Any
+
+
+def saver(temporary: pytest.TempPathFactory) -> Callable[[str], Saved]:
+    """Makes each model of the zoo once."""
+
+    @cache
+    def make(name: str) -> Saved:
+        saved = Saved(temporary.mktemp(name), make_model(ARCHITECTURES[name]))
+        saved.model.save_pretrained(saved.folder)
+        return saved
+
+    return make
 
 
 def reference(model: Any, prompt: Sequence[int], steps: int) -> Reference:

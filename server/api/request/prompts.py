@@ -130,10 +130,11 @@ async def encode_chat(
         plain.insert(0, {"role": "system", "content": instructions})
     tools = template_tools(functions)
     given = list(_given_images(messages, places))
-    images = await model.images(given[0].field).read(given) if given else NO_IMAGES
-    ids = await model.tokens.encode_chat(plain, field, tools, use)
-    if given:
-        ids, images = model.images(given[0].field).tokens.expanded(ids, images, field)
+    if not given:
+        return _checked(model, await model.tokens.encode_chat(plain, field, tools, use), field), NO_IMAGES
+    reader = model.images(given[0].field)
+    images = await reader.read(given)
+    ids, images = reader.tokens.expanded(await model.tokens.encode_chat(plain, field, tools, use), images, field)
     return _checked(model, ids, field), images
 
 

@@ -1,5 +1,7 @@
 """How much memory images may take, from when they are read until their HTTP request has been answered."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from contextvars import ContextVar
 
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -7,6 +9,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from headrace.core.types import refusals
 
 TOTAL_BYTES = 192 << 20  # less than what may wait in the connection to the scheduler, and in those to stages
+_OWN: ContextVar[list[int]] = ContextVar("images")  # bytes of those of the HTTP request that is being answered
 
 
 class ImageMemory:
@@ -14,23 +17,23 @@ class ImageMemory:
 
     def __init__(self) -> None:
         self._taken = 0
-        self._own: ContextVar[list[int]] = ContextVar("images")  # of the HTTP request that is being answered
 
     def take(self, size: int) -> None:
         """Count an image of so many bytes. Raises HeadraceError (429) if images take as much as they may."""
         if self._taken + size > TOTAL_BYTES:
             raise refusals.IMAGES.raised(taken=self._taken, wanted=size, most=TOTAL_BYTES)
-        self._own.get().append(size)
+        _OWN.get().append(size)
         self._taken += size
 
-    async def during(self, app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer an HTTP request. What it takes is given back then."""
+    @contextmanager
+    def request(self) -> Iterator[None]:
+        """While an HTTP request is answered; what it takes is given back then."""
         own: list[int] = []
-        token = self._own.set(own)
+        token = _OWN.set(own)
         try:
-            await app(scope, receive, send)
+            yield
         finally:
-            self._own.reset(token)
+            _OWN.reset(token)
             self._taken -= sum(own)
 
 
@@ -43,4 +46,5 @@ class CountImages:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request."""
-        await self._memory.during(self._app, scope, receive, send)
+        with self._memory.request():
+            await self._app(scope, receive, send)
