@@ -29,7 +29,9 @@ def served() -> list[Any]:
 @pytest.mark.parametrize("name", served())
 def test_texts_behind_a_handoff_are_those_of_transformers(name: str, tmp_path: Path) -> None:
     architecture = ARCHITECTURES[name]
-    model = make_model(architecture, vocab_size=VOCABULARY, eos_token_id=None, bos_token_id=None)
+    text = architecture.fields.get("text_config", architecture.fields)
+    sizes = {name: VOCABULARY for name in ("vocab_size", "vocab_size_per_layer_input") if name in text}
+    model = make_model(architecture, **sizes, eos_token_id=None, bos_token_id=None)
     model.save_pretrained(tmp_path)
     stub_tokenizer(f"stub:vocab={VOCABULARY}").save(str(tmp_path / "tokenizer.json"))
     (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
