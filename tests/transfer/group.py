@@ -133,7 +133,7 @@ class Group:
                 self.send(sender, chunk, left, right - left, last=right == end, pages=pages, dst=dst)
         for receiver, geometry in zip(self.receivers, self.destinations, strict=True):
             arrived = self.loop.wait_for(receiver, KvReceived)
-            assert arrived.bytes == (end - start) * geometry.token_bytes + geometry.state_bytes
+            assert arrived.bytes == (end - start) * geometry.token_bytes + geometry.states_sent(end)
         for sender in self.senders:
             self.loop.wait_for(sender, ChunkAcked, len(cuts) - 1)
 

@@ -308,8 +308,10 @@ class Outbound:
         owner.session = session
         if not owner.open:
             return
-        lanes, states = session.lanes.values(), order.last is not None
-        sizes = [order.count * lane.part.token_bytes + states * lane.part.state_bytes for lane in lanes]
+        lanes, end = session.lanes.values(), order.start + order.count
+        sizes = [order.count * lane.part.token_bytes for lane in lanes]
+        if order.last is not None:
+            sizes = [size + lane.part.states_sent(end) for size, lane in zip(sizes, lanes, strict=True)]
         chunk = OutChunk(order, owner, row, draft, sum(sizes), len(lanes))
         for lane, size in zip(lanes, sizes, strict=True):
             lane.queue.append(OutPart(chunk, size))

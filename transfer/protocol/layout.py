@@ -5,12 +5,13 @@ values, and the components beside them. Two ranks have in common what both own. 
 [start, start + count) between two ranks is, for each tensor they share, one frame per source page that the tokens
 touch: the C-contiguous bytes of [layers, planes, kv_heads, tokens in that page, head_dim] of the common part. Between
 ranks of the same layers and heads a frame of a full page is the page itself. Of states of a request, which the last
-payload has, the frame is [layers, planes, kv_heads, 1, head_dim].
+payload has, the frame is [layers, planes, kv_heads, 1, head_dim]; of a window of its positions there is one of those in
+the first lap around the ring, and one of those in the second.
 """
 
 from collections.abc import Iterator
 from functools import lru_cache
-from itertools import groupby
+from itertools import pairwise
 from math import lcm
 from typing import NamedTuple, Protocol
 
@@ -47,6 +48,7 @@ class Frame(msgspec.Struct, frozen=True):
     page: int
     """Index in the source's list of pages, or STATE."""
     slot: int
+    """Of a state, a place of its ring."""
     count: int
     """Tokens."""
 
@@ -149,16 +151,26 @@ def copies(source: Geometry, destination: Geometry, start: int, count: int, stat
     """
     period = lcm(source.page_size, destination.page_size)  # page boundaries of both sides coincide every period
     moves = _copies(source, destination, start % period, count)
-    return [*moves, *_state_copies(source, destination)] if states else list(moves)
+    return [*moves, *_state_copies(source, destination, start + count)] if states else list(moves)
 
 
-@lru_cache(maxsize=256)
-def _state_copies(source: Geometry, destination: Geometry) -> tuple[Copy, ...]:
-    return tuple(
-        Copy(part, STATE, 0, box_in(ours, part), STATE, 0, box_in(theirs, part), 1)
-        for ours, theirs, part in _shared(source, destination)
-        if part.per_request
-    )
+def _state_copies(source: Geometry, destination: Geometry, end: int) -> Iterator[Copy]:
+    """Copies of the states behind so many tokens."""
+    for ours, theirs, part in _shared(source, destination):
+        if part.per_request:
+            for place, count in _ring_runs(part, end):
+                yield Copy(part, STATE, place, box_in(ours, part), STATE, place, box_in(theirs, part), count)
+
+
+def _ring_runs(part: Component, end: int) -> Iterator[tuple[int, int]]:
+    """Places and counts of what is sent of a state behind so many tokens, in the order of positions."""
+    position = max(0, end - part.window) if part.window else 0
+    last = end if part.window else 1
+    while position < last:
+        place = position % part.positions
+        count = min(last - position, part.positions - place)
+        yield place, count
+        position += count
 
 
 @lru_cache(maxsize=256)
@@ -186,12 +198,19 @@ def _copies(source: Geometry, destination: Geometry, start: int, count: int) -> 
 
 
 def carried(plan: list[Copy]) -> Iterator[Carried]:
-    """Payload frames that carry these copies, in order: per tensor, one per source page."""
-    for _, group in groupby(plan, key=lambda copy: (copy.part.name, copy.source_page)):
-        moves = list(group)
+    """Payload frames that carry these copies, in order: per tensor, one per source page, or per lap of a ring."""
+    starts = [at for at in range(len(plan)) if not at or not _follows(plan[at - 1], plan[at])]
+    for begin, end in pairwise([*starts, len(plan)]):
+        moves = plan[begin:end]
         first, last = moves[0], moves[-1]
         count = last.source_slot + last.count - first.source_slot
         yield Carried(Frame(first.part, first.source, first.source_page, first.source_slot, count), moves)
+
+
+def _follows(before: Copy, copy: Copy) -> bool:
+    """Whether a copy takes the slots behind those of another, in the same page of the same tensor."""
+    same = (before.part.name, before.source_page) == (copy.part.name, copy.source_page)
+    return same and before.source_slot + before.count == copy.source_slot
 
 
 def frame_shape(part: Component, count: int) -> tuple[int, int, int, int, int]:

@@ -264,7 +264,7 @@ def _whole(parts: list[Component]) -> Component:
 def _shape(parts: list[Component]) -> ComponentShape:
     whole = _whole(parts)
     shape = whole.layers, whole.planes, whole.kv_heads, whole.head_dim
-    return ComponentShape(whole.name, whole.dtype, shape, whole.per_request)
+    return ComponentShape(whole.name, whole.dtype, shape, whole.per_request, whole.window)
 
 
 def _own(number: int, part: Component) -> str:

@@ -70,6 +70,8 @@ class ComponentShape(msgspec.Struct, frozen=True, order=True):
     """Per token [layers, planes, kv_heads, head_dim]; the stages' geometries say which stage has which part."""
     per_request: bool = False
     """It is a state of a request: shape is that of one state."""
+    window: int = 0
+    """Of a state that is a ring of a request's last positions: how many; shape is that of one position."""
 
 
 Components = Annotated[tuple[ComponentShape, ...], Meta(max_length=MAX_COMPONENTS)]

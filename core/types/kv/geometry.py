@@ -1,5 +1,6 @@
 """Shape of a KV pool: keys and values, further components such as a draft model's KV, and states of requests."""
 
+from bisect import bisect_right
 from collections.abc import Iterable
 from typing import Annotated
 
@@ -9,14 +10,21 @@ from msgspec import Meta, field
 KV = "kv"  # name of the model's own keys and values among the tensors of a pool
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "uint8": 1}
 MAX_COMPONENTS = 16
-STATE_TOKENS = 1024  # token positions of a pool for each slot of a state
+STATE_TOKENS = 1024  # token positions of a pool for each slot of a state, at least
+WINDOW_SHARE = 4  # and positions for each of those that a slot has of a window, so that a window saves as much
 LEAST_SLOTS = 8
+RING_STEP = 64  # a ring is whole steps, one more than its window: so many tokens are written to it at a time
 Word = Annotated[str, Meta(min_length=1, max_length=64)]
 
 
 def ceil_div(count: int, size: int) -> int:
     """Parts of this size that hold so many items: count / size, rounded up."""
     return -(-count // size)
+
+
+def ring_positions(window: int) -> int:
+    """Positions that a slot has for a window of so many: position p is in place p % ring_positions."""
+    return ceil_div(window, RING_STEP) * RING_STEP + RING_STEP
 
 
 def pages_spanned(start: int, end: int, page_size: int) -> int:
@@ -28,7 +36,8 @@ class Component(msgspec.Struct, frozen=True):
     """One rank's part of one tensor of a KV pool: [pages, layers, planes, kv_heads, page_size, head_dim] of dtype.
 
     A page holds the same tokens in every component. What is kept of a request whatever its length (a recurrent or
-    convolution state) has slots for requests in the place of pages: [slots, layers, planes, kv_heads, 1, head_dim].
+    convolution state) has slots for requests in the place of pages: [slots, layers, planes, kv_heads, 1, head_dim]; of
+    layers with a window, which attend to the last tokens only, that is a ring [.., ring_positions(window), head_dim].
     """
 
     name: Word
@@ -44,7 +53,9 @@ class Component(msgspec.Struct, frozen=True):
     head_start: int = 0
     """First KV head of this rank."""
     per_request: bool = False
-    """It is a state of a request: layers are those that keep one, token_bytes are bytes of a state."""
+    """It is a state of a request: layers are those that keep one."""
+    window: int = 0
+    """Of a state that is a ring: positions of a request that are needed of it, the last ones."""
 
     @property
     def layer_end(self) -> int:
@@ -63,8 +74,17 @@ class Component(msgspec.Struct, frozen=True):
 
     @property
     def token_bytes(self) -> int:
-        """Bytes of one token over this rank's layers and heads."""
+        """Bytes of one token, or of a state of one request, over this rank's layers and heads."""
         return self.layers * self.planes * self.kv_heads * self.slot_bytes
+
+    @property
+    def positions(self) -> int:
+        """Of a state: places in a slot."""
+        return ring_positions(self.window) if self.window else 1
+
+    def sent(self, end: int) -> int:
+        """Of a state behind so many tokens: places that go with it in a handoff."""
+        return min(self.window, end) if self.window else 1
 
 
 class Geometry(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -106,8 +126,12 @@ class Geometry(msgspec.Struct, frozen=True, omit_defaults=True):
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of the states of one request over this rank's layers; 0 where it keeps none."""
-        return sum(tensor.token_bytes for tensor in self.components if tensor.per_request)
+        """Bytes of a slot for the states of one request over this rank's layers; 0 where it keeps none."""
+        return sum(tensor.token_bytes * tensor.positions for tensor in self._states)
+
+    def states_sent(self, end: int) -> int:
+        """Bytes of the states of a request behind so many tokens, in a handoff."""
+        return sum(tensor.token_bytes * tensor.sent(end) for tensor in self._states)
 
     @property
     def page_bytes(self) -> int:
@@ -120,7 +144,7 @@ class Geometry(msgspec.Struct, frozen=True, omit_defaults=True):
 
     def slots_for(self, pages: int) -> int:
         """Slots for states beside so many pages; 0 where requests keep none."""
-        return max(LEAST_SLOTS, pages * self.page_size // STATE_TOKENS) if self.state_bytes else 0
+        return max(LEAST_SLOTS, pages * self.page_size // self._tokens_per_slot) if self.state_bytes else 0
 
     def pool_bytes(self, pages: int) -> int:
         """Bytes of a pool of so many pages, with the slots beside them."""
@@ -131,14 +155,21 @@ class Geometry(msgspec.Struct, frozen=True, omit_defaults=True):
         state, page = self.state_bytes, self.page_bytes
         if not state:
             return max(0, room // page)
-        if room < LEAST_SLOTS * state:
-            return 0
-        most = room * STATE_TOKENS // (page * STATE_TOKENS + state * self.page_size)
-        return min(most, (room - LEAST_SLOTS * state) // page) if page else most
+        tokens = self._tokens_per_slot
+        most = max(0, room) * tokens // (page * tokens + state * self.page_size) + ceil_div(tokens, self.page_size)
+        return bisect_right(range(1, most + 1), room, key=self.pool_bytes)
 
     def extent(self, tensor: Component, pages: int, slots: int) -> tuple[int, int]:
         """Of one of the tensors: how many pages or slots it has in a pool, and token positions in each of them."""
-        return (slots, 1) if tensor.per_request else (pages, self.page_size)
+        return (slots, tensor.positions) if tensor.per_request else (pages, self.page_size)
+
+    @property
+    def _states(self) -> tuple[Component, ...]:
+        return tuple(tensor for tensor in self.components if tensor.per_request)
+
+    @property
+    def _tokens_per_slot(self) -> int:
+        return max(STATE_TOKENS, WINDOW_SHARE * max((state.positions for state in self._states), default=1))
 
 
 class CacheShape(msgspec.Struct, frozen=True):

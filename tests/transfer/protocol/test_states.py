@@ -4,22 +4,25 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from headrace.core.messages.stage_events import ChunkAcked, ReceiveFailed
 from headrace.core.types.kv.backends import SHM, ZMQ
-from headrace.core.types.kv.geometry import KV, LEAST_SLOTS, Component, Geometry
+from headrace.core.types.kv.geometry import KV, LEAST_SLOTS, RING_STEP, Component, Geometry, ring_positions
 from headrace.transfer.backends.shm import host_token
-from headrace.transfer.protocol.layout import STATE, copies
+from headrace.transfer.protocol.layout import STATE, carried, copies
 from tests.transfer.group import DST_SLOT, PAGES, SLOT, Group
 from tests.transfer.ranks import grid
 
 CONV = Component("conv0:6x3", "float32", layers=3, kv_heads=1, head_dim=18, planes=1, per_request=True)
 RECURRENT = Component("recurrent0:2x4x4", "float32", layers=3, kv_heads=1, head_dim=32, planes=1, per_request=True)
+RING = Component("w24:2x6", "float16", layers=3, kv_heads=2, head_dim=6, per_request=True, window=24)
 
 
 def states(first: int, layers: int) -> tuple[Component, ...]:
-    return tuple(replace(each, layer_start=first, layers=layers) for each in (CONV, RECURRENT))
+    return tuple(replace(each, layer_start=first, layers=layers) for each in (CONV, RECURRENT, RING))
 
 
 def one_rank(size: int) -> list[Geometry]:
@@ -55,11 +58,11 @@ def test_states_come_with_the_last_chunk_and_no_byte_more(
         group.connect(receiver)
     group.hand_over(start, end, [start, 16, end], range(40, 44), range(30, 38))
     moved = sum(event.bytes for sender in group.senders for event in group.loop.of(sender, ChunkAcked))
-    assert moved == sum((end - start) * rank.token_bytes + rank.state_bytes for rank in destinations)
-    for name in (CONV.name, RECURRENT.name):
+    assert moved == sum((end - start) * rank.token_bytes + rank.states_sent(end) for rank in destinations)
+    for name, places in ((CONV.name, slice(None)), (RECURRENT.name, slice(None)), (RING.name, slice(end - 24, end))):
         sent, found = (
             {
-                part.layer_start + layer: store.tensors[name][slot, layer].tobytes()
+                part.layer_start + layer: store.tensors[name][slot, layer, :, :, places].tobytes()
                 for rank, store in zip(ranks, stores, strict=True)
                 for part in rank.components
                 if part.name == name
@@ -74,6 +77,9 @@ def test_states_come_with_the_last_chunk_and_no_byte_more(
             if name != KV:
                 others = [slot for slot in range(LEAST_SLOTS) if slot != DST_SLOT]
                 assert np.array_equal(data[others], before[name][others])
+            if name == RING.name:
+                behind = slice(end, None)
+                assert np.array_equal(data[..., behind, :], before[name][..., behind, :])
     group.close()
 
 
@@ -93,7 +99,10 @@ def test_a_slot_that_was_not_reserved_fails_the_request(context: Any) -> None:
 def test_pages_move_without_states_before_the_last_chunk() -> None:
     [rank] = one_rank(16)
     assert all(copy.page != STATE for copy in copies(rank, rank, 0, 40))
-    assert [copy.part.name for copy in copies(rank, rank, 0, 0, True)] == [CONV.name, RECURRENT.name]
+    assert [copy.part.name for copy in copies(rank, rank, 0, 0, True)] == [
+        CONV.name,
+        RECURRENT.name,
+    ]  # of no token, a window has nothing
 
 
 def test_a_pool_has_slots_beside_its_pages() -> None:
@@ -104,3 +113,27 @@ def test_a_pool_has_slots_beside_its_pages() -> None:
         pages = rank.pages_within(room)
         assert not pages or rank.pool_bytes(pages) <= room
         assert rank.pool_bytes(pages + 1) > room
+
+
+@given(window=st.integers(1, 200), end=st.integers(0, 900), chunk=st.integers(0, 300))
+def test_the_last_positions_of_a_ring_are_sent_and_no_others(window: int, end: int, chunk: int) -> None:
+    ring = replace(RING, window=window)
+    rank = Geometry("float16", layers=0, kv_heads=0, head_dim=2, page_size=16, components=(ring,))
+    size = ring_positions(window)
+    assert window + RING_STEP <= size
+    source = {position % size: position for position in range(end)}
+    start = max(0, end - chunk)
+    plan = copies(rank, rank, start, end - start, True)
+    found = {copy.slot + at: source[copy.source_slot + at] for copy in plan for at in range(copy.count)}
+    assert found == {position % size: position for position in range(max(0, end - window), end)}
+    frames = [frame for frame, _ in carried(plan)]
+    assert sum(frame.bytes for frame in frames) == rank.states_sent(end)
+    assert len(frames) <= 2
+
+
+def test_a_window_takes_less_than_pages_would() -> None:
+    for window in (1, 64, 512, 1024, 4096):
+        rank = Geometry("float16", 0, 0, 2, page_size=16, components=(replace(RING, window=window),))
+        pages = 16 * 1024
+        assert rank.slots_for(pages) >= LEAST_SLOTS
+        assert rank.slots_for(pages) * rank.state_bytes <= pages * 16 * RING.token_bytes / 4
