@@ -9,6 +9,8 @@
 
 from typing import NamedTuple
 
+import msgspec
+
 from headrace.core.config import DecoderChoice, EngineConfig, ModelConfig
 from headrace.core.types.errors import ConfigError, UnknownModel
 from headrace.core.types.kv.geometry import Geometry
@@ -110,6 +112,13 @@ def model_terms(model: ModelConfig, engine: EngineConfig, max_model_len: int = 0
     """
     source = resolve_source(model.model)
     spec = model_spec(source, model.decoder, engine.cache_dir)
+    if engine.windows == "free" and (spec.library is None or not spec.library.has_rings):
+        why = "computed by our own layers" if spec.library is None else spec.library.architecture
+        raise ConfigError(
+            f"--windows free: no layer of this model ({why}) has a window that can be freed; leave it out"
+        )
+    if spec.library is not None and engine.windows == "keep":
+        spec = msgspec.structs.replace(spec, library=spec.library.without_rings())
     adapters = open_adapters(model.lora)
     if adapters and source.kind == "stub":
         raise ConfigError("--lora: the stub model has no adapters")

@@ -12,6 +12,7 @@ Quantize = Literal["none", "int8"]
 Compile = Literal["auto", "on", "off"]
 DecoderChoice = Literal["auto", "native", "library"]
 MlaForm = Literal["auto", "absorbed", "expanded", "length"]
+Windows = Literal["keep", "free"]
 ExpertExchange = Literal["auto", "allgather", "alltoall"]
 
 
@@ -78,6 +79,16 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     disk_gib: Annotated[
         int, Flag("disk-gib", KV_CACHE, "GiB that KV pages on disk may take, all stages together", low=0)
     ] = 16
+    windows: Annotated[
+        Windows,
+        Flag(
+            "windows",
+            KV_CACHE,
+            "keys and values of layers that attend to the last tokens only (Gemma, gpt-oss), with --decoder library: "
+            "keep all in pages; free: keep and hand over the last ones, without tiers, and with prefixes cached at "
+            "checkpoints only; the same on both sides of a handoff",
+        ),
+    ] = "keep"
     threads: Annotated[
         int,
         Flag("threads", MODEL, "CPU threads of one rank; 0: all cores, or a CPU quota, divided by the ranks", low=0),

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from headrace.engine.attention.native import Ranges
+from headrace.engine.attention.rings import RingPass
 from headrace.engine.attention.slots import LayerSlot, Scores, SlotPass, plain_attention
 from headrace.engine.library.cache import CacheOwner, RowsCache
 from headrace.engine.library.hooks import Asked, Mask, positions_seen
@@ -26,6 +27,8 @@ class CachedSlot(NamedTuple):
     slot: LayerSlot
     expanded: bool
     """The model makes keys and values of what it caches: it gets all positions, and attention what it made."""
+    window: int = 0
+    """They are in a ring, for so many positions."""
 
 
 class Batch(CacheOwner):
@@ -34,6 +37,7 @@ class Batch(CacheOwner):
     def __init__(
         self,
         attention: SlotPass,
+        rings: RingPass,
         slots: Mapping[int, CachedSlot],
         states: StateStore,
         positions: Tensor,
@@ -44,6 +48,7 @@ class Batch(CacheOwner):
         """slots: by layer of the model. positions: int64 [tokens]. layers: of the model. one_by_one: modules with
         states cannot begin a chunk with one, so they get the tokens behind the first chunk singly."""
         self._attention = attention
+        self._rings = rings
         self._slots = slots
         self._states = states
         self._layers = layers
@@ -63,8 +68,9 @@ class Batch(CacheOwner):
 
     def update(self, keys: Tensor, values: Tensor, layer: int) -> tuple[Tensor, Tensor]:
         """See CacheOwner."""
-        slot, expanded = self._slots[layer]
-        self._attention.write(slot, keys[0].transpose(0, 1), values[0].transpose(0, 1))
+        slot, expanded, window = self._slots[layer]
+        if not window:
+            self._attention.write(slot, keys[0].transpose(0, 1), values[0].transpose(0, 1))
         if expanded:
             keys, values = (rows.transpose(0, 1)[None] for rows in self._attention.gather(slot, keys.dtype))
             return keys, values
@@ -106,8 +112,13 @@ class Batch(CacheOwner):
         scores = Scores(asked.scale or query.shape[3] ** -0.5, asked.softcap, asked.sinks)
         layer = self._layer_of.get(id(keys))
         if layer is not None and asked.indices is None:
-            queries = query[0].transpose(0, 1)
-            return self._attention.attend(self._slots[layer].slot, queries, scores, self._ranges_of(asked))[None]
+            (slot, _, window), ranges = self._slots[layer], self._ranges_of(asked)
+            queries, of_keys, of_values = (each[0].transpose(0, 1) for each in (query, keys, values))
+            if not window:
+                return self._attention.attend(slot, queries, scores, ranges)[None]
+            if ranges is None:
+                raise RuntimeError(f"layer {layer} attends to all positions; the probe has seen a window of {window}")
+            return self._rings.attend(slot, queries, of_keys, of_values, scores, ranges, window)[None]
         if layer is not None:
             keys, values = (
                 rows.transpose(0, 1)[None] for rows in self._attention.gather(self._slots[layer].slot, query.dtype)

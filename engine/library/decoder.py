@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from headrace.core.runtime.progress import LoadProgress, PassProgress
 from headrace.core.types.requests.images import ImageInput
 from headrace.engine.attention.paged import AttentionSpan, ImageRows
+from headrace.engine.attention.rings import RingPass
 from headrace.engine.attention.slots import LayerSlot, SlotPass
 from headrace.engine.dtypes import Precision
 from headrace.engine.kv.pool import KVPool
@@ -88,10 +89,11 @@ class LibraryDecoder:
         """Modules with states get the tokens behind a request's first chunk singly: they cannot begin with a state."""
         run_by_request(self._body, library.mixers)
         self._slots = {
-            layer: CachedSlot(LayerSlot(*library.place(layer, layers.start)), cached.expanded)
+            layer: CachedSlot(LayerSlot(*library.place(layer, layers.start)), cached.expanded, cached.window)
             for layer in layers
             if (cached := library.cached[layer]) is not None
         }
+        self._rings = {name for each in self._slots.values() if each.window for name in each.slot[:2]}
 
     def attach(self, pool: KVPool) -> None:
         """See Decoder."""
@@ -113,7 +115,11 @@ class LibraryDecoder:
         """See Decoder. Of the last stage the states are behind the model's final norm."""
         assert self._pool is not None, "attach() comes first"
         attention = SlotPass(self._pool, self._kernels, spans)
-        batch = Batch(attention, self._slots, self._states, positions, self._spec.layers, one_by_one=self.one_by_one)
+        rings = RingPass(self._pool, self._kernels, spans)
+        rings.resume(self._rings)
+        batch = Batch(
+            attention, rings, self._slots, self._states, positions, self._spec.layers, one_by_one=self.one_by_one
+        )
         ids, beside = hidden, NOTHING
         if self._encoder is not None and any(span.image is not None for span in spans):
             beside = self._encoder.inputs(ids, spans)
@@ -134,6 +140,7 @@ class LibraryDecoder:
             taken = self._others["behind"].taken
             assert taken is not None
             states = taken
+        rings.keep_checkpoints(self._rings)
         return states[0]
 
     def encode(self, image: ImageInput) -> ImageRows:

@@ -19,6 +19,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, causal_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 NAME = "headrace"
+FAR = 1 << 16  # positions at which a window is told from other masks
 _thread = threading.local()
 
 
@@ -89,6 +90,19 @@ def positions_seen(mask: object, window: int, queries: NDArray[np.int64], positi
         return seen
     causal = keys <= queries[:, None]
     return causal & (keys > queries[:, None] - window) if window else causal
+
+
+def window_of(mask: object, window: int) -> int:
+    """How many positions, the last ones up to its own, each token far from a sequence's beginning sees; 0 where it sees
+    others, all, or more than half of FAR."""
+    tokens, positions = np.arange(FAR - 8, FAR), np.arange(FAR)
+    try:
+        seen = positions_seen(mask, window, tokens, FAR)
+    except ValueError:
+        return 0
+    width = int(seen[0].sum())
+    last = (positions <= tokens[:, None]) & (positions > tokens[:, None] - width)
+    return width if width <= FAR // 2 and np.array_equal(seen, last) else 0
 
 
 @contextmanager

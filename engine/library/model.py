@@ -25,11 +25,12 @@ from transformers.models.auto.modeling_auto import (
 
 from headrace.core.runtime.progress import LoadProgress
 from headrace.core.types.errors import ConfigError, first_of
+from headrace.core.types.kv.geometry import ring_positions
 from headrace.engine.library.cache import RowsCache
 from headrace.engine.library.gguf_weights import GgufWeights
 from headrace.engine.library.hooks import NAME, register, running
 from headrace.engine.library.images import image_terms, why_no_images
-from headrace.engine.library.probe import TOKENS, Probe
+from headrace.engine.library.probe import TOKENS, Probe, Seen
 from headrace.engine.model.checkpoint import GgufTensors, NamedTensors, SafetensorsCheckpoint
 from headrace.engine.model.config import ModelSpec, RopeSpec
 from headrace.engine.model.gguf_config import config_from_gguf
@@ -142,7 +143,8 @@ def library_spec(source: ModelSource) -> ModelSpec:
         raise ConfigError(
             f"{name} has a cache of its own ({', '.join(sorted(probe.strangers))}), which is not supported"
         )
-    layers = _cached(probe, text.num_hidden_layers, name)
+    longest = getattr(text, "max_position_embeddings", UNLIMITED)
+    layers = _cached(probe, text.num_hidden_layers, longest, name)
     first = next((each for each in layers if each is not None), CachedLayer(1, 2, 2))
     blocks = layer_list(shell)
     shares = len(layers) // len(blocks)  # of a block that caches as several layers, all weights are the first one's
@@ -163,7 +165,7 @@ def library_spec(source: ModelSource) -> ModelSpec:
         head_dim=first.key_width + first.key_width % 2,
         norm_eps=1e-6,
         rope=RopeSpec(),
-        max_positions=getattr(text, "max_position_embeddings", UNLIMITED),
+        max_positions=longest,
         tied=_tied(config),
         library=LibrarySpec(
             architecture=name,
@@ -186,14 +188,21 @@ def library_spec(source: ModelSource) -> ModelSpec:
     )
 
 
-def _cached(probe: Probe, count: int, name: str) -> list[CachedLayer | None]:
-    """What each of so many layers caches. Raises ConfigError for what no pool holds. name: of the model's class."""
+def _cached(probe: Probe, count: int, longest: int, name: str) -> list[CachedLayer | None]:
+    """What each of so many layers caches. Raises ConfigError for what no pool holds. longest: sequence, in positions;
+    one that is not much longer than a window needs no ring. name: of the model's class."""
     layers: list[CachedLayer | None] = [None] * count
-    expanded = {seen.layer for seen in probe.seen if seen.expanded}
+    attending: dict[int, list[Seen]] = {}
+    for seen in probe.seen:
+        attending.setdefault(seen.layer, []).append(seen)
     for layer, ((heads, key_width), (value_heads, value_width)) in probe.cached.items():
         if heads != value_heads or layer >= count:
             raise ConfigError(f"{name} caches keys of {heads} and values of {value_heads} heads in layer {layer}")
-        layers[layer] = CachedLayer(heads, key_width, value_width, layer in expanded)
+        own = attending.get(layer, [])
+        expanded = any(seen.expanded for seen in own)
+        window = own[0].window if len(own) == 1 and not expanded else 0
+        ring = window if 2 * ring_positions(window) <= longest else 0
+        layers[layer] = CachedLayer(heads, key_width, value_width, expanded, ring)
     return layers
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from headrace.engine.library.cache import CacheOwner
-from headrace.engine.library.hooks import Asked, Mask
+from headrace.engine.library.hooks import Asked, Mask, window_of
 
 TOKENS = 3
 
@@ -20,8 +20,8 @@ class Seen(NamedTuple):
     """The layer whose keys and values it attends to."""
     expanded: bool
     """Keys and values were made of what is cached."""
-    selected: bool
-    """The module had selected positions."""
+    window: int
+    """Of all positions that it sees the last so many, see window_of(); 0 where the module selects positions, too."""
 
 
 class Probe(CacheOwner):
@@ -42,7 +42,8 @@ class Probe(CacheOwner):
         self.strangers: set[str] = set()
         """Classes of modules that look for something else."""
         self._stack: list[nn.Module] = []
-        self._kept: list[Tensor] = []
+        self._kept: list[object] = []  # so that their ids stay theirs
+        self._windows: dict[tuple[int, int], int] = {}
         self._layer_of: dict[int, int] = {}
         self._last = 0
 
@@ -106,7 +107,12 @@ class Probe(CacheOwner):
     def attend(self, query: Tensor, keys: Tensor, values: Tensor, asked: Asked) -> Tensor:
         """See Running."""
         layer = self._layer_of.get(id(keys))
-        self.seen.append(Seen(self._last if layer is None else layer, layer is None, asked.indices is not None))
+        key = id(asked.mask), asked.window
+        if key not in self._windows:
+            self._windows[key] = window_of(asked.mask, asked.window)
+            self._kept.append(asked.mask)
+        window = 0 if asked.indices is not None else self._windows[key]
+        self.seen.append(Seen(self._last if layer is None else layer, layer is None, window))
         return query.new_empty(1, query.shape[2], query.shape[1], values.shape[3])
 
     def experts(self, module: nn.Module, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:

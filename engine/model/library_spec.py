@@ -19,12 +19,16 @@ class CachedLayer(msgspec.Struct, frozen=True):
     value_width: int
     expanded: bool = False
     """Attention sees keys and values that the model makes of these (latents)."""
+    window: int = 0
+    """Positions that are kept in a ring: this layer, and no other, attends to the last so many of them; 0: all are."""
 
     @property
     def names(self) -> tuple[str, str]:
         """Names of the tensors of a pool that hold such keys and values, where it holds several."""
-        name = f"{self.kv_heads}x{self.key_width}"
-        return (name, name) if self.key_width == self.value_width else (f"k{name}", f"v{name}x{self.value_width}")
+        ring, name = f"w{self.window}:" if self.window else "", f"{self.kv_heads}x{self.key_width}"
+        if self.key_width == self.value_width:
+            return (ring + name,) * 2
+        return f"{ring}k{name}", f"{ring}v{name}x{self.value_width}"
 
 
 class KeptState(msgspec.Struct, frozen=True):
@@ -78,6 +82,16 @@ class LibrarySpec(msgspec.Struct, frozen=True):
     no_images: str = ""
     """Why they are not."""
 
+    @property
+    def has_rings(self) -> bool:
+        """Some layers have a window that can be kept in a ring."""
+        return any(each is not None and each.window for each in self.cached)
+
+    def without_rings(self) -> "LibrarySpec":
+        """The same with all positions in pages (--windows keep)."""
+        kept = (None if each is None else msgspec.structs.replace(each, window=0) for each in self.cached)
+        return msgspec.structs.replace(self, cached=tuple(kept))
+
     def weight_count(self, layers: range, *, tied: bool) -> int:
         """Parameters of a stage with these layers. tied: the head is the embedding."""
         first, last = layers.start == 0, layers.stop == len(self.weights)
@@ -86,14 +100,16 @@ class LibrarySpec(msgspec.Struct, frozen=True):
 
     @property
     def stateful(self) -> bool:
-        """Requests have states."""
+        """Modules keep states of requests."""
         return any(self.states)
 
     @property
     def uniform(self) -> bool:
         """All layers cache keys and values of one shape: the pool has them as that of other models."""
         first = self.cached[0]
-        return first is not None and first.key_width == first.value_width and set(self.cached) == {first}
+        if first is None or first.window or first.key_width != first.value_width:
+            return False
+        return set(self.cached) == {first}
 
     def place(self, layer: int, first: int) -> tuple[str, str, int]:
         """Where a layer's keys and values are in the pool of a stage whose first layer is this: names of two tensors,
@@ -115,23 +131,30 @@ class LibrarySpec(msgspec.Struct, frozen=True):
         return f"index{width}", self.indexed[first:layer].count(width)
 
     def geometry(self, dtype: str, page_size: int, layers: range) -> Geometry:
-        """Shape of the pool of a stage with these layers. Tensors are in the order of the first layers that use them;
-        layers of a tensor are counted among those that use it."""
+        """Shape of the pool of a stage with these layers. Tensors are in the order of the first layers that use them,
+        rings last; layers of a tensor are counted among those that use it."""
         beside = (*self._index_components(dtype, layers), *self._state_components(layers))
         if self.uniform and (cached := self.cached[0]) is not None:
             size = len(layers), cached.kv_heads, cached.key_width
             return Geometry(dtype, *size, page_size, layer_start=layers.start, components=beside)
         own, before = self.cached[layers.start : layers.stop], self.cached[: layers.start]
         components: list[Component] = []
-        for cached in dict.fromkeys(own):
-            if cached is None:
-                continue
-            keys, values = cached.names
-            count, start = own.count(cached), before.count(cached)
-            both = 2 if keys == values else 1
-            components.append(Component(keys, dtype, count, cached.kv_heads, cached.key_width, both, start))
-            if keys != values:
-                components.append(Component(values, dtype, count, cached.kv_heads, cached.value_width, 1, start))
+        distinct = [each for each in dict.fromkeys(own) if each is not None]
+        for cached in sorted(distinct, key=lambda each: each.window > 0):
+            names, widths = dict.fromkeys(cached.names), (cached.key_width, cached.value_width)
+            for name, width in zip(names, widths, strict=False):
+                part = Component(
+                    name,
+                    dtype,
+                    own.count(cached),
+                    cached.kv_heads,
+                    width,
+                    planes=3 - len(names),
+                    layer_start=before.count(cached),
+                    per_request=cached.window > 0,
+                    window=cached.window,
+                )
+                components.append(part)
         return Geometry(dtype, 0, 0, 0, page_size, components=(*components, *beside))
 
     def _index_components(self, dtype: str, layers: range) -> Iterator[Component]:

@@ -176,13 +176,19 @@ def make_runner(
     decoder: Any = "auto",
     exchanges: Sequence[Exchange] = (),
     lora: Sequence[str] = (),
+    windows: Any = "keep",
 ) -> ModelRunner:
     """A runner whose pool is full of NaN: what was not written must not be read. cpuinfo: of the CPU that this one is
     taken for, by default that of the test run."""
     plan = plan_rank(
         ModelConfig(model=str(folder), dtype=dtype, device="cpu", quantize=quantize, decoder=decoder, lora=tuple(lora)),
         EngineConfig(
-            page_size=page_size, kv_pages=kv_pages, threads=1, cpuinfo=cpuinfo or find_cpuinfo(os.environ), mla=mla
+            page_size=page_size,
+            kv_pages=kv_pages,
+            threads=1,
+            cpuinfo=cpuinfo or find_cpuinfo(os.environ),
+            mla=mla,
+            windows=windows,
         ),
         max_model_len,
         layers=layers,

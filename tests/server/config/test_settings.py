@@ -141,6 +141,7 @@ FLAGS = """\
 --transfer-timeout SECONDS [0.001..] = 10.0
 --trusted-network/--no-trusted-network SWITCH = False
 --window-bytes BYTES [65536..] = 67108864
+--windows {keep,free} = keep
 """
 
 
