@@ -25,7 +25,7 @@ from headrace.engine.kv.pool import KVPool
 from headrace.engine.native.kernel_calls import Kernels
 
 
-class Step(NamedTuple):
+class RingStep(NamedTuple):
     """Tokens of a pass that are written, then attended to: of each row at most RING_STEP."""
 
     spans: list[AttentionSpan]
@@ -45,7 +45,7 @@ class RingPass:
         self._pool = pool
         self._kernels = kernels if pool.tensor.device.type == "cpu" else None
         self._spans = spans
-        self._steps: dict[tuple[int, int], list[Step]] = {}
+        self._steps: dict[tuple[int, int], list[RingStep]] = {}
         self._work: dict[tuple[object, ...], list[NativeWork]] = {}
         self._kept: list[Ranges] = []  # alive, so that their ids stay theirs
 
@@ -96,7 +96,7 @@ class RingPass:
             rings[to].copy_(rings[source])
 
     def _native(
-        self, slot: LayerSlot, heads: int, scores: Scores, ranges: Ranges, steps: Sequence[Step]
+        self, slot: LayerSlot, heads: int, scores: Scores, ranges: Ranges, steps: Sequence[RingStep]
     ) -> list[NativeWork]:
         assert self._kernels is not None
         key = slot.keys, slot.values, heads, scores.scale, scores.softcap, id(ranges)
@@ -112,7 +112,7 @@ class RingPass:
             self._kept.append(ranges)
         return self._work[key]
 
-    def _steps_of(self, rings: Tensor) -> list[Step]:
+    def _steps_of(self, rings: Tensor) -> list[RingStep]:
         """rings: [slots, layers, planes, kv_heads, places, width]"""
         slots, layers, planes, heads, places, _ = rings.shape
         key = places, layers * planes * heads
@@ -125,7 +125,7 @@ class RingPass:
             ]
         return self._steps[key]
 
-    def _step(self, first: int, places: int, per_slot: int) -> Step:
+    def _step(self, first: int, places: int, per_slot: int) -> RingStep:
         """The tokens from the first on of each row. per_slot: pages from one slot to the next, see _pages()."""
         spans, rows, slots, at = [], [], [], []
         for begin, span in zip(self._first_rows(), self._spans, strict=True):
@@ -138,7 +138,7 @@ class RingPass:
             slots.append(np.full(count, span.slot))
             at.append(np.arange(start, start + count) % places)
         device = self._pool.tensor.device
-        return Step(spans, np.concatenate(rows), *(place(np.concatenate(each), device) for each in (slots, at)))
+        return RingStep(spans, np.concatenate(rows), *(place(np.concatenate(each), device) for each in (slots, at)))
 
     def _first_rows(self) -> list[int]:
         edges = np.cumsum([0, *(span.count for span in self._spans)]).tolist()
@@ -157,11 +157,11 @@ def _pages(rings: Tensor, plane: int) -> Tensor:
     return rings.as_strided((count, layers, heads, RING_STEP, width), strides, offset)
 
 
-def _of_rows(ranges: Ranges, step: Step) -> Ranges:
+def _of_rows(ranges: Ranges, step: RingStep) -> Ranges:
     return Ranges(ranges.begins[step.rows], ranges.ends[step.rows])
 
 
-def _plain(rings: tuple[Tensor, Tensor], step: Step, query: Tensor, scores: Scores, ranges: Ranges) -> Tensor:
+def _plain(rings: tuple[Tensor, Tensor], step: RingStep, query: Tensor, scores: Scores, ranges: Ranges) -> Tensor:
     """Attention of a step by torch, row by row. rings: [slots, kv_heads, places, width] each."""
     parts, first = [], 0
     for span in step.spans:
