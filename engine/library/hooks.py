@@ -98,7 +98,7 @@ def window_of(mask: object, window: int) -> int:
     tokens, positions = np.arange(FAR - 8, FAR), np.arange(FAR)
     try:
         seen = positions_seen(mask, window, tokens, FAR)
-    except ValueError:
+    except (ValueError, RuntimeError):  # RuntimeError: of a mask that depends on tensors of the meta device
         return 0
     width = int(seen[0].sum())
     last = (positions <= tokens[:, None]) & (positions > tokens[:, None] - width)
