@@ -12,7 +12,7 @@ from transformers import AutoConfig
 from benchmarks.arguments import make_parser
 from benchmarks.report import print_table, run
 from headrace.core.types.kv.geometry import Geometry
-from headrace.engine.library.model import library_spec
+from headrace.engine.library.spec import library_spec
 from headrace.engine.model.source import resolve_source
 
 LENGTHS = (2048, 8192, 32768, 131072)

@@ -60,7 +60,13 @@ class ModelTerms(NamedTuple):
             kv_copies=kv_copies,
             adapter_weights=delta_count(part, self.adapters),
         )
-        return LoadPlan(self, part, memory)
+        plan = LoadPlan(self, part, memory)
+        if library is not None and part.shard.offered and plan.offered is None:
+            raise ConfigError(
+                f"layers {part.layers.start} to {part.layers.stop - 1} of {library.architecture} cache nothing that "
+                "shards divide; write a lower --pp, or --tp 1"
+            )
+        return plan
 
 
 class LoadPlan(NamedTuple):
@@ -74,6 +80,14 @@ class LoadPlan(NamedTuple):
     def geometry(self) -> Geometry:
         """Shape of the rank's KV pool."""
         return stage_geometry(self.part, self.terms.computation.dtype, self.terms.engine.page_size)
+
+    @property
+    def offered(self) -> Geometry | None:
+        """What of the pool is offered to peers; None where another shard offers the same."""
+        library, shard = self.terms.spec.library, self.part.shard
+        if library is not None and shard.offered:
+            return library.offered(self.geometry, shard.index)
+        return self.geometry if shard.offered else None
 
     @property
     def weights(self) -> int:

@@ -407,4 +407,6 @@ def _make_decoder(
         device=device,
         loading=loading,
         adapters=adapters,
+        shard=part.shard,
+        tp=tp,
     )

@@ -32,6 +32,7 @@ from headrace.core.runtime.process import (
 )
 from headrace.core.runtime.progress import LoadProgress
 from headrace.core.types.errors import ConfigError
+from headrace.core.types.kv.geometry import Geometry
 from headrace.core.types.kv.kv_tiers import DISK, HOST
 from headrace.engine.agreement import FollowedPasses, PassSource, VotedPasses
 from headrace.engine.collectives.operations import LinkBroken, least
@@ -88,17 +89,17 @@ def _serve(config: StageConfig, memory: KvMemory, groups: Groups) -> int:
     report = LoadingReport(loading, partial(_send, control), clock, rank=config.rank, epoch=config.epoch)
     with report:  # it has the connection meanwhile
         spec = model_spec(resolve_source(config.model.model), config.model.decoder, config.engine.cache_dir)
-        runner = _make_runner(config, spec, memory, groups, loading)
+        runner, shared = _make_runner(config, spec, memory, groups, loading)
     links = PipelineLinks(config.shared_layout, config.shared_rank, runner.hidden_spec, groups.tokens, config.credits)
     inbox: queue.Queue[AnyOrder] = queue.Queue(QUEUE_LIMIT)
     outbox = EventOutbox(context)
     meter = Meter(config.rank, clock)
     recorder = Recorder(config.rank, meter)
     offered = _offer(config, spec)
-    sender, receiver = _data_sockets(config, runner, memory, recorder, context, offered)
+    sender, receiver = _data_sockets(config, runner, shared, memory, recorder, context, offered)
     copies = _start_copies(config, runner, context)
     ready = _ready(
-        config, runner, memory, sender.port, copies, groups, offered
+        config, runner, shared, memory, sender.port, copies, groups
     )  # measures, before rows per expert are counted
     io_thread = StageIoThread(
         control=control,
@@ -143,15 +144,21 @@ def _passes(config: StageConfig, groups: Groups) -> PassSource | None:
 
 
 def _data_sockets(
-    config: StageConfig, runner: Runner, memory: KvMemory, recorder: Recorder, context: Context, offer: Offer
+    config: StageConfig,
+    runner: Runner,
+    shared: Geometry | None,
+    memory: KvMemory,
+    recorder: Recorder,
+    context: Context,
+    offer: Offer,
 ) -> tuple[Sender, Receiver]:
-    """The sender and the receiver of this rank's KV."""
+    """The sender and the receiver of this rank's KV. shared: what it offers to peers."""
     sender = Sender(
         config.transfer,
         stage=config.rank,
         number=offer.number,
         offers=offer.offers,
-        geometry=runner.geometry,
+        geometry=shared or runner.geometry,
         store=runner.pool,
         context=context,
         transfers=recorder.transfers,
@@ -183,17 +190,17 @@ def _start_copies(config: StageConfig, runner: Runner, context: Context) -> Copi
 def _ready(
     config: StageConfig,
     runner: Runner,
+    shared: Geometry | None,
     memory: KvMemory,
     data_port: int,
     copies: Copies | None,
     groups: Groups,
-    offer: Offer,
 ) -> StageReady:
     slots = copies.copier.slots if copies is not None else {}
     return StageReady(
         stage=config.rank,
         geometry=runner.geometry,
-        offered=None if offer.offers else (),
+        offered=None if shared == runner.geometry else () if shared is None else (shared,),
         fingerprint=runner.fingerprint,
         adapters=dict(runner.adapters),
         data_host=config.transfer.host,
@@ -219,8 +226,9 @@ def _send(control: OrderConnection, event: StageLoading) -> None:
 
 def _make_runner(
     config: StageConfig, spec: ModelSpec, memory: KvMemory, groups: Groups, loading: LoadProgress
-) -> Runner:
-    """A warmed-up runner of this rank's layers and heads. Raises ConfigError, and LinkBroken."""
+) -> tuple[Runner, Geometry | None]:
+    """A warmed-up runner of this rank's layers and heads, and what of its pool is offered to peers. Raises ConfigError,
+    and LinkBroken."""
     stage, tp = config.layout.place(config.rank).stage, groups.tp
     experts = plan_experts(config.model, config.engine, config.layout, spec, config.member)
     exchanges = _exchanges(config, experts, groups)
@@ -245,7 +253,7 @@ def _make_runner(
     if groups.loaded is not None:
         tokens = least(groups.loaded, tokens, "cpu")
     runner.warm_up(tokens)
-    return runner
+    return runner, plan.offered
 
 
 def _exchanges(config: StageConfig, experts: ExpertPlan | None, groups: Groups) -> tuple[Exchange, ...]:

@@ -3,7 +3,7 @@
 import msgspec
 
 from headrace.core.types.errors import ConfigError
-from headrace.core.types.kv.geometry import ITEM_BYTES, Geometry
+from headrace.core.types.kv.geometry import ITEM_BYTES, Component, Geometry
 from headrace.engine.device import Computation
 from headrace.engine.model.sharding import RankPart, attention_weights
 
@@ -51,7 +51,7 @@ def stage_geometry(part: RankPart, dtype: str, page_size: int) -> Geometry:
     if spec.mla:
         return spec.mla.geometry(dtype, page_size, layers)
     if spec.library:
-        return spec.library.geometry(dtype, page_size, layers)
+        return spec.library.geometry(dtype, page_size, layers, part.shard.index, part.shard.count)
     kv_heads = part.shard.kv_heads
     return Geometry(
         dtype=dtype,
@@ -61,14 +61,22 @@ def stage_geometry(part: RankPart, dtype: str, page_size: int) -> Geometry:
         page_size=page_size,
         layer_start=layers.start,
         head_start=kv_heads.start,
+        components=_states(part) if spec.state_bytes else (),
     )
+
+
+def _states(part: RankPart) -> tuple[Component]:
+    """What a rank keeps of each request whatever its length."""
+    layers, heads = part.layers, part.shard.kv_heads
+    size = len(layers), len(heads), part.spec.state_bytes
+    return (Component("state", "uint8", *size, 1, layers.start, heads.start, per_request=True),)
 
 
 def weight_count(part: RankPart) -> int:
     """Number of parameters that a rank holds."""
     spec, layers, shard = part.spec, part.layers, part.shard
     if spec.library:
-        return spec.library.weight_count(layers, tied=spec.tied)
+        return spec.library.weight_count(layers, tied=spec.tied, shards=shard.count)
     query, kv = len(shard.heads) * spec.head_dim, len(shard.kv_heads) * spec.head_dim
     biases = (query + 2 * kv) * spec.qkv_bias + spec.hidden_size * (spec.output_bias and shard.first)
     norms = 2 * spec.hidden_size + 2 * spec.head_dim * spec.qk_norm
@@ -86,7 +94,7 @@ def linear_count(part: RankPart) -> int:
     """Number of weights of a rank's linear layers, apart from the output head and routers."""
     spec, shard, routed = part.spec, part.shard, _moe_layers(part)
     if spec.library:
-        return sum(spec.library.linear[layer] for layer in part.layers)
+        return spec.library.linear_count(part.layers, shard.count)
     dense = (len(part.layers) - routed) * 3 * spec.hidden_size * len(shard.columns)
     moe = routed * spec.moe.stored_weights(spec.hidden_size, part.experts) if spec.moe is not None else 0
     return len(part.layers) * attention_weights(spec, shard) + dense + moe

@@ -33,8 +33,12 @@ def adapt(
             linear = linears.get(name)
             if linear is None or layer is None or ".experts." in name:
                 raise adapter.refuse(name, "is no linear layer within a layer of the model, or one of its experts")
-            check_sizes(adapter, name, module, (linear.out_features, linear.in_features))
-            delta = make_delta(range(module.outputs), adapter.read(name), precision, device, pack)
+            check_sizes(adapter, name, module, linear.whole_size)
+            down, up = adapter.read(name)
+            if (part := linear.part) is not None:
+                own = slice(part.own.start, part.own.stop)
+                down, up = (down, up[own]) if part.axis == 0 else (down[:, own], up)
+            delta = make_delta(range(len(up)), (down, up), precision, device, pack)
             deltas.setdefault(name, {}).setdefault(adapter.fingerprint, []).append(delta)
     for name, added in deltas.items():
         linears[name].adapt(added, rows)

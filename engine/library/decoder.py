@@ -13,6 +13,7 @@ from headrace.core.types.requests.images import ImageInput
 from headrace.engine.attention.paged import AttentionSpan, ImageRows
 from headrace.engine.attention.rings import RingPass
 from headrace.engine.attention.slots import LayerSlot, SlotPass
+from headrace.engine.collectives.operations import ALONE, Collectives
 from headrace.engine.dtypes import Precision
 from headrace.engine.kv.pool import KVPool
 from headrace.engine.layers.lora import row_groups
@@ -30,6 +31,7 @@ from headrace.engine.model.checkpoint import GgufTensors, SafetensorsCheckpoint
 from headrace.engine.model.config import ModelSpec
 from headrace.engine.model.int8 import quantize
 from headrace.engine.model.lora import LoraAdapter
+from headrace.engine.model.sharding import Shard
 from headrace.engine.model.source import ModelSource
 from headrace.engine.native.kernel_calls import Kernels
 
@@ -58,15 +60,19 @@ class LibraryDecoder:
         device: str,
         loading: LoadProgress,
         adapters: Sequence[LoraAdapter] = (),
+        shard: Shard,
+        tp: Collectives = ALONE,
     ) -> None:
         """Read the weights of these layers, and of nothing else. positions: the longest sequence. adapters: of which
-        rows of a pass may go through one each. Raises ConfigError for weights that do not fit the model."""
+        rows of a pass may go through one each. shard: whose part of the weights. tp: the shards of the stage. Raises
+        ConfigError for weights that do not fit the model, LinkBroken when another shard is gone."""
         assert spec.library is not None
         self.progress = PassProgress()
         library = spec.library
         self._spec, self._arithmetic, self._kernels = spec, arithmetic, kernels
+        self._shard, self._tp = shard, tp
         self._pool: KVPool | None = None
-        self._model = load_model(source, checkpoint, layers, precision.model, loading).to(device)
+        self._model = load_model(source, checkpoint, layers, precision.model, loading, shard).to(device)
         blocks = layer_list(self._model)
         self._others = {each.place: each for each in blocks if isinstance(each, OtherLayer)}
         for each in blocks:
@@ -157,7 +163,10 @@ class LibraryDecoder:
         return self.take_part()
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """See Decoder. The model's own head, with all that it does to logits."""
+        """See Decoder. The model's own head, with all that it does to logits. All of it is on every shard, and the
+        first one computes it: no rows on the others."""
+        if self._shard.index:
+            return hidden.new_zeros(0, self._spec.vocab_size, dtype=torch.float32)
         self._given.states = hidden[None]
         with self._products:
             logits: Tensor = self._model(inputs_embeds=hidden[None], use_cache=False).logits[0]
@@ -186,8 +195,10 @@ class LibraryDecoder:
         head = self._model.get_output_embeddings()
         if type(head) is nn.Linear:
             self._model.set_output_embeddings(OutputHead(head, self._arithmetic))
-        replace_products(blocks, self._arithmetic, pack_int8 if int8 else pack, compute, unpacked=pack, leave=leave)
-        replace_products(self._model, self._arithmetic, pack, compute, unpacked=pack, leave=leave)
+        replace_products(
+            blocks, self._arithmetic, pack_int8 if int8 else pack, compute, unpacked=pack, leave=leave, tp=self._tp
+        )
+        replace_products(self._model, self._arithmetic, pack, compute, unpacked=pack, leave=leave, tp=self._tp)
         widen(self._model, held, compute)
 
 

@@ -3,11 +3,9 @@
 Never by code of a repository. Weights that are missing, left over or misshapen are errors.
 """
 
-import hashlib
 import importlib
 import inspect
-import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -25,32 +23,20 @@ from transformers.models.auto.modeling_auto import (
 
 from headrace.core.runtime.progress import LoadProgress
 from headrace.core.types.errors import ConfigError, first_of
-from headrace.core.types.kv.geometry import ring_positions
 from headrace.engine.library.cache import RowsCache
 from headrace.engine.library.gguf_weights import GgufWeights
-from headrace.engine.library.hooks import NAME, register, running
-from headrace.engine.library.images import image_terms, why_no_images
-from headrace.engine.library.probe import TOKENS, Probe, Seen
+from headrace.engine.library.hooks import NAME, register
+from headrace.engine.library.shards import OTHER_INPUTS, Cut, cuts_of, plan_of, shrink, stored_cuts
 from headrace.engine.model.checkpoint import GgufTensors, NamedTensors, SafetensorsCheckpoint
-from headrace.engine.model.config import ModelSpec, RopeSpec
 from headrace.engine.model.gguf_config import config_from_gguf
-from headrace.engine.model.library_spec import CachedLayer, KeptState, LibrarySpec
+from headrace.engine.model.sharding import Shard
 from headrace.engine.model.source import ModelSource
 
 VERSION = "5.23"  # of transformers, whose hooks this package relies on; another one is tried with its own tests
 LENGTH_ROPES = {"dynamic", "longrope"}
 LOADERS = 4  # threads that read weights
 LAYER_LISTS = ("layers", "h", "blocks")
-UNLIMITED = 1 << 17  # positions of a model that names no limit
 CACHE_NAMES = ("past_key_values", "cache_params")
-OTHER_INPUTS = ("vision", "visual", "audio", "image")
-# Of a configuration: they do not change what is computed of a prompt.
-UNCOMPUTED = (
-    "_name_or_path", "architectures", "transformers_version", "dtype", "torch_dtype", "use_cache", "model_type",
-    "max_position_embeddings", "pad_token_id", "bos_token_id", "eos_token_id", "initializer_range",
-    "attn_implementation", "output_attentions", "output_hidden_states", "return_dict", "tie_word_embeddings",
-    "quantization_config",
-)  # fmt: skip
 
 
 class LayersDone(Exception):
@@ -107,9 +93,9 @@ def read_config(source: ModelSource, tensors: GgufTensors | None) -> PreTrainedC
     transformers does not know, or that is broken."""
     if tensors is not None:
         fields = config_from_gguf(tensors.file)
-        with _reported(f"transformers cannot make a configuration of the metadata of {source.path}"):
+        with reported(f"transformers cannot make a configuration of the metadata of {source.path}"):
             return AutoConfig.for_model(**fields)
-    with _reported(f"transformers cannot read {source.path / 'config.json'}"):
+    with reported(f"transformers cannot read {source.path / 'config.json'}"):
         return AutoConfig.from_pretrained(source.path, trust_remote_code=False, local_files_only=True)
 
 
@@ -127,124 +113,11 @@ def model_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
     raise ConfigError(f"transformers has no model that generates text for {type(config).__name__}")
 
 
-def library_spec(source: ModelSource) -> ModelSpec:
-    """The specification of a model, by a pass of its modules on the meta device. Raises ConfigError for one that cannot
-    be served, with the reason."""
-    check_version()
-    tensors = GgufTensors(source.path) if source.kind == "gguf" else None
-    config = read_config(source, tensors)
-    text = config.get_text_config(decoder=True)
-    shell = _on_meta(model_class(config), config)
-    if tensors is not None:
-        gguf_weights(tensors, shell)  # so that mistakes are found before a weight is read
-    probe = _probe(shell, text.num_hidden_layers)
-    name = type(shell).__name__
-    if probe.strangers:
-        raise ConfigError(
-            f"{name} has a cache of its own ({', '.join(sorted(probe.strangers))}), which is not supported"
-        )
-    longest = getattr(text, "max_position_embeddings", UNLIMITED)
-    layers = _cached(probe, text.num_hidden_layers, longest, name)
-    first = next((each for each in layers if each is not None), CachedLayer(1, 2, 2))
-    blocks = layer_list(shell)
-    shares = len(layers) // len(blocks)  # of a block that caches as several layers, all weights are the first one's
-    owners = [blocks[layer // shares] if layer % shares == 0 else nn.Module() for layer in range(len(layers))]
-    weights = [sum(parameter.numel() for parameter in block.parameters()) for block in owners]
-    linear = [_multiplied(block) for block in owners]
-    active = [_multiplied(block, text) for block in owners]
-    before = shell.get_input_embeddings().weight.numel()
-    every = sum(parameter.numel() for parameter in shell.parameters())
-    return ModelSpec(
-        family=str(text.model_type),
-        vocab_size=text.vocab_size,
-        hidden_size=text.hidden_size,
-        intermediate_size=text.hidden_size,
-        layers=len(layers),
-        heads=first.kv_heads * max(1, getattr(text, "num_attention_heads", 1) // first.kv_heads),
-        kv_heads=first.kv_heads,
-        head_dim=first.key_width + first.key_width % 2,
-        norm_eps=1e-6,
-        rope=RopeSpec(),
-        max_positions=longest,
-        tied=_tied(config),
-        library=LibrarySpec(
-            architecture=name,
-            cached=tuple(layers),
-            weights=tuple(weights),
-            linear=tuple(linear),
-            active=tuple(active),
-            embedding=before,
-            head=max(0, every - sum(weights) - before),
-            config=_digest(text),
-            rotates_by_length=any(True for _ in length_ropes(shell)),
-            divisible=_divides(config, text, len(blocks), len(layers)),
-            states=tuple(_states(probe, layer) for layer in range(len(layers))),
-            indexed=tuple(probe.indexed.get(layer, 0) for layer in range(len(layers))),
-            mixers=tuple(sorted(probe.mixers)),
-            uncalled=tuple(sorted(_names(shell, probe, called=False) - _names(shell, probe, called=True))),
-            images=image_terms(config),
-            no_images=why_no_images(config),
-        ),
-    )
-
-
-def _cached(probe: Probe, count: int, longest: int, name: str) -> list[CachedLayer | None]:
-    """What each of so many layers caches. Raises ConfigError for what no pool holds. longest: sequence, in positions;
-    one that is not much longer than a window needs no ring. name: of the model's class."""
-    layers: list[CachedLayer | None] = [None] * count
-    attending: dict[int, list[Seen]] = {}
-    for seen in probe.seen:
-        attending.setdefault(seen.layer, []).append(seen)
-    for layer, ((heads, key_width), (value_heads, value_width)) in probe.cached.items():
-        if heads != value_heads or layer >= count:
-            raise ConfigError(f"{name} caches keys of {heads} and values of {value_heads} heads in layer {layer}")
-        own = attending.get(layer, [])
-        expanded = any(seen.expanded for seen in own)
-        window = own[0].window if len(own) == 1 and not expanded else 0
-        ring = window if 2 * ring_positions(window) <= longest else 0
-        layers[layer] = CachedLayer(heads, key_width, value_width, expanded, ring)
-    return layers
-
-
-def _divides(config: PreTrainedConfig, text: PreTrainedConfig, blocks: int, layers: int) -> bool:
-    """Whether two stages can compute a model, tried on the meta device: not where layers need token ids, give more than
-    hidden states to the next one, or are asked for something by the model as a whole."""
-    if getattr(text, "hidden_size_per_layer_input", 0) or blocks != layers or layers < 2:
-        return False
-    for own in (range(layers // 2), range(layers // 2, layers)):
-        try:
-            shell = _on_meta(_stage_class(model_class(config), own, layers), config)
-            with _reported(f"{type(shell).__name__} has no stages"), suppress(LayersDone):
-                shell.tie_weights()
-                for each in shell.modules():
-                    if isinstance(each, NoEmbedding):
-                        with torch.device("meta"):
-                            each.load(torch.float32)
-                    if isinstance(each, OtherLayer):
-                        each.given = torch.empty(1, TOKENS, text.hidden_size, device="meta")
-                _pass(shell, Probe(), layers)
-        except ConfigError:
-            return False
-    return True
-
-
-def _names(shell: PreTrainedModel, probe: Probe, *, called: bool) -> set[str]:
-    """Names of nn.Linear modules that a pass has called, or has not, each in its parent."""
-    linear = [(name, module) for name, module in shell.named_modules() if type(module) is nn.Linear]
-    return {name.split(".")[-1] for name, module in linear if (id(module) in probe.called) is called}
-
-
-def _states(probe: Probe, layer: int) -> tuple[KeptState, ...]:
-    """What a layer keeps of a request."""
-    kept = probe.states.get(layer, {})
-    return tuple(KeptState(kind, number, shape) for (kind, number), shape in kept.items())
-
-
 def gguf_weights(tensors: GgufTensors, shell: PreTrainedModel) -> GgufWeights:
     """Weights of a GGUF file for a model on the meta device. Raises ConfigError as GgufWeights does."""
     text = shell.config.get_text_config(decoder=True)
     shapes = {name: tuple(parameter.shape) for name, parameter in shell.state_dict().items()}
-    if _tied(shell.config):
+    if is_tied(shell.config):
         shapes.pop("lm_head.weight", None)
     return GgufWeights(tensors, shapes, text.num_hidden_layers, (text.num_attention_heads, text.num_key_value_heads))
 
@@ -255,9 +128,10 @@ def load_model(
     layers: range,
     dtype: torch.dtype,
     loading: LoadProgress,
+    shard: Shard,
 ) -> PreTrainedModel:
-    """A model with the weights of a stage's layers, of the embedding where it has the first and of the head where it
-    has the last. Raises ConfigError for weights that are missing, left over or misshapen."""
+    """A model with a shard's part of the weights of a stage's layers, of the embedding where it has the first and of
+    the head where it has the last. Raises ConfigError for weights that are missing, left over or misshapen."""
     tensors = checkpoint if isinstance(checkpoint, GgufTensors) else None
     config = read_config(source, tensors)
     for part in (config, config.get_text_config(decoder=True)):
@@ -265,18 +139,21 @@ def load_model(
     count = config.get_text_config(decoder=True).num_hidden_layers
     elsewhere: set[str] = set()
     stored: NamedTensors | GgufWeights = checkpoint
-    if len(layers) < count or tensors is not None:
-        shell = _on_meta(model_class(config), config)
+    cuts: dict[str, Cut] = {}
+    if len(layers) < count or tensors is not None or shard.count > 1:
+        shell = on_meta(model_class(config), config)
         elsewhere = set(shell.state_dict())
         stored = gguf_weights(tensors, shell) if tensors is not None else checkpoint
-    read = partial(_read, stored, dtype, loading)
-    names = [name for name in sorted(stored.names) if _is_read(name, layers, count)]
+        if shard.count > 1:
+            cuts = stored_cuts(shell, stored.names, shard)
+    read = partial(_read, stored, dtype, loading, cuts)
+    names = [name for name in sorted(stored.names) if _is_read(name, layers, count) and not _is_elsewhere(name, cuts)]
     with ThreadPoolExecutor(LOADERS) as loaders:
         weights = dict(zip(names, loaders.map(read, names), strict=True))
     register()
-    stage_class = _stage_class(model_class(config), layers, count)
-    with _reported(f"transformers cannot load {source.path}"):
-        model, info = stage_class.from_pretrained(
+    own_class = stage_class(model_class(config), layers, count, shard)
+    with reported(f"transformers cannot load {source.path}"):
+        model, info = own_class.from_pretrained(
             None,
             config=config,
             state_dict=weights,
@@ -340,32 +217,13 @@ def check_version() -> None:
         )
 
 
-def _on_meta(cls: type[PreTrainedModel], config: PreTrainedConfig) -> PreTrainedModel:
+def on_meta(cls: type[PreTrainedModel], config: PreTrainedConfig) -> PreTrainedModel:
+    """A model without weights. Raises ConfigError for a configuration that it cannot be made of."""
     register()
-    with _reported(f"transformers cannot make {cls.__name__} of this configuration"), torch.device("meta"):
+    with reported(f"transformers cannot make {cls.__name__} of this configuration"), torch.device("meta"):
         shell: PreTrainedModel = cls._from_config(config, attn_implementation=_attention_of(config))
     _set_experts(shell)
     return shell.eval()
-
-
-def _pass(shell: PreTrainedModel, probe: Probe, layers: int) -> None:
-    """A pass over a model on the meta device."""
-    ids = torch.ones(1, TOKENS, dtype=torch.long, device="meta")
-    positions = torch.arange(TOKENS, device="meta")[None]
-    with running(probe), probe.watching(shell), torch.inference_mode():
-        call(shell, RowsCache(probe, layers), input_ids=ids, position_ids=positions)
-
-
-def _probe(shell: PreTrainedModel, layers: int) -> Probe:
-    """What a pass over a model on the meta device asks for."""
-    probe = Probe()
-    try:
-        with _reported(f"{type(shell).__name__} cannot be computed over a paged pool"):
-            _pass(shell, probe, layers)
-    except ConfigError:
-        if not probe.strangers:  # else what it looked for was not there
-            raise
-    return probe
 
 
 def _attention_of(config: PreTrainedConfig) -> Any:
@@ -383,19 +241,25 @@ def _set_experts(model: nn.Module) -> None:
                 setattr(module.config, "_experts_implementation", NAME)  # noqa: B010
 
 
-def _stage_class(cls: type[PreTrainedModel], layers: range, count: int) -> type[PreTrainedModel]:
-    """A model's class whose instances have these layers only."""
-    if len(layers) == count:
+def stage_class(
+    cls: type[PreTrainedModel], layers: range, count: int, shard: Shard | None = None
+) -> type[PreTrainedModel]:
+    """A model's class whose instances have these layers only, and of each parameter what a shard has. They are made on
+    the meta device."""
+    divided = shard is not None and shard.count > 1
+    if len(layers) == count and not divided:
         return cls
     last = layers.stop == count
 
     def __init__(self: Any, config: PreTrainedConfig, *args: Any, **named: Any) -> None:
         cls.__init__(self, config, *args, **named)
+        if shard is not None and divided:
+            shrink(self, cuts_of(self, plan_of(config.get_text_config(decoder=True)), shard.index, shard.count))
         blocks = layer_list(self)
         for each in range(count):
             if each not in layers:
                 blocks[each] = OtherLayer({layers.start - 1: "before", layers.stop: "behind"}.get(each, ""))
-        if layers.start and not (last and _tied(config)):
+        if layers.start and not (last and is_tied(config)):
             self.set_input_embeddings(NoEmbedding(config.get_text_config(decoder=True).hidden_size))
         if not last and hasattr(self, "lm_head"):
             self.lm_head = nn.Identity()
@@ -404,15 +268,24 @@ def _stage_class(cls: type[PreTrainedModel], layers: range, count: int) -> type[
     return type(cls.__name__, (cls,), {"__init__": __init__, "__module__": cls.__module__, **untied})
 
 
-def _tied(config: PreTrainedConfig) -> bool:
+def is_tied(config: PreTrainedConfig) -> bool:
     """Whether the head is the embedding, as far as a configuration says; a wrapper and its text may say it."""
     return any(getattr(each, "tie_word_embeddings", False) for each in (config, config.get_text_config(decoder=True)))
 
 
-def _read(stored: "NamedTensors | GgufWeights", dtype: torch.dtype, loading: LoadProgress, name: str) -> Tensor:
+def _read(
+    stored: "NamedTensors | GgufWeights", dtype: torch.dtype, loading: LoadProgress, cuts: Mapping[str, Cut], name: str
+) -> Tensor:
     weight = stored.read(name, stored.shape(name))
+    if (cut := cuts.get(name)) is not None:
+        weight = weight.narrow(cut.axis, cut.own.start, len(cut.own)).clone()  # the whole one is not kept
     loading.read(weight.numel())
     return weight.to(dtype)
+
+
+def _is_elsewhere(name: str, cuts: Mapping[str, Cut]) -> bool:
+    """Whether another shard has all of a tensor."""
+    return name in cuts and not cuts[name].own
 
 
 def _is_read(name: str, layers: range, count: int) -> bool:
@@ -424,24 +297,8 @@ def _is_read(name: str, layers: range, count: int) -> bool:
     return True
 
 
-def _multiplied(block: nn.Module, text: PreTrainedConfig | None = None) -> int:
-    """Parameters of a layer's matrices. text: of experts only as many as a token goes through."""
-    most = getattr(text, "num_experts_per_tok", None) or 1
-    total = 0
-    for parameter in block.parameters():
-        if parameter.dim() > 1:
-            joined = parameter.dim() == 3 and text is not None  # experts, with a matrix each
-            total += parameter.numel() * min(most, len(parameter)) // len(parameter) if joined else parameter.numel()
-    return total
-
-
-def _digest(text: PreTrainedConfig) -> str:
-    fields = {key: value for key, value in text.to_dict().items() if key not in UNCOMPUTED}
-    return hashlib.sha256(json.dumps(fields, sort_keys=True, default=str).encode()).hexdigest()
-
-
 @contextmanager
-def _reported(failed: str) -> Iterator[None]:
+def reported(failed: str) -> Iterator[None]:
     """Turn whatever code of transformers raises into ConfigError, in one line of bounded length; its progress bars and
     warnings are left out: what they warn of is an error here."""
     try:

@@ -12,9 +12,11 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from headrace.core.types.kv.geometry import ceil_div
+from headrace.engine.collectives.operations import ALONE, Collectives
 from headrace.engine.layers.exchange import ExpertChoice
 from headrace.engine.layers.lora import Groups, add_deltas
 from headrace.engine.layers.moe import rows_by_expert
+from headrace.engine.library.shards import part_of
 from headrace.engine.model.arithmetic import Arithmetic, Weight
 from headrace.engine.model.weights import Deltas
 
@@ -29,19 +31,34 @@ Pack = Callable[[Tensor], Weight]
 class PackedLinear(nn.Module):
     """nn.Linear by an Arithmetic. Some models read its weight's dtype: an empty tensor has it."""
 
-    def __init__(self, of: nn.Linear, arithmetic: Arithmetic, pack: Pack, compute: torch.dtype) -> None:
+    def __init__(
+        self, of: nn.Linear, arithmetic: Arithmetic, pack: Pack, compute: torch.dtype, tp: Collectives = ALONE
+    ) -> None:
+        """tp: the shards, over which the results are summed of a module that is divided along its inputs."""
         super().__init__()
         self._arithmetic = arithmetic
         self._packed = pack(of.weight.detach())
         self.in_features, self.out_features = of.in_features, of.out_features
         self.weight = torch.empty(0, dtype=compute)
-        self.bias = None if of.bias is None else of.bias.detach().to(compute)
+        self.part = part_of(of)
+        """What this shard has of the weight; None for all of it."""
+        self._tp = tp if self.part is not None and self.part.axis == 1 else ALONE
+        bias = of.bias if self._tp.rank == 0 else None  # added once
+        self.bias = None if bias is None else bias.detach().to(compute)
         self._deltas: Deltas = {}
         self._rows = AdaptedRows()
 
     def adapt(self, deltas: Deltas, rows: "AdaptedRows") -> None:
         """Have adapters add to it. rows: of the pass that is under way."""
         self._deltas, self._rows = deltas, rows
+
+    @property
+    def whole_size(self) -> tuple[int, int]:
+        """Of the weight of all shards together: [out, in]."""
+        sizes = [self.out_features, self.in_features]
+        if self.part is not None:
+            sizes[self.part.axis] = self.part.whole
+        return sizes[0], sizes[1]
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., in] → [..., out]. Raises ValueError where adapters' rows are not those of the pass."""
@@ -51,6 +68,7 @@ class PackedLinear(nn.Module):
             if len(flat) != self._rows.tokens:
                 raise ValueError("an adapted module computes other rows than the pass has tokens")
             add_deltas(self._arithmetic, flat, y, self._deltas, groups)
+        y = self._tp.all_reduce(y).wait()
         return y.view(*x.shape[:-1], self.out_features)
 
 
@@ -90,8 +108,14 @@ class OutputHead(nn.Module):
 class PackedExperts:
     """The experts of a module that has them in joined tensors, as transformers' interface of experts says."""
 
-    def __init__(self, module: Any, arithmetic: Arithmetic, pack: Pack, compute: torch.dtype) -> None:
-        """Take the weights of a module, which has none afterwards."""
+    def __init__(
+        self, module: Any, arithmetic: Arithmetic, pack: Pack, compute: torch.dtype, tp: Collectives = ALONE
+    ) -> None:
+        """Take the weights of a module, which has none afterwards. tp: the shards, among which its experts are
+        divided."""
+        part = part_of(module)
+        self._first = part.own.start if part is not None else 0
+        self._tp = tp if part is not None else ALONE
         self._module = module
         self._arithmetic = arithmetic
         name = "gate_up_proj" if module.has_gate else "up_proj"
@@ -112,7 +136,7 @@ class PackedExperts:
         """
         module, arithmetic = self._module, self._arithmetic
         sums = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
-        edges = torch.arange(len(self._up) + 1, device=chosen.device)
+        edges = torch.arange(self._first, self._first + len(self._up) + 1, device=chosen.device)
         tokens, factors, bounds = rows_by_expert(ExpertChoice(chosen, weights.float()), edges)
         for expert, (start, stop) in enumerate(pairwise(bounds.tolist())):
             if start == stop:
@@ -127,7 +151,7 @@ class PackedExperts:
             if module.has_post_expert_norm:
                 result = module.post_expert_norm(result)
             sums.index_add_(0, rows, result.float() * factors[start:stop])
-        return sums.to(x.dtype)
+        return self._tp.all_reduce(sums).wait().to(x.dtype)
 
 
 class Products(TorchFunctionMode):
@@ -170,19 +194,20 @@ def replace_products(
     *,
     unpacked: Pack,
     leave: Collection[str],
+    tp: Collectives,
 ) -> None:
     """Have our arithmetic compute the products of all nn.Linear and experts below a module. unpacked: in place of pack
     for those that choose experts, which are never in 8 bits. leave: names of those whose weights others multiply
-    with."""
+    with. tp: the shards of the stage."""
     for name, child in list(model.named_children()):
         if type(child) is nn.Linear:
             if name not in leave:
                 chosen = unpacked if name in ROUTERS else pack
-                setattr(model, name, PackedLinear(child, arithmetic, chosen, compute))
+                setattr(model, name, PackedLinear(child, arithmetic, chosen, compute, tp))
             continue
-        replace_products(child, arithmetic, pack, compute, unpacked=unpacked, leave=leave)
+        replace_products(child, arithmetic, pack, compute, unpacked=unpacked, leave=leave, tp=tp)
         if hasattr(child, "is_transposed") and isinstance(getattr(child, "down_proj", None), nn.Parameter):
-            packed = PackedExperts(child, arithmetic, pack, compute)
+            packed = PackedExperts(child, arithmetic, pack, compute, tp)
             object.__setattr__(child, "packed", packed)
 
 

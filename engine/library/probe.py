@@ -20,6 +20,8 @@ class Seen(NamedTuple):
     """The layer whose keys and values it attends to."""
     expanded: bool
     """Keys and values were made of what is cached."""
+    heads: int
+    """Query heads."""
     window: int
     """Of all positions that it sees the last so many, see window_of(); 0 where the module selects positions, too."""
 
@@ -112,7 +114,7 @@ class Probe(CacheOwner):
             self._windows[key] = window_of(asked.mask, asked.window)
             self._kept.append(asked.mask)
         window = 0 if asked.indices is not None else self._windows[key]
-        self.seen.append(Seen(self._last if layer is None else layer, layer is None, window))
+        self.seen.append(Seen(self._last if layer is None else layer, layer is None, query.shape[1], window))
         return query.new_empty(1, query.shape[2], query.shape[1], values.shape[3])
 
     def experts(self, module: nn.Module, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:

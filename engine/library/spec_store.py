@@ -20,7 +20,7 @@ def kept_spec(source: ModelSource, cache_dir: str) -> ModelSpec:
     """See library_spec(): made in a child process if it is not in cache_dir ("" for no cache), and in this one where
     transformers is imported already."""
     if "transformers" in sys.modules:
-        from headrace.engine.library.model import library_spec
+        from headrace.engine.library.spec import library_spec
 
         return library_spec(source)
     return RECORDS.load(source, cache_dir)
@@ -28,7 +28,7 @@ def kept_spec(source: ModelSource, cache_dir: str) -> ModelSpec:
 
 def main(parent: str, model: str, path: str) -> int:
     """Make one specification; returns the exit status."""
-    from headrace.engine.library.model import library_spec  # imports transformers
+    from headrace.engine.library.spec import library_spec  # imports transformers
 
     return RECORDS.make(parent, path, lambda: library_spec(resolve_source(model)))
 

@@ -108,6 +108,8 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     library: LibrarySpec | None = None
     """The model is computed by transformers' modules; the fields above are then as it caches, and those of the
     arithmetic are not read."""
+    state_bytes: int = 0
+    """Of what each KV head of a layer keeps of a request whatever its length (stub models; others: see library)."""
     further_layers: int = 0
     """Layers behind the last one that predict further tokens (num_nextn_predict_layers); they are not read."""
 

@@ -7,7 +7,7 @@ from math import prod
 
 import msgspec
 
-from headrace.core.types.kv.geometry import KV, Component, Geometry
+from headrace.core.types.kv.geometry import KV, Component, Geometry, ceil_div
 from headrace.core.types.requests.images import ImageTerms
 
 
@@ -21,6 +21,13 @@ class CachedLayer(msgspec.Struct, frozen=True):
     """Attention sees keys and values that the model makes of these (latents)."""
     window: int = 0
     """Positions that are kept in a ring: this layer, and no other, attends to the last so many of them; 0: all are."""
+    divided: bool = False
+    """Each shard has some of the heads (--tp); else all of them cache the same."""
+
+    def heads_of(self, shard: int, shards: int) -> range:
+        """The KV heads that one shard of so many caches."""
+        own = self.kv_heads // shards if self.divided else self.kv_heads
+        return range(shard * own, (shard + 1) * own) if self.divided else range(own)
 
     @property
     def names(self) -> tuple[str, str]:
@@ -44,6 +51,24 @@ class KeptState(msgspec.Struct, frozen=True):
     def name(self) -> str:
         """Name of the tensor of a pool that holds such states."""
         return f"{self.kind}{self.number}:{'x'.join(map(str, self.shape))}"
+
+
+class Division(msgspec.Struct, frozen=True):
+    """How shards divide a model (--tp), where they can."""
+
+    sizes: tuple[int, ...]
+    """Numbers that the number of shards has to divide: heads, inner widths."""
+    weights: tuple[int, ...]
+    """Parameters of each layer that are divided, all others are on every shard."""
+    linear: tuple[int, ...]
+    """Those of them that products multiply with."""
+    experts: int = 0
+    """Experts of a layer, at least; of which a shard has one or more. 0: it has none."""
+
+    def takes(self, shards: int) -> bool:
+        """Whether so many can divide it."""
+        enough = not self.experts or shards <= self.experts
+        return enough and all(size % shards == 0 for size in self.sizes)
 
 
 class LibrarySpec(msgspec.Struct, frozen=True):
@@ -81,6 +106,10 @@ class LibrarySpec(msgspec.Struct, frozen=True):
     """How it takes images; None where they are not served."""
     no_images: str = ""
     """Why they are not."""
+    division: Division | None = None
+    """How shards divide it; None where they cannot."""
+    undivided: str = ""
+    """Why they cannot."""
 
     @property
     def has_rings(self) -> bool:
@@ -92,11 +121,16 @@ class LibrarySpec(msgspec.Struct, frozen=True):
         kept = (None if each is None else msgspec.structs.replace(each, window=0) for each in self.cached)
         return msgspec.structs.replace(self, cached=tuple(kept))
 
-    def weight_count(self, layers: range, *, tied: bool) -> int:
-        """Parameters of a stage with these layers. tied: the head is the embedding."""
+    def weight_count(self, layers: range, *, tied: bool, shards: int = 1) -> int:
+        """Parameters of a shard of a stage with these layers. tied: the head is the embedding."""
         first, last = layers.start == 0, layers.stop == len(self.weights)
         ends = self.embedding * (first or (last and tied)) + self.head * last
-        return sum(self.weights[layers.start : layers.stop]) + ends
+        divided = self.division.weights if self.division is not None else None
+        return _of_shard(self.weights, divided, layers, shards) + ends
+
+    def linear_count(self, layers: range, shards: int = 1) -> int:
+        """Those of the layers' parameters that products multiply with."""
+        return _of_shard(self.linear, self.division.linear if self.division is not None else None, layers, shards)
 
     @property
     def stateful(self) -> bool:
@@ -130,32 +164,48 @@ class LibrarySpec(msgspec.Struct, frozen=True):
         width = self.indexed[layer]
         return f"index{width}", self.indexed[first:layer].count(width)
 
-    def geometry(self, dtype: str, page_size: int, layers: range) -> Geometry:
-        """Shape of the pool of a stage with these layers. Tensors are in the order of the first layers that use them,
-        rings last; layers of a tensor are counted among those that use it."""
+    def geometry(self, dtype: str, page_size: int, layers: range, shard: int = 0, shards: int = 1) -> Geometry:
+        """Shape of the pool of a stage with these layers, of one shard of so many. Tensors are in the order of the
+        first layers that use them, rings last; layers of a tensor are counted among those that use it."""
         beside = (*self._index_components(dtype, layers), *self._state_components(layers))
         if self.uniform and (cached := self.cached[0]) is not None:
-            size = len(layers), cached.kv_heads, cached.key_width
-            return Geometry(dtype, *size, page_size, layer_start=layers.start, components=beside)
+            heads = cached.heads_of(shard, shards)
+            size = len(layers), len(heads), cached.key_width
+            return Geometry(
+                dtype, *size, page_size, layer_start=layers.start, head_start=heads.start, components=beside
+            )
         own, before = self.cached[layers.start : layers.stop], self.cached[: layers.start]
         components: list[Component] = []
         distinct = [each for each in dict.fromkeys(own) if each is not None]
         for cached in sorted(distinct, key=lambda each: each.window > 0):
             names, widths = dict.fromkeys(cached.names), (cached.key_width, cached.value_width)
+            heads = cached.heads_of(shard, shards)
             for name, width in zip(names, widths, strict=False):
                 part = Component(
                     name,
                     dtype,
                     own.count(cached),
-                    cached.kv_heads,
+                    len(heads),
                     width,
                     planes=3 - len(names),
                     layer_start=before.count(cached),
+                    head_start=heads.start,
                     per_request=cached.window > 0,
                     window=cached.window,
                 )
                 components.append(part)
         return Geometry(dtype, 0, 0, 0, page_size, components=(*components, *beside))
+
+    def offered(self, pool: Geometry, shard: int) -> Geometry | None:
+        """What a shard offers of its pool to peers: the first one all of it, the others what only they have."""
+        if not shard:
+            return pool
+        divided = {name for each in self.cached if each is not None and each.divided for name in each.names}
+        keys = pool.layers if self.cached[0] is not None and self.cached[0].divided else 0
+        offered = msgspec.structs.replace(
+            pool, layers=keys, components=tuple(part for part in pool.components if part.name in divided)
+        )
+        return offered if offered.tensors else None
 
     def _index_components(self, dtype: str, layers: range) -> Iterator[Component]:
         own = self.indexed[layers.start : layers.stop]
@@ -169,3 +219,10 @@ class LibrarySpec(msgspec.Struct, frozen=True):
         for state in dict.fromkeys(own):
             size, start = prod(state.shape), before.count(state)
             yield Component(state.name, "float32", own.count(state), 1, size, 1, start, per_request=True)
+
+
+def _of_shard(counts: tuple[int, ...], divided: tuple[int, ...] | None, layers: range, shards: int) -> int:
+    """What a shard holds of these layers, of parameters of which some are divided."""
+    part = slice(layers.start, layers.stop)
+    own = sum(divided[part]) if divided is not None else 0
+    return sum(counts[part]) - own + ceil_div(own, shards)

@@ -18,6 +18,7 @@ import msgspec
 from headrace.core.types.errors import ConfigError
 from headrace.core.types.kv.geometry import ceil_div
 from headrace.engine.model.config import ModelSpec
+from headrace.engine.model.library_spec import LibrarySpec
 
 COLUMN_UNITS = (32, 16, 8, 4, 2, 1)  # MLP columns that stay together: 32 fill the widest panels of the CPU kernels
 UNITS_PER_SHARD = 4  # at least, for units of more than one column; fewer would divide the work unevenly
@@ -42,6 +43,10 @@ class Shard(msgspec.Struct, frozen=True):
     """Rows of the embedding and of the output head. Shorter, or empty, on the last shards."""
     vocabulary_block: int
     """Rows of the longest such range, equal on all shards."""
+    count: int = 1
+    """Shards in all."""
+    by_plan: bool = False
+    """The plan of transformers' modules says what it has of each weight (engine/library/shards.py), not the ranges."""
 
     @property
     def first(self) -> bool:
@@ -55,6 +60,8 @@ def split_model(spec: ModelSpec, tp: int) -> tuple[Shard, ...]:
     Raises ConfigError for a number of shards that the model's heads or MLP cannot be split over.
     """
     _check(spec, tp)
+    if spec.library is not None:
+        return tuple(_of_library(spec, each, tp) for each in range(tp))
     group = spec.heads // spec.kv_heads
     if tp <= spec.kv_heads:
         kv_heads = [range(each * spec.kv_heads // tp, (each + 1) * spec.kv_heads // tp) for each in range(tp)]
@@ -75,6 +82,7 @@ def split_model(spec: ModelSpec, tp: int) -> tuple[Shard, ...]:
             columns=columns[each],
             vocabulary=range(ends[each], ends[each + 1]),
             vocabulary_block=block,
+            count=tp,
         )
         for each in range(tp)
     )
@@ -122,10 +130,10 @@ def part_of(
 def _check(spec: ModelSpec, tp: int) -> None:
     if tp < 1:
         raise ConfigError(f"--tp is {tp}; it must be at least 1")
-    if tp > 1 and spec.library is not None:
-        raise ConfigError(
-            f"{spec.library.architecture} is computed by transformers' modules, which --tp does not split; write --tp 1"
-        )
+    if spec.library is not None:
+        if tp > 1:
+            _check_division(spec.library, tp)
+        return
     if not _divides_heads(spec, tp):
         fewer = max(each for each in range(1, tp) if _divides_heads(spec, each))
         more = next((each for each in range(tp + 1, MOST_SHARDS + 1) if _divides_heads(spec, each)), 0)
@@ -137,6 +145,36 @@ def _check(spec: ModelSpec, tp: int) -> None:
         raise ConfigError(
             f"an MLP {spec.intermediate_size} columns wide cannot be split over --tp {tp}; "
             f"write --tp {spec.intermediate_size} or less"
+        )
+
+
+def _of_library(spec: ModelSpec, index: int, count: int) -> Shard:
+    """A shard of transformers' modules."""
+    assert spec.library is not None
+    alone = index > 0 and not any(each is not None and each.divided for each in spec.library.cached)
+    return Shard(
+        index=index,
+        heads=range(spec.heads),
+        kv_heads=range(spec.kv_heads),
+        offered=range(0) if alone else range(spec.kv_heads),
+        columns=range(spec.intermediate_size),
+        vocabulary=range(spec.vocab_size),
+        vocabulary_block=spec.vocab_size,
+        count=count,
+        by_plan=True,
+    )
+
+
+def _check_division(library: LibrarySpec, tp: int) -> None:
+    division = library.division
+    if division is None:
+        raise ConfigError(f"{library.architecture} cannot be divided into shards: {library.undivided}; write --tp 1")
+    if not division.takes(tp):
+        degrees = [str(each) for each in range(1, MOST_SHARDS + 1) if division.takes(each)]
+        sizes = ", ".join(map(str, division.sizes))
+        raise ConfigError(
+            f"{library.architecture} cannot be split over --tp {tp}, which does not divide its heads and inner widths "
+            f"({sizes}); write --tp {' or '.join(degrees)}"
         )
 
 

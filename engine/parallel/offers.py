@@ -24,7 +24,7 @@ class Offer(NamedTuple):
     number: int
     """Its number in Welcome: its place among the ranks that offer KV. Without meaning for the others."""
     offers: bool
-    """Whether it offers its pool. (Parts of a pool are not offered.)"""
+    """Whether it offers its pool, or what only it has of that (LoadPlan.offered)."""
 
 
 def offer(layout: Layout, rank: int, spec: ModelSpec) -> Offer:

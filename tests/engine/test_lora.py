@@ -12,6 +12,7 @@ from headrace.core.types.errors import ConfigError
 from headrace.engine.collectives.operations import Collectives
 from headrace.engine.runner import ModelRunner
 from tests.engine.collectives.threads import run_ranks
+from tests.engine.library_shards import load_one_at_a_time
 from tests.engine.lora import Adapter, save_adapter
 from tests.engine.models import (
     Prompt,
@@ -188,11 +189,20 @@ def test_weights_in_8_bits(sites: Sites, decoder: str) -> None:
     assert all(gap < 3 * base for gap in others)
 
 
-@pytest.mark.parametrize("shape", [(6, 2, 2), (6, 3, 2), (4, 1, 2)])
+@pytest.mark.parametrize(
+    ("shape", "decoder"),
+    [((6, 2, 2), "native"), ((6, 3, 2), "native"), ((4, 1, 2), "native"), ((6, 2, 2), "library")],
+)
 @pytest.mark.parametrize("quantize", ["none", "int8"])
 def test_shards(
-    reshaped: Callable[[str, int, int], Saved], tmp_path: Path, shape: tuple[int, int, int], quantize: str
+    reshaped: Callable[[str, int, int], Saved],
+    tmp_path: Path,
+    shape: tuple[int, int, int],
+    decoder: str,
+    quantize: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    load_one_at_a_time(monkeypatch)
     heads, kv_heads, tp = shape
     base = reshaped("llama-bias", heads, kv_heads)
     kinds = ("all", "some")
@@ -200,7 +210,7 @@ def test_shards(
     rows = ["all", "some", "", "all"]
 
     def rank(collectives: Collectives) -> list[Tensor]:
-        runner = make_runner(base.folder, tp=collectives, lora=site.flags, quantize=quantize)
+        runner = make_runner(base.folder, tp=collectives, lora=site.flags, quantize=quantize, decoder=decoder)
         prompts = prompts_of(runner, rows)
         results = runner.execute([prompt.row(0, len(prompt.tokens), adapter=of) for prompt, of in prompts])
         return [reported_logprobs(sampled) for sampled in results.samples]

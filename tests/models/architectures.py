@@ -10,6 +10,10 @@ from tests.engine.models import VOCABULARY
 WINDOW = 24
 
 
+UNPLANNED = {"hunyuan_v1_dense", "bitnet", "gpt2", "falcon_h1", "lfm2", "mamba2", "bamba", "zamba2"}
+UNDIVIDED = dict.fromkeys(("phi3", "nemotron_h"), "its plan for shards divides nothing")
+
+
 class Architecture(NamedTuple):
     """A model of the zoo."""
 
@@ -19,6 +23,11 @@ class Architecture(NamedTuple):
     """Part of the reason for which it is not served."""
     stages: bool = True
     """It runs in two pipeline stages, too."""
+
+    @property
+    def undivided(self) -> str:
+        """Why shards cannot divide it (--tp)."""
+        return "transformers has no plan" if self.model_type in UNPLANNED else UNDIVIDED.get(self.model_type, "")
 
 
 SIZES: dict[str, Any] = {

@@ -7,7 +7,7 @@ from transformers import AutoConfig
 from headrace.engine.library.model import model_class
 from headrace.engine.model.families import BY_ARCHITECTURE, FAMILIES
 from headrace.engine.model.gguf_config import ARCHITECTURES as GGUF
-from tests.models.architectures import ARCHITECTURES, SIZES
+from tests.models.architectures import ARCHITECTURES, SIZES, Architecture
 from tests.models.gguf_forms import FORMS
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "models.md"
@@ -23,8 +23,8 @@ This page is made from the code (`python -m tests.models.document`).
 | `library` | the modules of transformers 5.23 over the same paged pool |
 | `auto` (the default) | native where it is, library elsewhere; the start says which |
 
-Scheduler, cache, tiers and handoff do not know which one it is. What both have: `--pp`, chunks, ragged batches, the
-prefix cache, LoRA adapters, `--quantize int8` on CPUs, every form of checkpoint below. Native only: `--tp`,
+Scheduler, cache, tiers and handoff do not know which one it is. What both have: `--pp`, `--tp`, chunks, ragged batches,
+the prefix cache, LoRA adapters, `--quantize int8` on CPUs, every form of checkpoint below. Native only:
 `--expert-parallel`, latents attended to as they are (DeepSeek).
 
 The library's decoder has no table of architectures. A pass of the model on torch's meta device shows what each layer
@@ -60,11 +60,17 @@ positions in every layer. A start takes some seconds more: transformers is impor
 ## Architectures
 
 Each is a small random model of the zoo (`make test-models`): logprobs after a prompt in chunks beside another request
-and after single tokens, as transformers computes them; the same in two stages; and texts behind a handoff from two
-stages.
+and after single tokens, as transformers computes them; the same in two stages and in two shards; and texts behind a
+handoff from two stages.
 
 """
 AFTER = """
+**Shards.** With `--tp N` a shard has what the model's own plan for tensor parallelism gives it (`base_model_tp_plan` of
+transformers; our own for gpt-oss and Qwen3-VL, which have none): heads, an MLP's inner columns, whole experts. What a
+plan gathers again is whole on every shard, and so are embeddings, heads, routers, norms, encoders of images, and
+modules with states. N has to divide heads, KV heads and inner widths; `headrace check` says what it may be. States and
+latents are on all shards, and the first one hands them over.
+
 **Images.** Qwen3-VL, Qwen2.5-VL and Mistral 3 take images ([how](operations.md#images)): encoded in the first stage by
 the model's own encoder, with its positions (mrope) and deepstack embeddings, in chunks, beside other requests and
 behind a handoff, as transformers computes them. Qwen3-VL's go into hidden states behind the first layers, which the
@@ -132,13 +138,14 @@ transformers.
 
 def written() -> str:
     """The document."""
-    rows = ["| architecture | decoder | stages |", "|---|---|---|"]
+    rows = ["| architecture | decoder | stages | shards |", "|---|---|---|---|"]
     for name, each in ARCHITECTURES.items():
         architecture = model_class(AutoConfig.for_model(each.model_type, **{**SIZES, **each.fields})).__name__
         decoder = f"not served: {each.refused}" if each.refused else "library"
         if architecture in BY_ARCHITECTURE and not each.refused:
             decoder = "native, library"
-        rows.append(f"| `{architecture}` ({name}) | {decoder} | {stages(each.refused, many=each.stages)} |")
+        parts = f"{stages(each.refused, many=each.stages)} | {shards(each)}"
+        rows.append(f"| `{architecture}` ({name}) | {decoder} | {parts} |")
     return BEFORE + "\n".join(rows) + "\n" + AFTER + "\n".join(gguf_rows()) + "\n" + GGUF_AFTER
 
 
@@ -158,6 +165,13 @@ def stages(refused: str, *, many: bool) -> str:
     if refused:
         return ""
     return "any" if many else "1"
+
+
+def shards(architecture: Architecture) -> str:
+    """How many shards of a stage."""
+    if architecture.refused:
+        return ""
+    return "1" if architecture.undivided else "any"
 
 
 if __name__ == "__main__":

@@ -1,11 +1,14 @@
 """Weights in the forms in which quantised models are published: made here as their tools make them, each with what it
 stands for."""
 
+import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 BLOCK, GROUP = 32, 16
@@ -209,3 +212,61 @@ PUBLISHED: dict[str, Published] = {
     "bitsandbytes-8": Published(bitsandbytes8, BNB),
     "bitsandbytes-4": Published(bitsandbytes4, BNB),
 }
+
+
+def publish(folder: Path, model: Any, form: Published) -> None:
+    """Save a model in this form, and give it the weights that the form stands for."""
+    model.save_pretrained(folder)
+    path = folder / "model.safetensors"
+    tensors, stored = load_file(path), {}
+    own = model.state_dict()
+    for name, weight in tensors.items():
+        if not name.endswith("_proj.weight"):
+            stored[name] = weight
+            continue
+        parts, expected = form.make(weight)
+        stored.update({name.removesuffix("weight") + part: tensor.contiguous() for part, tensor in parts.items()})
+        if name in own:  # experts are joined in the model
+            own[name].copy_(expected)
+    save_file(stored, path)
+    edit(folder, {form.key: form.config} if form.config else {})
+    if form.file is not None:
+        (folder / form.file[0]).write_text(json.dumps(form.file[1]))
+
+
+def edit(folder: Path, fields: dict[str, Any]) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, **fields}))
+
+
+def publish_in_blocks(folder: Path, model: Any) -> None:
+    """As DeepSeek-V3 and Kimi K2 are published, an expert's matrices apart."""
+    publish(folder, model, PUBLISHED["fp8-blocks"])
+    for module in model.modules():  # experts are joined in the model: those are the weights that the parts stand for
+        if hasattr(module, "gate_up_proj") and module.gate_up_proj.dim() == 3:
+            for weight in (module.gate_up_proj, module.down_proj):
+                weight.data = torch.stack([joined(each) for each in weight.data])
+
+
+def joined(weight: Tensor) -> Tensor:
+    """What an expert's matrix stands for; gate and up projection were published apart."""
+    halves = weight.chunk(2) if len(weight) == 64 and weight.shape[1] == 64 else (weight,)
+    return torch.cat([PUBLISHED["fp8-blocks"].make(half)[1] for half in halves])
+
+
+def publish_in_mxfp4(folder: Path, model: Any) -> None:
+    """As gpt-oss is published: the matrices of its experts."""
+    model.save_pretrained(folder)
+    path = folder / "model.safetensors"
+    stored, own = load_file(path), model.state_dict()
+    for name in [name for name in stored if name.endswith(("gate_up_proj", "down_proj"))]:
+        weight = stored.pop(name).transpose(1, 2)  # [experts, outputs, inputs]
+        apart = weight.reshape(-1, 32)
+        exponents = torch.floor(torch.log2(apart.abs().amax(1) / 6)) + 1
+        coded, values = nibbles(apart / torch.exp2(exponents)[:, None])
+        shape = (*weight.shape[:2], -1)
+        stored[f"{name}_blocks"] = coded.view(*shape, 16)
+        stored[f"{name}_scales"] = (exponents + 127).to(torch.uint8).view(shape)
+        own[name].copy_((values * torch.exp2(exponents)[:, None]).view(weight.shape).transpose(1, 2))
+    save_file(stored, path)
+    edit(folder, {"quantization_config": {"quant_method": "mxfp4"}})

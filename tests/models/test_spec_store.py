@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from headrace.core.types.errors import ConfigError
-from headrace.engine.library.model import library_spec
+from headrace.engine.library.spec import library_spec
 from headrace.engine.library.spec_store import RECORDS
 from headrace.engine.model.source import ModelSource
 from tests.models.architectures import ARCHITECTURES
@@ -40,6 +40,7 @@ def test_a_record_is_what_the_pass_finds_and_is_kept(tmp_path: Path) -> None:
     assert msgspec.msgpack.encode(found) == msgspec.msgpack.encode(library_spec(ModelSource("hf", folder)))
 
 
+@pytest.mark.full
 def test_what_a_child_says_of_a_model_is_said_here(tmp_path: Path) -> None:
     make_model(ARCHITECTURES["deepseek-v4"]).save_pretrained(tmp_path / "model")
     with pytest.raises(ConfigError, match="DeepseekV4ForCausalLM has a cache of its own"):
