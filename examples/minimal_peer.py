@@ -4,8 +4,9 @@
     curl http://localhost:8000/v1/prefill -d '{"prompt_token_ids": [1, 2, 3, 4, 5], "ticket": "ticket-42"}'
 
 Copy it to write your own. It checks whatever a peer has to check, and fetches one ticket at a time, on one thread, into
-an array of positions where an engine has a pool of pages. Without the xxhash package it has no checksums, on which
-servers insist by default, and tickets have 9 to 16 bytes: the one case of their hash that is short to write down.
+an array of positions where an engine has a pool of pages; components (latents, states of requests, but no windows) go
+into arrays of their own. Without the xxhash package it has no checksums, on which servers insist by default, and
+tickets have 9 to 16 bytes: the one case of their hash that is short to write down.
 """
 
 import argparse
@@ -24,7 +25,8 @@ try:
 except ImportError:
     xxh3 = None
 
-DTYPES = {"float32": np.float32, "float16": np.float16, "bfloat16": np.uint16}  # bfloat16: its bits
+DTYPES = {"float32": np.float32, "float16": np.float16, "bfloat16": np.uint16, "uint8": np.uint8}  # bfloat16: its bits
+PART = {"layer_start": 0, "head_start": 0, "planes": 2, "per_request": False, "window": 0}  # where nothing is said
 PAGE = 16  # of the page list that is reserved; any size will do
 ROW = struct.Struct("<HHBBxxQQiiif")  # the head of a metadata row
 CHUNK = {"ticket": str, "generation": int, "chunk": int, "start": int, "count": int}
@@ -47,6 +49,8 @@ def short_xxh3(data):
 
 def encode(value):
     """msgpack, as far as a peer uses it."""
+    if isinstance(value, bool):
+        return b"\xc3" if value else b"\xc2"
     if isinstance(value, dict):
         return struct.pack(">BH", 0xDE, len(value)) + b"".join(encode(x) for item in value.items() for x in item)
     if isinstance(value, list):
@@ -104,11 +108,18 @@ def connect(context, address, max_frame):
     return socket
 
 
-class Stage:
-    """A data connection, and what has come on it. span: the layers of the stage, in the array that is filled."""
+def tensors_of(geometry):
+    """Keys and values and what there is besides, by name, as the parts that a geometry says."""
+    sizes = {name: value for name, value in geometry.items() if name not in ("page_size", "components")}
+    own = [{"name": "kv", **sizes}] if sizes["layers"] else []
+    return {x["name"]: {**PART, **x} for x in [*own, *geometry.get("components", [])]}
 
-    def __init__(self, context, host, number, info, span):
-        self.number, self.span, self.page_size = number, span, info["geometry"]["page_size"]
+
+class Stage:
+    """A data connection, and what has come on it. spans: the layers of the stage in the arrays that are filled."""
+
+    def __init__(self, context, host, number, info, spans):
+        self.number, self.spans, self.page_size = number, spans, info["geometry"]["page_size"]
         self.socket = connect(context, f"{host}:{info['data_port']}", 256 << 20)
         self.attached, self.heard, self.next = False, 0.0, 0.0
 
@@ -119,16 +130,24 @@ class Stage:
 
 
 class Peer:
-    """One session. geometry: layers, kv_heads, head_dim, dtype. Raises Failure when the control endpoint refuses."""
+    """One session. geometry: layers, kv_heads, head_dim, dtype, and components. Raises Failure when the
+    control endpoint refuses."""
 
     def __init__(self, context, control, fingerprint, geometry, wait_s=30.0):
-        self.host, self.geometry, self.wait_s = control.rpartition(":")[0], geometry, wait_s
+        self.host, self.tensors, self.wait_s = control.rpartition(":")[0], tensors_of(geometry), wait_s
+        sizes = "layers", "planes", "kv_heads", "head_dim"
+        components = [
+            {"name": name, "dtype": x["dtype"], "shape": [x[size] for size in sizes], "per_request": x["per_request"]}
+            for name, x in self.tensors.items()
+            if name != "kv"
+        ]
         self.context, self.stages, self.ticket = context, [], None
         self.hello = {
             "type": "Hello", "protocols": [1], "instance": secrets.token_hex(16), "name": "minimal", "role": "decode",
             "fingerprint": fingerprint, "geometries": [{**geometry, "page_size": PAGE}], "kv_pages": 1 << 20,
             "max_model_len": PAGE << 20, "metadata_version": 1, "metadata_bytes": 256, "metadata_rows": 1,
             "window_bytes": 64 << 20, "checksums": [CHECKSUM], "backends": ["zmq"],
+            "components": components,
         }  # fmt: skip
         answer, end = {"code": "not_ready"}, time.monotonic() + wait_s
         while answer.get("code") == "not_ready" and time.monotonic() < end:  # a fresh connection for every attempt
@@ -143,33 +162,43 @@ class Peer:
 
     def _welcomed(self, welcome):
         """Check what has to be equal (G6), and attach to every stage."""
-        ours, layer = self.geometry, 0
+        begun = dict.fromkeys(self.tensors, 0)
         agreed = {"protocol": 1, "fingerprint": self.hello["fingerprint"], "checksum": CHECKSUM, "backend": "zmq"}
-        if any(welcome[name] != here for name, here in agreed.items()) or welcome.get("components"):
+        components = {x["name"]: {"per_request": False, "window": 0, **x} for x in welcome.get("components", [])}
+        same = components == {x["name"]: {"window": 0, **x} for x in self.hello["components"]}
+        if not same or any(welcome[name] != here for name, here in agreed.items()):
             raise Failure(f"mismatch: {agreed} here, {welcome} there")
         for number, info in enumerate(welcome["stages"]):
-            theirs = {"layer_start": 0, "head_start": 0, **info["geometry"]}
-            same = {**theirs, **ours, "layers": theirs["layers"], "layer_start": layer, "head_start": 0}
-            if theirs != same or not 1 <= theirs["page_size"] <= 65536 or theirs["layers"] < 1:
-                raise Failure(f"geometry_mismatch: {ours} here, {theirs} there")
-            self.stages.append(Stage(self.context, self.host, number, info, slice(layer, layer + theirs["layers"])))
-            layer += theirs["layers"]
-        if layer != ours["layers"]:
-            raise Failure(f"layers_mismatch: {ours['layers']} here, {layer} there")
+            spans, theirs = {}, tensors_of(info["geometry"])
+            for name, part in theirs.items():
+                first, count = begun.get(name, 0), part["layers"]
+                if part != {**self.tensors.get(name, {}), "layers": count, "layer_start": first} or count < 1:
+                    raise Failure(f"geometry_mismatch: {self.tensors} here, {part} there")
+                spans[name], begun[name] = slice(first, first + count), first + count
+            if not 1 <= info["geometry"]["page_size"] <= 65536:
+                raise Failure("page_size_mismatch: 1 to 65536 here")
+            self.stages.append(Stage(self.context, self.host, number, info, spans))
+        if begun != {name: x["layers"] for name, x in self.tensors.items()}:
+            raise Failure(f"layers_mismatch: {self.tensors} here, {begun} there")
         self.welcome, self.heard, self.ping = welcome, time.monotonic(), 0.0
 
     def fetch(self, ticket, tokens, generation=1):
-        """(first token, KV of [layers, 2, kv_heads, tokens, head_dim]); the KV is None when the first token ended the
-        request. Raises Failure with the reason of either side; nothing is written to the array after that."""
+        """(first token, arrays by name): "kv" is [layers, 2, kv_heads, tokens, head_dim], states have 1 in the place of
+        tokens; None when the first token ended the request. Raises Failure with the reason of either side; nothing is
+        written to the arrays after that."""
         if not xxh3 and not 9 <= len(ticket.encode()) <= 16:
             raise Failure("bad_ticket: without the xxhash package a ticket has 9 to 16 bytes")
-        g = self.geometry
-        self.kv = np.zeros((g["layers"], 2, g["kv_heads"], tokens, g["head_dim"]), DTYPES[g["dtype"]])
+        self.tokens, self.arrays = tokens, {}
+        for name, x in self.tensors.items():
+            shape = x["layers"], x["planes"], x["kv_heads"], 1 if x["per_request"] else tokens, x["head_dim"]
+            self.arrays[name] = np.zeros(shape, DTYPES[x["dtype"]])
+        self.slot = 0 if any(x["per_request"] for x in self.tensors.values()) else -1
         self.ticket, self.first, self.ended, self.progress = (ticket, generation), None, False, time.monotonic()
         self.pages = np.arange(-(-tokens // PAGE), dtype="<i4")
         for stage in self.stages:
             stage.chunks, stage.total = {}, 0
         names, place = {"ticket": ticket, "generation": generation}, {"pages": self.pages.tobytes(), "row": 0}
+        place |= {"slot": self.slot} if self.slot >= 0 else {}
         self.control.send(encode({"type": "Reserve", **names, "prompt_tokens": tokens, "cached_tokens": 0, **place}))
         try:
             while not self.ended:  # Finished, which the control endpoint sends when it has all our Acks
@@ -179,7 +208,7 @@ class Peer:
         except Failure:
             self.close()  # which ends the ticket with its session; an engine would say Cancel
             raise
-        return self.first, self.kv
+        return self.first, self.arrays
 
     def close(self):
         self.control.send(encode({"type": "Goodbye"}))
@@ -209,8 +238,8 @@ class Peer:
         about = message.get("ticket"), message.get("generation")
         if message["type"] == "Finished" and about == self.ticket:
             if message.get("metadata"):
-                self.first, self.kv = self._row(message["metadata"], ends=True), None
-            if self.first in (None, -1) or not (self.kv is None or all(stage.total for stage in self.stages)):
+                self.first, self.arrays = self._row(message["metadata"], ends=True), None
+            if self.first in (None, -1) or not (self.arrays is None or all(stage.total for stage in self.stages)):
                 raise Failure("bad_metadata: Finished without a first token, or before everything had come")
             self.ended = True
         elif message["type"] in ("Failed", "Refuse", "Goodbye") and about in (self.ticket, (None, None)):
@@ -239,14 +268,15 @@ class Peer:
         """Write a chunk, or (code, text) of what is wrong with it; ("", "") when nothing is."""
         number, start, count, total = header["chunk"], header["start"], header["count"], header.get("total", 0)
         end = start + count
-        inside = 0 <= start <= end <= self.kv.shape[3] and (count or total)
+        inside = 0 <= start <= end <= self.tokens and (count or total)
         if not inside or total not in (0, number + 1) or (stage.total and (total or number >= stage.total)):
-            return "bad_chunk", f"chunk {number} of {total}, positions {start} to {end} of {self.kv.shape[3]}"
-        sizes = [self.kv[stage.span, :, :, at:to].nbytes for at, to in stage.cuts(start, count)]
+            return "bad_chunk", f"chunk {number} of {total}, positions {start} to {end} of {self.tokens}"
+        sizes = [part.nbytes for part in self._parts(stage, start, count, total)]
         pages = self.pages[start // PAGE : -(-end // PAGE) if count else start // PAGE].tobytes()
-        wanted = pages, 0, sum(sizes), [256][: bool(total)] + sizes
-        if (*map(header.get, ("pages", "row", "payload_bytes")), [*map(len, frames)]) != wanted:
-            return "bad_chunk", "pages, row or sizes other than those reserved"
+        wanted = pages, 0, sum(sizes), self.slot, [256][: bool(total)] + sizes
+        told = (*map(header.get, ("pages", "row", "payload_bytes")), header.get("slot", -1), [*map(len, frames)])
+        if told != wanted:
+            return "bad_chunk", "pages, row, slot or sizes other than those reserved"
         found = xxh3(b"".join(frames)) if xxh3 else None
         if xxh3 and header.get("checksum") != found:
             return "checksum_mismatch", f"{header.get('checksum')} there, {found} here"
@@ -255,16 +285,27 @@ class Peer:
             return "bad_metadata", "no row, or that of another ticket"
         return self._write(stage, header, frames)
 
+    def _parts(self, stage, start, count, last):
+        """Where the frames of a chunk go: of every tensor the source's pages, and in the last chunk the states."""
+        pages, states = [], []
+        for name, span in stage.spans.items():
+            array = self.arrays[name][span]
+            if self.tensors[name]["per_request"]:
+                states.append(array)
+            else:
+                pages += [array[:, :, :, at:to] for at, to in stage.cuts(start, count)]
+        return pages + (states if last else [])
+
     def _write(self, stage, header, frames):
         """If the chunk was the last to come, what is wrong with all of them together."""
         stage.chunks[header["chunk"]] = header["start"], header["count"]
         stage.total, self.progress = header.get("total", 0) or stage.total, time.monotonic()
         frames = frames[1:] if header.get("total") else frames
-        for (at, to), frame in zip(stage.cuts(header["start"], header["count"]), frames, strict=True):
-            part = self.kv[stage.span, :, :, at:to]
+        parts = self._parts(stage, header["start"], header["count"], header.get("total", 0))
+        for part, frame in zip(parts, frames, strict=True):
             part[...] = np.frombuffer(frame, part.dtype).reshape(part.shape)
         spans = sorted(stage.chunks.values())
-        joined = [start for start, _ in spans] + [self.kv.shape[3]] == [0] + [sum(span) for span in spans]
+        joined = [start for start, _ in spans] + [self.tokens] == [0] + [sum(span) for span in spans]
         return ("bad_chunk", f"gap or overlap in {spans}") if len(spans) == stage.total and not joined else ("", "")
 
     def _row(self, row, ends=False):
@@ -281,14 +322,17 @@ def main():
     for name, kind in (("ticket", str), ("tokens", int), ("layers", int), ("kv-heads", int), ("head-dim", int)):
         parser.add_argument(f"--{name}", type=kind, required=True)
     parser.add_argument("--dtype", choices=DTYPES, default="float32")
+    parser.add_argument("--component", type=json.loads, action="append", help="a component part, in JSON; any number")
     args = parser.parse_args()
     geometry = {name: vars(args)[name] for name in ("layers", "kv_heads", "head_dim", "dtype")}
+    geometry["components"] = args.component or []
     with request.build_opener(request.ProxyHandler({})).open(f"{args.url}/v1/handoff") as answer, zmq.Context() as zmtp:
         server = json.load(answer)
         control = f"{parse.urlsplit(args.url).hostname}:{server['control_port']}"
         peer = Peer(zmtp, control, server["fingerprint"], geometry)
-        first, kv = peer.fetch(args.ticket, args.tokens)
-        print(json.dumps({"first_token": first, "sha256": None if kv is None else hashlib.sha256(kv).hexdigest()}))
+        first, arrays = peer.fetch(args.ticket, args.tokens)
+        digest = hashlib.sha256(b"".join(array.tobytes() for array in (arrays or {}).values()))
+        print(json.dumps({"first_token": first, "sha256": None if arrays is None else digest.hexdigest()}))
         peer.close()
 
 

@@ -2,6 +2,7 @@
 
 The "KV" of a position is a hash of all tokens up to it, kept in the slot that the page table names, on every stage.
 A wrong page, a page that was freed too early, a lost or misplaced token: each changes the tokens that are sampled.
+Where requests have states, the state is the hash of all tokens so far, and a wrong slot changes the tokens, too.
 """
 
 from collections import Counter, deque
@@ -38,7 +39,7 @@ from headrace.core.messages.stage_events import (
     SessionClosed,
     StageReady,
 )
-from headrace.core.types.kv.geometry import Geometry
+from headrace.core.types.kv.geometry import Component, Geometry
 from headrace.core.types.packed import unpack
 from headrace.core.types.ranks.coordinate import Agreement
 from headrace.core.types.requests.request import FirstToken
@@ -47,6 +48,8 @@ from headrace.testing.world import Channel, World
 
 MODULUS = (1 << 61) - 1
 VOCABULARY = 61
+STATE = Component("state", "float32", 1, 1, 1, 1, per_request=True)
+MISMATCH = 77  # in a hash, where a state is not that of the pages before it
 NAN = -2  # KV of a position with NaN, and of all positions after it
 NAN_TOKEN = 60  # the token whose KV is NaN, in scenarios that have one
 IDLE_S = 1e-5  # mean seconds of a pass in which a replica is idle
@@ -93,6 +96,9 @@ class SimulatedChunk:
     order: SendChunk
     values: list[int]
     """KV of positions [order.start, order.start + len(values))."""
+
+    state: int | None
+    """The request's state, where the chunk carries it."""
 
     acked: Callable[[], None]
     """To be called when every receiver has it."""
@@ -174,6 +180,9 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True):
     tier_faults: float
     """As in SimulatedTiers."""
 
+    states: bool = False
+    """Requests have states, in slots of the pool."""
+
 
 class SimulatedPipeline:
     """The stages of one replica of an engine."""
@@ -218,7 +227,7 @@ class SimulatedPipeline:
     def start(self) -> None:
         """Have every stage report that it is ready, and then what is on its disk."""
         config, options = self.config, self.options
-        geometry = Geometry("float32", 1, 1, 1, config.page_size)
+        geometry = Geometry("float32", 1, 1, 1, config.page_size, components=(STATE,) if options.states else ())
         for stage in self.stages:
             stage.report(
                 StageReady(
@@ -262,6 +271,9 @@ class SimulatedStage:
         self.rank = rank
         self.page_size = pipeline.config.page_size
         self.pool = [[-1] * self.page_size for _ in range(pipeline.config.kv_pages)]
+        self.states: dict[int, int] = {}
+        """By slot."""
+
         self.log: list[Order] = []
         self.inbox = Channel(pipeline.world, 0.001)
         self._outbox = Channel(pipeline.world, 0.001)
@@ -334,8 +346,11 @@ class SimulatedStage:
         else:
             self.pipeline.exchange.enter(self.index, order.seq, self.pipeline.replica, run)
 
-    def write(self, send: SendChunk, values: list[int]) -> None:
-        """Put the KV of a chunk into the pages that were reserved for it."""
+    def write(self, chunk: SimulatedChunk) -> None:
+        """Put the KV of a chunk into the pages that were reserved for it, and the state into its slot."""
+        send, values = chunk.order, chunk.values
+        if chunk.state is not None:
+            self.states[send.dst_slot] = chunk.state
         pages = unpack(send.dst_pages)
         base = send.start // self.page_size
         for offset, value in enumerate(values, send.start):
@@ -349,7 +364,7 @@ class SimulatedStage:
         if pending is None or self.pipeline.dead:
             return
         if not chunk.written:
-            self.write(send, chunk.values)
+            self.write(chunk)
         pending.seen.add((chunk.stage, send.chunk))
         if send.last is not None:
             pending.totals[chunk.stage] = send.chunk + 1
@@ -423,9 +438,13 @@ class SimulatedStage:
         assert tokens is not None, "checked before the plan started"
         before = row.start - 1
         state = self.pool[pages[before // size]][before % size] if row.start else 0
+        if row.start and self.pipeline.options.states:
+            kept = self.states.get(row.slot if row.resume < 0 else row.resume)
+            state = state if kept == state else MISMATCH
         for position, token in enumerate(tokens, row.start):
             state = NAN if self.pipeline.options.has_nan_token and token == NAN_TOKEN else extend(state, token)
             self.pool[pages[position // size]][position % size] = state
+        self.states.update((slot, state) for slot in (row.slot, row.checkpoint) if slot >= 0)
         return state
 
     def _start_sending(self, order: SendChunk) -> None:
@@ -442,13 +461,14 @@ class SimulatedStage:
         base = order.start // size
         positions = range(order.start, order.start + order.count)
         values = [self.pool[pages[position // size - base]][position % size] for position in positions]
+        state = self.states.get(order.slot) if order.last is not None else None
         event = ChunkAcked(stage=self.rank, request=order.request, chunk=order.chunk, bytes=4 * order.count)
 
         def acked() -> None:
             for _ in range(1 if pipeline.world.random.random() < 0.9 else 2):
                 self.report(event)
 
-        pipeline.ship(SimulatedChunk(self.index, len(pipeline.stages), self.rank, order, values, acked))
+        pipeline.ship(SimulatedChunk(self.index, len(pipeline.stages), self.rank, order, values, state, acked))
         self._sending[order.request] -= 1
         self._report_cancelled(order.request)
 

@@ -248,7 +248,7 @@ class SimulatedLink:
         for stage in pipeline.stages:
             if send.session in stage.revoked:
                 continue
-            stage.write(send, chunk.values)
+            stage.write(chunk)
             problem = self._replica.guard.written(send) if pipeline is self._replica.pipeline else None
             if problem is not None:
                 self._decode.violation(problem)

@@ -60,6 +60,9 @@ class Scenario:
     tier_faults: float = 0.02
     """Probability that a page is not stored, not loaded, changed or lost there."""
 
+    states: bool = False
+    """Requests have states: prefixes are cached at checkpoints, and the last chunk carries the state."""
+
     depth: int | None = None
     """Plans in flight beyond one per stage; None draws it. The requests are the same whatever it is."""
 

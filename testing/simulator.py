@@ -107,6 +107,7 @@ class Simulation:
             host_pages=host_pages,
             disk_pages=disk_pages,
             tier_faults=scenario.tier_faults,
+            states=scenario.states,
         )
         return SimulatedServer(self._world, name, config, options, self._report)
 

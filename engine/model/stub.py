@@ -56,6 +56,8 @@ class StubModel(msgspec.Struct, frozen=True, kw_only=True):
     among replicas. us_per_token is then half attention, half experts."""
     jitter_percent: int = 0
     """Largest random deviation of the time of one forward pass."""
+    states: int = 0
+    """1: every layer keeps a state of each request besides its KV, as recurrent models do."""
     fault_token: int = 0
     """Prompts that begin with this token and it, or one of the three above it, break a stage (engine/stub/runner.py);
     0: none do."""
@@ -77,6 +79,7 @@ class StubModel(msgspec.Struct, frozen=True, kw_only=True):
             max_positions=self.max_len,
             tied=True,
             moe=self._moe(),
+            state_bytes=8 * self.states,
         )
 
     def _moe(self) -> MoeSpec | None:
@@ -88,7 +91,8 @@ class StubModel(msgspec.Struct, frozen=True, kw_only=True):
     def fingerprint(self) -> str:
         """Fingerprint of what is computed; times do not change it."""
         heads = f" {self.heads} {self.kv_heads}" if self.heads > 1 else ""
-        return xxhash.xxh3_128_hexdigest(f"{STUB} {self.layers} {self.hidden} {self.vocab}{heads}".encode())
+        states = " states" if self.states else ""
+        return xxhash.xxh3_128_hexdigest(f"{STUB} {self.layers} {self.hidden} {self.vocab}{heads}{states}".encode())
 
 
 SMALLEST = {"layers": 1, "hidden": 16, "heads": 1, "kv_heads": 1, "vocab": END + 2, "max_len": 1}
@@ -123,6 +127,8 @@ def parse_stub(model: str) -> StubModel:
         raise ConfigError(f"--model {model}: hidden must be a multiple of {8 * made.heads}, such as {fitting}")
     if made.experts and not 1 <= made.top_k <= made.experts:
         raise ConfigError(f"--model {model}: top_k must be from 1 to {made.experts}, the experts")
+    if made.states > 1:
+        raise ConfigError(f"--model {model}: states must be 0 or 1")
     if made.jitter_percent > 100:
         raise ConfigError(f"--model {model}: jitter_percent must be 100 or less")
     return made

@@ -177,14 +177,18 @@ class StubRunner:
         ends = np.cumsum([row.count for row in rows]).tolist()
         states = []
         pages = [self._states.pages(row) for row in rows]
-        for row, page_ids, end in zip(rows, pages, ends, strict=True):
+        gaps = [self._states.gap(row, page_ids) for row, page_ids in zip(rows, pages, strict=True)]
+        for row, page_ids, gap, end in zip(rows, pages, gaps, ends, strict=True):
             if incoming is None:
                 ids = row_ids(row, self._sampler.last(row.request))
                 states.append(self._states.compute(row, page_ids, ids))
             else:
                 states.append(incoming[end - row.count : end, 0])
             self._states.write(row, page_ids, states[-1])
-        digests = [self._states.digests(row, page_ids) for row, page_ids in zip(rows, pages, strict=True)]
+            self._states.keep(row, states[-1][-1:] + gap)
+        digests = [
+            self._states.digests(row, page_ids) + gap for row, page_ids, gap in zip(rows, pages, gaps, strict=True)
+        ]
         digest = self._tp.all_reduce(torch.cat(digests)).wait()
         if incoming is not None:
             digest = self._states.merge(incoming[:, 1], digest)

@@ -1,8 +1,10 @@
 """What the stub model has in the place of keys and values: states in the slots of pages, and digests of what is read.
 
 Every position has a state, a hash of all tokens up to it. It is written into the position's KV slots, XORed with
-another constant for every layer, KV head, K and V. A digest is a hash of the states of all positions up to one, as
-read from the pages: the sum over the query heads, each with a weight of its own, of what they read from their KV heads.
+another constant for every layer, KV head, K and V. Where requests have states (stub:states=1), that of the last
+position is in the request's slot, too, and what is read there has to be that of the pages. A digest is a hash of the
+states of all positions up to one, as read from the pages: the sum over the query heads, each with a weight of its own,
+of what they read from their KV heads.
 
 All arithmetic is on integers modulo 2^64.
 """
@@ -39,6 +41,11 @@ class StubStates:
             for head in shard.kv_heads
         ]
         self._masks = torch.stack(masks, 1).view(len(layers), 2, len(masks))
+        # [slots, layers, kv_heads] and what is XORed into a state there; None where requests have none.
+        self._slots: Tensor | None = None
+        if (kept := pool.tensors.get("state")) is not None:
+            self._slots = kept.view(torch.int64)[:, :, 0, :, 0, 0]
+            self._slot_masks = self._masks[:, 0] * 3
         # Of the query heads of each KV head: int64 [kv_heads].
         self._head_weights = self._weights_of(shard, group)
         self._weights = self._numbers(range(positions), 2) | 1  # int64 [positions], odd
@@ -66,6 +73,24 @@ class StubStates:
         positions = torch.arange(row.start, row.start + row.count, device=self._device)
         page, slot = pages[positions // self._geometry.page_size], positions % self._geometry.page_size
         self._words[page, :, :, :, slot] = (states[:, None, None, None] ^ self._masks)[..., None]
+
+    def gap(self, row: PlanRow, pages: Tensor) -> Tensor:
+        """What a row's states and digests are off by, because the states of its request are not those of the position
+        before it: int64 [1], 0 where they are."""
+        none = torch.zeros(1, dtype=torch.int64, device=self._device)
+        if self._slots is None or not row.start:
+            return none
+        page, slot = divmod(row.start - 1, self._geometry.page_size)
+        expected = self._words[pages[page], 0, 0, 0, slot, 0] ^ self._masks[0, 0, 0]
+        found = self._slots[row.slot if row.resume < 0 else row.resume] ^ self._slot_masks
+        return none + ((found - expected) * (self._slot_masks | 1)).sum()
+
+    def keep(self, row: PlanRow, state: Tensor) -> None:
+        """Write the state behind a row's last position, int64 [1], to its request's slot and to its checkpoint's."""
+        if self._slots is not None:
+            for slot in (row.slot, row.checkpoint):
+                if slot >= 0:
+                    self._slots[slot] = state ^ self._slot_masks
 
     def digests(self, row: PlanRow, pages: Tensor) -> Tensor:
         """For each position of a row that samples, a hash of the states up to it as read from the pages by this shard's

@@ -32,16 +32,28 @@ class Target(NamedTuple):
     @property
     def components(self) -> list[dict[str, Any]]:
         """As the hello lists them."""
+        kinds = ("per_request", "window")
         return [
             {"name": each["name"], "dtype": each["dtype"], "shape": [each[size] for size in SIZES]}
+            | {kind: each[kind] for kind in kinds if kind in each}
             for each in self.parts
         ]
 
     @property
-    def token_bytes(self) -> int:
-        """Of keys, values and components of one token."""
-        tensors = [self.geometry | {"planes": 2}, *self.parts]
-        return sum(prod(each[size] for size in SIZES) * ITEM_BYTES[each["dtype"]] for each in tensors)
+    def has_states(self) -> bool:
+        """Requests have states, which go to slots."""
+        return any(each.get("per_request") for each in self.parts)
+
+    def payload_bytes(self, count: int, prompt: int = 0) -> int:
+        """Of keys, values and components of so many tokens, and of the states that go with the last of them. prompt: of
+        the last chunk, how many tokens the prompt has."""
+        total = 0
+        for each in [self.geometry | {"planes": 2}, *self.parts]:
+            sent = count
+            if each.get("per_request"):
+                sent = min(prompt, each.get("window") or 1)
+            total += sent * prod(each[size] for size in SIZES) * ITEM_BYTES[each["dtype"]]
+        return total
 
 
 class NoAnswer(AssertionError):
@@ -104,6 +116,8 @@ class Client:
             "type": "Reserve", "ticket": ticket, "generation": generation, "prompt_tokens": tokens, "cached_tokens": 0,
             "pages": pages, "row": 1,
         }  # fmt: skip
+        if self.target.has_states:
+            fields["slot"] = 2
         self.say(fields | changes)
 
     def attach(self, stage: int = 0, **changes: Any) -> Any:

@@ -94,11 +94,11 @@ def minimal(url: str) -> Result:
     try:
         with zmq_context() as context:
             peer = minimal_peer.Peer(context, f"127.0.0.1:{about['control_port']}", about["fingerprint"], shape, 5.0)
-            first, kv = peer.fetch(TICKET, TOKENS)
+            first, arrays = peer.fetch(TICKET, TOKENS)
             peer.close()
     except minimal_peer.Failure as error:
         return Result(failure=str(error))
-    return Result(first, None if kv is None else hashlib.sha256(kv).hexdigest())
+    return Result(first, None if arrays is None else hashlib.sha256(b"".join(arrays.values())).hexdigest())
 
 
 def ours(url: str, geometry: Geometry = GEOMETRY) -> Result:

@@ -14,12 +14,13 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from examples import minimal_peer
 from headrace.core.messages.orders import OpenSession, PrepareReceive
 from headrace.core.messages.peers import AskReserve, ConnectPrefill, PrefillUp
 from headrace.core.messages.stage_events import KvReceived
-from headrace.core.types.kv.geometry import Geometry
+from headrace.core.types.kv.geometry import Component, Geometry
 from headrace.core.types.packed import pack
 from headrace.core.types.requests.reservation import Reservation
 from headrace.transfer.control.client import ControlClient
@@ -35,10 +36,14 @@ GEOMETRY = Geometry(DTYPE, layers=4, kv_heads=1, head_dim=32, page_size=16)
 PROMPT = [7 * i % 250 for i in range(1, 400)]
 
 
+STATE = Component("state", "uint8", layers=4, kv_heads=1, head_dim=8, planes=1, per_request=True)
+MODEL = "stub:layers=4,hidden=32"
+FLAGS = ("--role", "prefill", "--dtype", DTYPE, "--chunk-tokens", "96")
+
+
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
-    model = ("--model", "stub:layers=4,hidden=32", "--dtype", DTYPE)
-    with serving("--role", "prefill", *model, "--chunk-tokens", "96") as made:
+    with serving(*FLAGS, "--model", MODEL) as made:
         yield made
 
 
@@ -49,15 +54,15 @@ def prefill(server: Server, ticket: str, **fields: Any) -> Any:
     return answer.json()["first_token"]["id"]
 
 
-def with_our_own(server: Server) -> tuple[int, str]:
-    """First token and digest of the KV as ControlClient and Receiver take it."""
+def with_our_own(server: Server, geometry: Geometry = GEOMETRY) -> tuple[int, str]:
+    """First token and digest of the KV, and of states, as ControlClient and Receiver take it."""
     fingerprint = server.get("/v1/handoff").json()["fingerprint"]
     control_server = f"tcp://127.0.0.1:{server.get('/v1/handoff').json()['control_port']}"
-    pages = list(range(40, 40 - GEOMETRY.pages_for(len(PROMPT)), -1))
+    pages = list(range(40, 40 - geometry.pages_for(len(PROMPT)), -1))
     with zmq_context() as context:
-        store = random_store(GEOMETRY, 64)
+        store = random_store(geometry, 64)
         control_client = ControlClient(CONFIG, context)
-        receiver = Receiver(CONFIG, stage=0, geometry=GEOMETRY, store=store, context=context)
+        receiver = Receiver(CONFIG, stage=0, geometry=geometry, store=store, context=context)
         loop = Loop(control_client, receiver)
         control_client.ready(
             make_hello(
@@ -66,7 +71,7 @@ def with_our_own(server: Server) -> tuple[int, str]:
                 name="ours",
                 role="decode",
                 fingerprint=fingerprint,
-                geometries=(GEOMETRY,),
+                geometries=(geometry,),
                 kv_pages=64,
                 max_model_len=4096,
                 metadata_rows=8,
@@ -79,16 +84,20 @@ def with_our_own(server: Server) -> tuple[int, str]:
             OpenSession(seq=0, terms=up.terms),
         )  # fmt: skip
         names: dict[str, Any] = {"ticket": "ours", "generation": 1, "pages": pack(pages), "row": 0}
+        names["slot"] = 5 if geometry.state_bytes else -1
         loop.apply(receiver, PrepareReceive(seq=0, request=1, session=up.session, start=0, count=len(PROMPT), **names))
         reservation = Reservation(prompt_tokens=len(PROMPT), cached_tokens=0, **names)
         loop.apply(control_client, AskReserve(session=up.session, reservation=reservation))
         client = threading.Thread(target=prefill, args=(server, "ours"))
         client.start()
         arrived = loop.wait_for(receiver, KvReceived, timeout_s=30)
-        tokens = gather(store, GEOMETRY, pages, 0, len(PROMPT))  # [tokens, layers, 2, heads, bytes]
+        tokens = gather(store, geometry, pages, 0, len(PROMPT))  # [tokens, layers, 2, heads, bytes]
+        states = [store.tensors[part.name][5].tobytes() for part in geometry.components]
         client.join(30)
         loop.close()
-    return arrived.first.token, hashlib.sha256(np.ascontiguousarray(np.moveaxis(tokens, 0, 3))).hexdigest()
+    digest = hashlib.sha256(np.ascontiguousarray(np.moveaxis(tokens, 0, 3)))
+    digest.update(b"".join(states))
+    return arrived.first.token, digest.hexdigest()
 
 
 def command(server: Server, ticket: str, *flags: str) -> "subprocess.Popen[str]":
@@ -103,6 +112,19 @@ def test_it_takes_the_same_bytes_as_our_own_receiver(server: Server) -> None:
     out, err = peer.communicate(timeout=60)
     assert peer.returncode == 0, err
     first, digest = with_our_own(server)
+    assert (first, json.loads(out)) == (token, {"first_token": token, "sha256": digest})
+
+
+def test_states_come_with_the_last_chunk() -> None:
+    """Through two stages, of which each has those of its layers."""
+    with serving(*FLAGS, "--model", f"{MODEL},states=1", "--pp", "2") as made:
+        component = msgspec.json.encode({**msgspec.structs.asdict(STATE)}).decode()
+        peer = command(made, "stateful", "--head-dim", "32", "--component", component)
+        token = prefill(made, "stateful")
+        out, err = peer.communicate(timeout=60)
+        assert peer.returncode == 0, err
+    with serving(*FLAGS, "--model", f"{MODEL},states=1") as made:
+        first, digest = with_our_own(made, replace(GEOMETRY, components=(STATE,)))
     assert (first, json.loads(out)) == (token, {"first_token": token, "sha256": digest})
 
 
@@ -121,7 +143,7 @@ def test_a_refusal_names_both_values(server: Server) -> None:
 
 
 def test_it_stays_a_single_small_file() -> None:
-    assert len(PEER.read_text().splitlines()) < 300
+    assert len(PEER.read_text().splitlines()) < 350
 
 
 VALUES = st.recursive(

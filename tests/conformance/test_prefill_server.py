@@ -96,6 +96,15 @@ def test_a_reservation_that_does_not_fit_the_hello_fails_alone(client: Client, c
     assert client.silent()
 
 
+def test_a_reservation_has_a_slot_where_requests_have_states(client: Client) -> None:
+    client.hello()
+    client.reserve("bad", slot=-1 if client.target.has_states else 0)
+    failed = client.heard()
+    assert (failed["type"], failed["ticket"], failed["code"]) == ("Failed", "bad", "bad_reservation")
+    assert "slot" in failed["message"]
+    assert client.silent()
+
+
 def test_a_ticket_in_use_and_a_stale_generation(client: Client) -> None:
     client.hello()
     client.reserve("used", 5)
@@ -144,7 +153,8 @@ def test_a_ticket_is_delivered_whichever_comes_first(client: Client, first: str)
         assert (chunk["type"], chunk["ticket"], chunk["start"], chunk["row"]) == ("Chunk", ticket, position, 1)
         assert chunk["checksum"] == xxhash.xxh3_64_intdigest(b"".join(frames))
         payload = frames[1:] if chunk.get("total") else frames
-        assert chunk["payload_bytes"] == sum(map(len, payload)) == chunk["count"] * client.target.token_bytes
+        expected = client.target.payload_bytes(chunk["count"], 200 if chunk.get("total") else 0)
+        assert chunk["payload_bytes"] == sum(map(len, payload)) == expected
         assert chunk.get("total", 0) == (chunk["chunk"] + 1 if len(frames[0]) == 256 else 0)
         answer(data, chunk)
         position += chunk["count"]
@@ -237,7 +247,7 @@ def test_draft_data_comes_in_a_frame_of_its_own_where_the_reserve_asks(client: C
     assert chunk["checksum"] == xxhash.xxh3_64_intdigest(b"".join(frames))
     row, draft, *payload = frames
     assert (len(row), len(draft)) == (256, chunk["draft_bytes"])
-    assert chunk["payload_bytes"] == sum(map(len, payload)) == 40 * client.target.token_bytes
+    assert chunk["payload_bytes"] == sum(map(len, payload)) == client.target.payload_bytes(40, 40)
     version, dtype, count, name, generation, position, size = struct.unpack_from("<HBxHxxQQII", draft)
     assert (version, count, generation, position) == (1, 3, 1, 39)
     assert name == xxhash.xxh3_64_intdigest(ticket.encode())

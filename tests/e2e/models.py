@@ -47,7 +47,7 @@ class StubOracle:
         found: list[int] = []
         while len(found) < tokens:
             start, ids = (len(prompt) + len(found) - 1, found[-1:]) if found else (0, list(prompt))
-            row = PlanRow(0, start, len(ids), pack([0]), pack(ids), sample=GREEDY)
+            row = PlanRow(0, start, len(ids), pack([0]), pack(ids), sample=GREEDY, slot=0)
             found.append(self._runner.execute([row])[0][0].token)
         self._runner.release(0)
         return tuple(found)

@@ -15,12 +15,15 @@ import zmq
 
 from headrace.server.launch.free_port import free_port
 from tests.e2e.harness import Server, pages_in_use, pair, running, serving, wait_until
-from tests.e2e.models import NAME, Model, both
+from tests.e2e.models import NAME, SIZES, Model, both, stub
 
 TOKENS = 6
 
 
-@pytest.fixture(scope="module", params=both(us_per_token=1000))
+STATEFUL = pytest.param(stub(1000, f"{SIZES},states=1"), id="stub-states", marks=pytest.mark.full)
+
+
+@pytest.fixture(scope="module", params=[*both(us_per_token=1000), STATEFUL])
 def model(request: pytest.FixtureRequest) -> Model:
     made: Model = request.param
     return msgspec.structs.replace(made, flags=(*made.flags, "--chunk-tokens", "256"))

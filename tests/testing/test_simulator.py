@@ -6,6 +6,8 @@ from typing import Any
 import pytest
 
 from headrace.core.config.scheduler import Policy
+from headrace.core.messages.orders import PlanRow
+from headrace.testing.engine import SimulatedStage
 from headrace.testing.scenario import POLICIES, Scenario, Shape
 from headrace.testing.server import SimulationReport
 from headrace.testing.simulator import simulate
@@ -22,13 +24,18 @@ def run(shape: Shape, first: int, **changes: Any) -> Counter[str]:
     return outcomes
 
 
-@pytest.mark.parametrize("batch", range(6))
+def some_of(batches: int) -> list[Any]:
+    """The first two, and the others in the full run."""
+    return [pytest.param(each, marks=() if each < 2 else pytest.mark.full) for each in range(batches)]
+
+
+@pytest.mark.parametrize("batch", some_of(6))
 def test_colocated(batch: int) -> None:
     outcomes = run("colocated", batch * BATCH)
     assert {"colocated:stop", "colocated:length", "colocated:cancelled", "colocated:discarded"} <= set(outcomes)
 
 
-@pytest.mark.parametrize("batch", range(4))
+@pytest.mark.parametrize("batch", some_of(4))
 def test_prefill_and_decode(batch: int) -> None:
     outcomes = run("pair", batch * BATCH)
     expected = {"decode:stop", "decode:length", "decode:cancelled", "decode:peer_gone", "decode:no_request"}
@@ -77,6 +84,23 @@ def test_nan_in_kv_fails_the_requests_computed_from_it(shape: Shape) -> None:
 )
 def test_nan_of_requests_that_ended_before_it_was_reported(scenario: Scenario) -> None:
     assert simulate(scenario).violations == []
+
+
+@pytest.mark.parametrize("shape", ["colocated", "pair"])
+def test_states_of_requests_are_in_their_slots(shape: Shape, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompts go on from checkpoints, and what is handed over goes on with the state of the last chunk."""
+    resumed = 0
+    run_row = SimulatedStage._run
+
+    def counted(stage: SimulatedStage, row: PlanRow) -> int:
+        nonlocal resumed
+        resumed += row.resume >= 0
+        return run_row(stage, row)
+
+    monkeypatch.setattr(SimulatedStage, "_run", counted)
+    outcomes = run(shape, 80_000, states=True)
+    assert resumed > 5
+    assert outcomes["decode:length" if shape == "pair" else "colocated:length"] > BATCH
 
 
 def test_storms_of_cancels() -> None:

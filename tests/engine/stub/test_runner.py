@@ -11,6 +11,7 @@ import torch
 import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from headrace.core.config import EngineConfig, ModelConfig
 from headrace.core.messages.orders import PlanRow
@@ -130,6 +131,28 @@ def test_a_wrong_byte_in_any_layer_of_any_stage_shows() -> None:
     assert through(stages, last)[1] == good
 
 
+def test_a_state_that_is_not_the_requests_shows() -> None:
+    """In any stage, of any chunk; from a checkpoint a prompt goes on as the request did."""
+    prompt = list(range(40))
+    stages = [runner(part, model=f"{NAME},states=1") for part in (range(2), range(2, 4))]
+
+    def computed(*rows: PlanRow, between: Callable[[], object] = lambda: None) -> int:
+        through(stages, rows[:1])
+        between()
+        return [through(stages, [each]) for each in rows[1:]][-1][1]
+
+    first = replace(row(1, 0, prompt[:20], range(11)), slot=2, checkpoint=5)
+    chunk = replace(row(1, 20, prompt[20:30], range(11)), slot=2)
+    last = replace(row(1, 30, prompt[30:], range(11), sample=True), slot=2)
+    good = computed(first, chunk, last)
+    assert computed(replace(first, slot=3), replace(chunk, resume=5), last) == good
+    assert computed(first, chunk, replace(last, slot=3)) != good
+    assert computed(first, replace(chunk, resume=6), last) != good
+    for stage in stages:
+        assert computed(first, chunk, last, between=stage.pool.tensors["state"][2, 1].zero_) != good
+    assert computed(first, chunk, last) == good
+
+
 def test_kv_follows_from_the_prompt_and_takes_the_whole_slot() -> None:
     one, other = runner(page_size=4), runner(page_size=4)
     prompt = [5, 6, 7, 8]
@@ -188,6 +211,7 @@ def test_squared_tokens_take_the_time_of_the_prefix_too() -> None:
         ("stub:hidden=20", "hidden must be a multiple of 8, such as 16"),
         ("stub:vocab=100", "vocab must be 258 or more"),
         ("stub:layers=2,layers=3", "layers is given twice"),
+        ("stub:states=2", "states must be 0 or 1"),
         ("stub:jitter_percent=101", "jitter_percent must be 100 or less"),
     ],
 )
