@@ -41,6 +41,8 @@ BENCH = (
     "which needs a checkout of the repository"
 )
 CHECK = "print the resolved configuration and the memory it takes, open the model's files, and fail on mistakes"
+MEMORY_GIB = "plan for GPUs, or a machine without, that have N GiB free each (default: what is free here)"
+MOST_GIB = 1 << 20
 
 
 class _Parser(argparse.ArgumentParser):
@@ -142,7 +144,10 @@ def build_parser() -> argparse.ArgumentParser:
     for command, text in (("serve", SERVE), ("check", CHECK)):
         # The groups below list the flags; in the usage line they would fill a screen.
         usage = f"headrace {command} [--config FILE] [flags]"
-        add_flags(commands.add_parser(command, help=text, description=text, usage=usage, allow_abbrev=False))
+        made = commands.add_parser(command, help=text, description=text, usage=usage, allow_abbrev=False)
+        if command == "check":
+            made.add_argument("--memory-gib", type=_gib, default=0, metavar="N", help=MEMORY_GIB)
+        add_flags(made)
     about = cluster_options.DESCRIPTION
     usage = "headrace up --ray ADDRESS [--config FILE] [flags of headrace serve]"
     up = commands.add_parser("up", help=about, description=about, usage=usage, allow_abbrev=False)
@@ -195,11 +200,19 @@ def _up(arguments: list[str]) -> int:
     return up.main(options, config, serve_flags, os.environ)
 
 
+def _gib(text: str) -> int:
+    if not text.isdecimal() or not 1 <= int(text) <= MOST_GIB:
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number from 1 to {MOST_GIB}")
+    return int(text)
+
+
 def _check(given: argparse.Namespace) -> int:
-    config = load(vars(given), os.environ)
+    flags = vars(given)
+    memory_bytes = flags.pop("memory_gib") << 30
+    config = load(flags, os.environ)
     from headrace.server.config.resolve import resolve
 
-    resolved = resolve(config)
+    resolved = resolve(config, memory_bytes)
     gateway_of(resolved.config)
     _open_files(resolved.config)
     print(to_toml(resolved.config), end="")

@@ -235,7 +235,7 @@ class SafetensorsCheckpoint:
         if name not in self._files:
             try:
                 self._files[name] = safe_open(self._folder / name, framework="pt", device="cpu")
-            except (OSError, ValueError, SafetensorError) as error:
+            except (OSError, ValueError, RuntimeError, SafetensorError) as error:  # RuntimeError: it cannot be mapped
                 raise ConfigError(f"{self._folder / name} cannot be read as safetensors: {error}") from error
         return self._files[name]
 

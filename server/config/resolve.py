@@ -43,8 +43,9 @@ class Resolved(msgspec.Struct, frozen=True):
         return tuple(f"memory{of}: {plan.explanation}" for of, plan in zip(where, self.memory, strict=True))
 
 
-def resolve(config: Config) -> Resolved:
-    """Inspect the model and the machine. Raises ConfigError for a model that cannot be served here."""
+def resolve(config: Config, memory_bytes: int = 0) -> Resolved:
+    """Inspect the model and the machine. memory_bytes: of the machine that it is to be planned for, see plan_ranks().
+    Raises ConfigError for a model that cannot be served here."""
     check_keys(config)
     if config.group.start == "external":
         return _resolve_external(
@@ -60,7 +61,14 @@ def resolve(config: Config) -> Resolved:
         raise ConfigError("--dp-sync device is for GPUs and --device is cpu: leave it out, or write --dp-sync cpu")
     experts = plan_experts(config.model, config.engine, layout, spec, member)
     memory = plan_ranks(
-        terms, layout, layers, shards, experts, kv_pages=config.engine.kv_pages, host_pages=config.engine.host_pages
+        terms,
+        layout,
+        layers,
+        shards,
+        experts,
+        kv_pages=config.engine.kv_pages,
+        host_pages=config.engine.host_pages,
+        memory_bytes=memory_bytes,
     )
     threads = config.engine.threads or max(1, usable_cores() // len(layout.ranks))
     engine = msgspec.structs.replace(config.engine, kv_pages=memory[0].kv_pages, threads=threads, pp_layers=layers)
