@@ -75,7 +75,7 @@ compiled: venv
 test: check compiled ## Run every check and every test; CPU=avx2 or CPU=bf16 as on a CPU without or with units for bfloat16.
 	$(PYTEST) -n $(WORKERS) --dist loadfile $(FAST_TESTS) $(OTHER_TESTS)
 ifeq ($(CPU),)
-	$(PYTEST) -n $(WORKERS) --dist loadfile --cpu other -m 'cpu_kind and not full' tests
+	$(PYTEST) -n $(WORKERS) --dist loadfile --cpu other -m 'cpu_kind and not full' $$(grep -rl --include='test_*.py' cpu_kind tests)
 endif
 
 full: venv test-clients ## Run the tests that take minutes each, and official clients, too; CPU= as in test.

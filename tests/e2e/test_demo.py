@@ -78,6 +78,7 @@ def running(*flags: str) -> Iterator[Demo]:
         assert not any("Traceback" in line for line in made.lines)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("dtype", "words"),
     [

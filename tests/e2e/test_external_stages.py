@@ -106,6 +106,7 @@ def test_stages_on_two_machines_die_and_come_back(model: Model) -> None:
         assert "the scheduler has been silent" in late.log
 
 
+@pytest.mark.full
 def test_an_orderly_end_is_that_of_the_stages_too() -> None:
     with waiting_server("--role", "colocated", *STUB) as (server, stages):
         trees = stages.start_all()

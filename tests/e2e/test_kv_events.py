@@ -4,6 +4,7 @@ import signal
 from typing import Any
 
 import msgspec
+import pytest
 import zmq
 
 from headrace.core.messages.kv_events import AllBlocksCleared, BlockStored, KvEventBatch
@@ -75,6 +76,7 @@ def prompt(*first: int) -> dict[str, Any]:
     return {"model": MODEL, "prompt": [*tokens, 1], "max_tokens": 1, "temperature": 0}
 
 
+@pytest.mark.full
 def test_a_router_follows_the_cache_of_a_real_server() -> None:
     ports = ("--kv-events-port", str(free_port()), "--kv-events-replay-port", str(free_port()))
     flags = ("--model", MODEL, "--max-model-len", "150", "--kv-pages", str(POOL))

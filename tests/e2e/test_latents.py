@@ -114,6 +114,7 @@ def test_generate_goes_on_from_latents_that_a_server_computed(saved: Saved) -> N
                     torch.testing.assert_close(one, other, atol=1e-4, rtol=1e-4, msg=f"layer {layer}")
 
 
+@pytest.mark.full
 def test_the_model_is_described_at_the_start(saved: Saved, tmp_path: Path) -> None:
     """`headrace check`: bytes of a token are those of its latents."""
     done = subprocess.run(

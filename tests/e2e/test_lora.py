@@ -75,6 +75,7 @@ def ask(server: Server, model: str, prompt: tuple[int, ...] = tuple(range(40)), 
     return server.post("/v1/completions", body)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("prefill_flags", "decode_flags"),
     [

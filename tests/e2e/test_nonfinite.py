@@ -125,6 +125,7 @@ def scripted() -> Iterator[Scripted]:
         made.close()
 
 
+@pytest.mark.full
 def test_nan_in_fetched_kv(folder: Path, scripted: Scripted) -> None:
     """The checksum is right. The request fails with its first plan, and its KV is not cached."""
     flags = ("--model", str(folder), "--allow-prefill", "127.0.0.1", "--fallback", "local", *FLAGS)

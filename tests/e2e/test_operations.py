@@ -71,6 +71,7 @@ def test_signals_that_mean_nothing_change_nothing_and_a_hangup_drains() -> None:
         assert "SIGHUP: draining" in server.log
 
 
+@pytest.mark.full
 def test_a_hangup_is_survived_under_nohup() -> None:
     with ignoring(signal.SIGHUP):
         server = Server(*STUB)

@@ -69,6 +69,7 @@ def stopped(server: Server) -> Iterator[None]:
                 process.send_signal(signal.SIGCONT)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("backend", "other"), [("shm", "zmq"), pytest.param("zmq", "shm", marks=pytest.mark.full)])
 def test_texts_are_those_of_one_runner_alone_by_either_way(backend: str, other: str) -> None:
     prompts = [TEXT[:length] for length in (1, 15, 16, 17, 300, 1700)]

@@ -30,6 +30,7 @@ def text(server: Server, seed: int, tokens: int = TOKENS, model: str = "smollm2"
     return reply["choices"][0]["text"], details.get("cached_tokens", 0)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("model", "stages"),
     [

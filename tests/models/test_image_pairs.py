@@ -24,10 +24,9 @@ def answer(server: Server, question: Question) -> tuple[str, int, int]:
     return found["choices"][0]["message"]["content"], usage["prompt_tokens"], cached
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("stages", ["1", "2"])
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name == "qwen3-vl" else pytest.mark.full) for name in NAMES]
-)
+@pytest.mark.parametrize("name", NAMES)
 def test_questions_about_images_are_answered_as_transformers_does(name: str, stages: str, tmp_path: Path) -> None:
     oracle = Oracle(name, tmp_path, make_image_model(name, tmp_path))
     text = "what is to be seen in these pictures, and in which order?"

@@ -56,6 +56,7 @@ def test_nan_does_not_spread_by_the_tiers() -> None:
     run("colocated", 5000, has_nan_token=True, cancel=0.1)
 
 
+@pytest.mark.full
 def test_the_same_requests_give_the_same_tokens_with_tiers_and_without() -> None:
     compared = 0
     for seed in range(6000, 6000 + BATCH):

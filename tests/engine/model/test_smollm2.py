@@ -104,7 +104,9 @@ def sixteen_bits(oracle: PreTrainedModel) -> SixteenBits:
     return SixteenBits(tokens, expected, mean_error(ids[:, :-1], values[:, :-1], expected))
 
 
-@pytest.mark.parametrize("machine", [plain_cpu, cpu_with_units, pytest.param(gpu, marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+    "machine", [plain_cpu, *(pytest.param(each, marks=pytest.mark.full) for each in (cpu_with_units, gpu))]
+)
 def test_bfloat16_is_as_accurate_as_that_of_transformers(
     monkeypatch: pytest.MonkeyPatch, sixteen_bits: SixteenBits, machine: Callable[..., str]
 ) -> None:

@@ -5,10 +5,12 @@ import zlib
 from base64 import b64encode
 from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
+from functools import cache
 from hashlib import sha256
 from io import BytesIO
 from pathlib import Path
 from struct import pack as struct_pack
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import httpx
@@ -39,13 +41,25 @@ def computing(_link: FakeLink, submit: Submit) -> Iterable[AnySchedulerReply]:
     return [Tokens(rid=submit.rid, tokens=(7,)), finished(submit.rid)]
 
 
+def write_files(name: str, folder: Path) -> None:
+    (folder / "config.json").write_text('{"model_type": "qwen3_vl"}')  # its weights are not looked at
+    write_texts(name, folder)
+
+
+@cache
+def tokenizer_of(name: str) -> Tokenizer:
+    """Made once: it is converted by transformers, in a process of its own."""
+    with TemporaryDirectory() as folder:
+        write_files(name, Path(folder))
+        return load_tokenizer(folder, "")
+
+
 @asynccontextmanager
 async def serving(
     folder: Path, terms: ImageTerms | None = QWEN, name: str = "qwen3-vl", no_images: str = "", **server: Any
 ) -> AsyncIterator[tuple[FakeLink, httpx.AsyncClient]]:
-    (folder / "config.json").write_text('{"model_type": "qwen3_vl"}')  # its weights are not looked at
-    write_texts(name, folder)
-    tokenizer: Tokenizer = load_tokenizer(str(folder), "")
+    write_files(name, folder)
+    tokenizer = tokenizer_of(name)
     config = make_config(tokenizer, length=LENGTH, **server)
     model = msgspec.structs.replace(config.model, model=str(folder), images=terms, no_images=no_images)
     link = FakeLink(computing)
