@@ -27,7 +27,8 @@ TEXT: Kind[str] = Kind(str, "a text")
 PROCESSOR_TEMPLATE = "chat_template.json"
 SENTENCEPIECE = "tokenizer.model"
 UNCOMMON = "a\U0010fffd"  # a character that no vocabulary has: an unknown token, or bytes
-TOKENIZER_FILES = ("tokenizer.json", SENTENCEPIECE, "vocab.json")
+TEKKEN = "tekken.json"  # of Mistral
+TOKENIZER_FILES = ("tokenizer.json", SENTENCEPIECE, "vocab.json", TEKKEN)
 
 
 class TokenizerRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -67,15 +68,21 @@ def load_record(source: ModelSource, cache_dir: str) -> TokenizerRecord:
 def convert(source: ModelSource) -> TokenizerRecord:
     """Convert a model's tokenizer by transformers. Raises ConfigError for one that cannot be used."""
     from transformers import AutoTokenizer, PreTrainedTokenizerFast  # takes seconds; only the child process does it
+    from transformers.integrations.mistral.tokenizer import convert_tekken_tokenizer
 
-    _check_files(source)
+    there = _check_files(source)
     ids = eos_token_ids(source)
     try:
         if source.kind == "gguf":
             # AutoTokenizer would first parse the whole file in Python to learn which class to take.
             fast = PreTrainedTokenizerFast.from_pretrained(source.path.parent, gguf_file=source.path.name)
+        elif there == [TEKKEN]:
+            fast = convert_tekken_tokenizer(str(source.path / TEKKEN))
         else:
-            fast = AutoTokenizer.from_pretrained(source.path, trust_remote_code=False)
+            # Not by mistral-common, which is taken where it is installed.
+            fast = AutoTokenizer.from_pretrained(source.path, trust_remote_code=False, mistral_format=False)
+    except ImportError as error:
+        raise ConfigError(f"its only tokenizer takes a package to read: {str(error).strip()}") from error
     except Exception as error:  # malformed files raise all kinds of exceptions in transformers and tokenizers
         if "trust_remote_code" in str(error):
             raise ConfigError("it needs code of the model folder (auto_map), which is never run") from error
@@ -111,8 +118,9 @@ def _processor_template(source: ModelSource) -> str | None:
     return Fields(PROCESSOR_TEMPLATE, read_json(path)).optional("chat_template", TEXT)
 
 
-def _check_files(source: ModelSource) -> None:
-    """Raises ConfigError for files whose mistakes transformers would pass on, or name badly."""
+def _check_files(source: ModelSource) -> list[str]:
+    """The files of a folder that have its tokenizer. Raises ConfigError for mistakes in files that transformers would
+    pass on, or name badly."""
     there = [name for name in TOKENIZER_FILES if source.kind == "hf" and (source.path / name).is_file()]
     if there == [SENTENCEPIECE]:
         with (source.path / SENTENCEPIECE).open("rb") as file:
@@ -126,6 +134,7 @@ def _check_files(source: ModelSource) -> None:
             fields = Fields(name, read_json(source.path / name))
             if name == TOKENIZER_CONFIG:
                 fields.get("chat_template", TEMPLATE, "")
+    return there
 
 
 def main(parent: str, model: str, path: str) -> int:
