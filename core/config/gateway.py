@@ -5,7 +5,15 @@ from typing import Annotated, Literal
 import msgspec
 
 from headrace.core.config.flag import HANDOFF, HTTP, SECURITY, SERVER, TELEMETRY, Flag, port_flag
-from headrace.core.config.server import GATEWAY_PORT, AllowedHosts, KeepAlive, LogFormat, LogLevel, Routing
+from headrace.core.config.server import (
+    GATEWAY_PORT,
+    AllowedHosts,
+    KeepAlive,
+    LogFormat,
+    LogLevel,
+    MaxBodyBytes,
+    Routing,
+)
 
 DecodeEngineKind = Literal["vllm", "sglang"]
 GatewayFallback = Literal["error", "recompute"]
@@ -67,16 +75,7 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True):
     port: Annotated[
         int, port_flag("port", HTTP, "HTTP port, which routers take for a prefill server; 0: a free one")
     ] = GATEWAY_PORT
-    max_body_bytes: Annotated[
-        int,
-        Flag(
-            "max-body-bytes",
-            HTTP,
-            'largest HTTP body, such as "16MiB"; above it requests get 413',
-            low=1024,
-            unit="bytes",
-        ),
-    ] = 16 << 20
+    max_body_bytes: MaxBodyBytes = 16 << 20
     keep_alive_s: KeepAlive = 630.0
     side_channel_host: Annotated[
         str,

@@ -19,6 +19,12 @@ ReasoningParser = Literal["auto", "none", ReasoningFormat]
 LogLevel = Literal["debug", "info", "warning", "error"]
 LogFormat = Literal["text", "json"]
 # Of gateways, too.
+MaxBodyBytes = Annotated[
+    int,
+    Flag(
+        "max-body-bytes", HTTP, 'largest HTTP body, such as "16MiB"; above it requests get 413', low=1024, unit="bytes"
+    ),
+]
 KeepAlive = Annotated[
     float,
     Flag(
@@ -185,16 +191,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
             "least-load by prompt tokens sent and not answered",
         ),
     ] = "score"
-    max_body_bytes: Annotated[
-        int,
-        Flag(
-            "max-body-bytes",
-            HTTP,
-            'largest HTTP body, such as "16MiB"; above it requests get 413',
-            low=1024,
-            unit="bytes",
-        ),
-    ] = 16 << 20
+    max_body_bytes: MaxBodyBytes = 16 << 20
     keep_alive_s: KeepAlive = 630.0
     max_hidden_bytes: Annotated[
         int,

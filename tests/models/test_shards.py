@@ -1,9 +1,8 @@
 """Shards of transformers' modules (--tp), as threads of one process: log-probabilities of transformers, KV in parts."""
 
 from collections.abc import Callable, Sequence
-from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -22,27 +21,14 @@ from tests.engine.library_shards import load_one_at_a_time
 from tests.engine.models import make_runner, random_tokens
 from tests.models.architectures import ARCHITECTURES
 from tests.models.test_zoo import CLOSE, LENGTH, SERVED, STEPS, computed
-from tests.models.zoo import Reference, reference, saver
+from tests.models.zoo import Kept, keeper
 
 QUICK = ("gpt-oss", "qwen3.5-moe", "gemma4")
 
 
-class Kept(NamedTuple):
-    folder: Path
-    expected: Reference
-
-
 @pytest.fixture(scope="module")
 def kept(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Kept]:
-    """Makes a model once, and what transformers computes with it."""
-    saved = saver(tmp_path_factory)
-
-    @cache
-    def make(name: str) -> Kept:
-        folder, model = saved(name)
-        return Kept(folder, reference(model, random_tokens(LENGTH), STEPS + 1))
-
-    return make
+    return keeper(tmp_path_factory, random_tokens(LENGTH), STEPS + 1)
 
 
 @pytest.fixture(autouse=True)

@@ -1,10 +1,9 @@
 """Models with windows whose keys and values are kept in rings (--windows free), beside transformers."""
 
 from collections.abc import Callable
-from functools import cache
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +13,7 @@ from headrace.core.types.errors import ConfigError
 from headrace.engine.runner import ModelRunner
 from tests.engine.models import Prompt, make_runner, random_tokens, reported_logprobs, shuffled_pages
 from tests.models.architectures import ARCHITECTURES, WINDOW
-from tests.models.zoo import Reference, make_model, reference, saver
+from tests.models.zoo import Kept, Reference, keeper, make_model
 
 LENGTH, STEPS, PAGE = 330, 4, 16  # a ring has 128 places
 OWN, OTHER = shuffled_pages(44, 64)[:22], shuffled_pages(44, 64)[22:]
@@ -25,22 +24,9 @@ FREED = {  # layers with rings, by model
 QUICK = ("gemma3", "gpt-oss")
 
 
-class Kept(NamedTuple):
-    folder: Path
-    expected: Reference
-
-
 @pytest.fixture(scope="module")
 def kept(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Kept]:
-    """Makes a model once, and what transformers computes with it."""
-    saved = saver(tmp_path_factory)
-
-    @cache
-    def make(name: str) -> Kept:
-        folder, model = saved(name)
-        return Kept(folder, reference(model, random_tokens(LENGTH), STEPS + 1))
-
-    return make
+    return keeper(tmp_path_factory, random_tokens(LENGTH), STEPS + 1)
 
 
 def some() -> list[Any]:

@@ -1,9 +1,8 @@
 """Every architecture of the zoo as transformers computes it: chunks beside another request, then single tokens."""
 
 from collections.abc import Callable
-from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +13,7 @@ from headrace.engine.library.decoder import LibraryDecoder
 from headrace.engine.runner import ModelRunner
 from tests.engine.models import VOCABULARY, Prompt, make_runner, random_tokens, reported_logprobs
 from tests.models.architectures import ARCHITECTURES
-from tests.models.zoo import Reference, make_model, reference, saver
+from tests.models.zoo import Kept, Reference, keeper, make_model, reference
 
 LENGTH, STEPS, CHUNK, PAGE = 70, 5, 33, 16
 CLOSE = 2e-3
@@ -22,24 +21,9 @@ QUICK = ("smollm3", "gpt-oss", "gemma3", "qwen3-vl", "gemma4", "mimo-v2-flash", 
 SERVED = [name for name, each in ARCHITECTURES.items() if not each.refused]
 
 
-class Kept(NamedTuple):
-    """A model in a folder, and what transformers makes of the prompt."""
-
-    folder: Path
-    expected: Reference
-
-
 @pytest.fixture(scope="module")
 def kept(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Kept]:
-    """Makes a model of the zoo once."""
-    saved = saver(tmp_path_factory)
-
-    @cache
-    def make(name: str) -> Kept:
-        folder, model = saved(name)
-        return Kept(folder, reference(model, random_tokens(LENGTH), STEPS + 1))
-
-    return make
+    return keeper(tmp_path_factory, random_tokens(LENGTH), STEPS + 1)
 
 
 def some(names: list[str]) -> list[Any]:

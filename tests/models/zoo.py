@@ -67,6 +67,25 @@ def saver(temporary: pytest.TempPathFactory) -> Callable[[str], Saved]:
     return make
 
 
+class Kept(NamedTuple):
+    """A model in a folder, and what transformers makes of a prompt."""
+
+    folder: Path
+    expected: Reference
+
+
+def keeper(temporary: pytest.TempPathFactory, prompt: Sequence[int], steps: int) -> Callable[[str], Kept]:
+    """Makes each model of the zoo once, and what transformers computes with it: see reference()."""
+    saved = saver(temporary)
+
+    @cache
+    def make(name: str) -> Kept:
+        folder, model = saved(name)
+        return Kept(folder, reference(model, prompt, steps))
+
+    return make
+
+
 def reference(model: Any, prompt: Sequence[int], steps: int) -> Reference:
     """Greedy tokens of transformers, whole prompt first and then one by one."""
     tokens: list[int] = []
