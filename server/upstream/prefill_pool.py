@@ -46,6 +46,7 @@ DISCOVERY_TIMEOUT_S = 5.0
 FIRST_PAUSE_S = 0.2
 LONGEST_PAUSE_S = 5.0
 CONNECT_TIMEOUT_S = 5.0
+PROMPT_CONNECT_S = 30.0  # for a server whose session stands: a busy machine connects late, a dead one ends the session
 MAX_NAMED = 64  # servers that requests have named and that are not configured
 AVOID_S = 1.0  # at most, for which a server that has failed a prompt gets none that another one could compute
 MISSING: dict[Feature, tuple[refusals.Refusal, str]] = {  # refusal and name of what no prefill server knows
@@ -94,7 +95,7 @@ class PrefillPool:
         self._rules = rules
         self._post = post
         # A prompt may wait in the prefill server's queue for long: the scheduler's deadlines end a request, not HTTP's.
-        timeout = httpx.Timeout(None, connect=DISCOVERY_TIMEOUT_S)
+        timeout = httpx.Timeout(None, connect=PROMPT_CONNECT_S)
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=64)
         self._http = direct_async_client(headers=bearer(api_key), timeout=timeout, limits=limits, transport=transport)
         self._without_key = direct_async_client(timeout=timeout, limits=limits, transport=transport)

@@ -46,8 +46,12 @@ def test_texts_are_those_of_transformers(experts: Path, expert_texts: Texts, fla
         # A token goes through each of its experts once, on whichever rank that is.
         rows = CHOSEN * tokens
         wait_until(lambda: server.total("headrace_stage_expert_rows_total") == LAYERS * rows, 10, "rows counted")
-        layers = server.get("/debug/experts").json()["layers"]
-        assert [(len(each["rows"]), sum(each["rows"])) for each in layers] == [(EXPERTS, rows)] * LAYERS
+
+        def counted() -> bool:  # the counters of ranks are read at different moments
+            layers = server.get("/debug/experts").json()["layers"]
+            return [(len(each["rows"]), sum(each["rows"])) for each in layers] == [(EXPERTS, rows)] * LAYERS
+
+        wait_until(counted, 10, "rows by expert")
 
 
 @pytest.mark.full
