@@ -24,7 +24,7 @@ from headrace.engine.library.cache import RowsCache
 from headrace.engine.library.hooks import running
 from headrace.engine.library.images import ImageEncoder
 from headrace.engine.library.model import LayersDone, OtherLayer, body_of, call, layer_list, length_ropes, load_model
-from headrace.engine.library.modules import OutputHead, Products, replace_products, widen
+from headrace.engine.library.modules import OutputHead, Products, fuse_norms, replace_products, widen
 from headrace.engine.library.states import StateStore, run_by_request
 from headrace.engine.model.arithmetic import Arithmetic, TorchArithmetic, Weight
 from headrace.engine.model.checkpoint import GgufTensors, SafetensorsCheckpoint
@@ -78,7 +78,7 @@ class LibraryDecoder:
         for each in blocks:
             if not isinstance(each, OtherLayer):
                 each.register_forward_pre_hook(lambda *_: self.progress.step())
-        self._compute_ourselves(blocks, precision, library.uncalled)
+        self._compute_ourselves(blocks, precision, library.uncalled, adapted=bool(adapters))
         self._adapted = adapt(self._model, adapters, layers, arithmetic.pack, precision, device)
         _fix_rotary(self._model, positions)
         name, self._body = body_of(self._model)
@@ -180,8 +180,11 @@ class LibraryDecoder:
         """See Decoder: they are."""
         return hidden
 
-    def _compute_ourselves(self, blocks: nn.ModuleList, precision: Precision, leave: Collection[str]) -> None:
-        """Have our arithmetic compute the products, in the precision of the stage. leave: see replace_products()."""
+    def _compute_ourselves(
+        self, blocks: nn.ModuleList, precision: Precision, leave: Collection[str], *, adapted: bool
+    ) -> None:
+        """Have our arithmetic compute products and norms, in the precision of the stage. leave, adapted: see
+        replace_products()."""
         _, held, compute, int8 = precision
         packs = int8 or held == compute
         pack_held = self._arithmetic.pack if packs else TorchArithmetic().pack
@@ -195,11 +198,14 @@ class LibraryDecoder:
         head = self._model.get_output_embeddings()
         if type(head) is nn.Linear:
             self._model.set_output_embeddings(OutputHead(head, self._arithmetic))
-        replace_products(
-            blocks, self._arithmetic, pack_int8 if int8 else pack, compute, unpacked=pack, leave=leave, tp=self._tp
-        )
-        replace_products(self._model, self._arithmetic, pack, compute, unpacked=pack, leave=leave, tp=self._tp)
+        replace = partial(
+            replace_products, arithmetic=self._arithmetic, compute=compute, unpacked=pack, leave=leave, tp=self._tp,
+            adapted=adapted,
+        )  # fmt: skip
+        replace(blocks, pack=pack_int8 if int8 else pack)
+        replace(self._model, pack=pack)
         widen(self._model, held, compute)
+        fuse_norms(self._model, self._arithmetic)
 
 
 class GivenBody(nn.Module):

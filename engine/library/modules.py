@@ -1,5 +1,5 @@
-"""Modules of transformers whose products our arithmetic computes: nn.Linear, experts, and F.linear of routers; and what
-adapters add to them."""
+"""Modules of transformers that our arithmetic computes: nn.Linear, experts, gated MLPs, RMSNorm, products of routers;
+and what adapters add to them."""
 
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
@@ -16,6 +16,7 @@ from headrace.engine.collectives.operations import ALONE, Collectives
 from headrace.engine.layers.exchange import ExpertChoice
 from headrace.engine.layers.lora import Groups, add_deltas
 from headrace.engine.layers.moe import rows_by_expert
+from headrace.engine.library.recognition import MLP_PARTS, epsilon_of, is_gated_mlp, is_silu_gate, norm_weight
 from headrace.engine.library.shards import part_of
 from headrace.engine.model.arithmetic import Arithmetic, Weight
 from headrace.engine.model.weights import Deltas
@@ -90,6 +91,60 @@ class AdaptedRows:
             self.groups = ()
 
 
+class FusedNorm(nn.Module):
+    """RMSNorm by an Arithmetic."""
+
+    def __init__(self, weight: Tensor, eps: float, arithmetic: Arithmetic) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(weight, requires_grad=False)
+        self.variance_epsilon = eps
+        self._arithmetic = arithmetic
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [..., width] → the same."""
+        flat = x.reshape(-1, x.shape[-1]).contiguous()
+        return self._arithmetic.add_norm(flat, None, self.weight, self.variance_epsilon).view(x.shape)
+
+
+class GatedMlp(nn.Module):
+    """down(silu(gate(x)) * up(x)): gate and up in one product, or apart where adapters may add to them."""
+
+    def __init__(
+        self,
+        of: nn.Module,
+        arithmetic: Arithmetic,
+        pack: Pack,
+        compute: torch.dtype,
+        tp: Collectives = ALONE,
+        *,
+        apart: bool = False,
+    ) -> None:
+        """of: as is_gated_mlp() says. tp: see PackedLinear."""
+        super().__init__()
+        gate, up, down = (of.get_submodule(name) for name in MLP_PARTS)
+        assert isinstance(gate, nn.Linear)
+        assert isinstance(up, nn.Linear)
+        assert isinstance(down, nn.Linear)
+        self._arithmetic = arithmetic
+        self._gate_up: Weight | None = None
+        if apart:
+            self.gate_proj = PackedLinear(gate, arithmetic, pack, compute)
+            self.up_proj = PackedLinear(up, arithmetic, pack, compute)
+        else:
+            self._gate_up = pack(torch.cat([gate.weight.detach(), up.weight.detach()]))
+        self.down_proj = PackedLinear(down, arithmetic, pack, compute, tp)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [..., hidden size] → the same."""
+        flat = x.reshape(-1, x.shape[-1]).contiguous()
+        if self._gate_up is None:
+            inner = self._arithmetic.gate(torch.cat([self.gate_proj(flat), self.up_proj(flat)], dim=-1))
+        else:
+            inner = self._arithmetic.gated_linear(flat, self._gate_up)
+        found: Tensor = self.down_proj(inner)
+        return found.view(x.shape)
+
+
 class OutputHead(nn.Module):
     """The output head: float32 logits by an Arithmetic. Its weight may be the embedding's."""
 
@@ -124,6 +179,7 @@ class PackedExperts:
             up, down = up.transpose(1, 2), down.transpose(1, 2)
         self._up = [pack(each) for each in up]
         self._down = [pack(each) for each in down]
+        self._gated = bool(module.has_gate and not module.has_bias and is_silu_gate(module._apply_gate, up.shape[1]))
         self._up_bias = getattr(module, f"{name}_bias").detach().to(compute) if module.has_bias else None
         self._down_bias = module.down_proj_bias.detach().to(compute) if module.has_bias else None
         for each in (name, "down_proj"):
@@ -142,10 +198,12 @@ class PackedExperts:
             if start == stop:
                 continue
             rows = tokens[start:stop]
-            inner = arithmetic.linear(
-                x[rows], self._up[expert], None if self._up_bias is None else self._up_bias[expert]
-            )
-            inner = module._apply_gate(inner) if module.has_gate else module.act_fn(inner)
+            if self._gated:
+                inner = arithmetic.gated_linear(x[rows], self._up[expert])
+            else:
+                bias = None if self._up_bias is None else self._up_bias[expert]
+                inner = arithmetic.linear(x[rows], self._up[expert], bias)
+                inner = module._apply_gate(inner) if module.has_gate else module.act_fn(inner)
             bias = None if self._down_bias is None else self._down_bias[expert]
             result = arithmetic.linear(inner.contiguous(), self._down[expert], bias)
             if module.has_post_expert_norm:
@@ -195,20 +253,36 @@ def replace_products(
     unpacked: Pack,
     leave: Collection[str],
     tp: Collectives,
+    adapted: bool,
 ) -> None:
-    """Have our arithmetic compute the products of all nn.Linear and experts below a module. unpacked: in place of pack
-    for those that choose experts, which are never in 8 bits. leave: names of those whose weights others multiply
-    with. tp: the shards of the stage."""
+    """Have our arithmetic compute the products of all nn.Linear, gated MLPs and experts below a module.
+
+    unpacked: in place of pack for those that choose experts, which are never in 8 bits. leave: names of those whose
+    weights others multiply with. tp: the shards of the stage. adapted: adapters may add to products.
+    """
     for name, child in list(model.named_children()):
         if type(child) is nn.Linear:
             if name not in leave:
                 chosen = unpacked if name in ROUTERS else pack
                 setattr(model, name, PackedLinear(child, arithmetic, chosen, compute, tp))
             continue
-        replace_products(child, arithmetic, pack, compute, unpacked=unpacked, leave=leave, tp=tp)
+        if is_gated_mlp(child):
+            setattr(model, name, GatedMlp(child, arithmetic, pack, compute, tp, apart=adapted))
+            continue
+        replace_products(child, arithmetic, pack, compute, unpacked=unpacked, leave=leave, tp=tp, adapted=adapted)
         if hasattr(child, "is_transposed") and isinstance(getattr(child, "down_proj", None), nn.Parameter):
             packed = PackedExperts(child, arithmetic, pack, compute, tp)
             object.__setattr__(child, "packed", packed)
+
+
+def fuse_norms(model: nn.Module, arithmetic: Arithmetic) -> None:
+    """Replace all modules below one that are RMSNorm."""
+    for name, child in list(model.named_children()):
+        eps = epsilon_of(child)
+        if eps is not None and (weight := norm_weight(child)) is not None:
+            setattr(model, name, FusedNorm(weight, eps, arithmetic))
+        else:
+            fuse_norms(child, arithmetic)
 
 
 def widen(model: nn.Module, held: torch.dtype, compute: torch.dtype) -> None:

@@ -30,8 +30,9 @@ the prefix cache, LoRA adapters, `--quantize int8` on CPUs, every form of checkp
 The library's decoder has no table of architectures. A pass of the model on torch's meta device shows what each layer
 caches before a weight is read (`engine/library/probe.py`; the result is kept in `--cache-dir`). The model's cache
 writes to the pool; attention, masks and experts are ours through transformers' interfaces for them; `nn.Linear`,
-experts and the products of routers are computed by our kernels. Code of a repository is never run
-(`trust_remote_code`), and a weight that is missing or left over is an error.
+experts, the products of routers, and the RMSNorms and SwiGLU MLPs that give for random rows what ours give, are
+computed by our kernels. Code of a repository is never run (`trust_remote_code`), and a weight that is missing or left
+over is an error.
 
 **A trial at every start** computes random tokens whole, in chunks and beside another request, and says in the log
 whether these gave the same bits or differed by rounding; a model for which they differ by more is refused. Rotations
@@ -53,8 +54,8 @@ behind the one before, and a prompt goes on from the last checkpoint on its path
 and give way to requests, the least recently used first. The host and disk tiers hold no states, so they are not used.
 
 **Time.** Random models of eight families, library beside native, CPU time of forward passes in float32 on one thread of
-an AVX2 CPU, medians of three rounds in turns (`python -m benchmarks.decoders --threads 1 --rounds 3`): 1.2 to 1.3 times
-at 128 tokens, 1.15 to 1.2 at 512, 1.03 to 1.2 at 2,048; DeepSeek at 2,048 1.4, since the library expands latents of all
+an AVX2 CPU, medians of three rounds in turns (`python -m benchmarks.decoders --threads 1 --rounds 3`): 1.1 to 1.2 times
+at 128 tokens, 1.0 to 1.1 at 512, 1.0 to 1.15 at 2,048; DeepSeek at 2,048 1.3, since the library expands latents of all
 positions in every layer. A start takes some seconds more: transformers is imported.
 
 ## Architectures
