@@ -165,7 +165,7 @@ class LibraryDecoder:
     def logits(self, hidden: Tensor) -> Tensor:
         """See Decoder. The model's own head, with all that it does to logits. All of it is on every shard, and the
         first one computes it: no rows on the others."""
-        if self._shard.index:
+        if not self._shard.first:
             return hidden.new_zeros(0, self._spec.vocab_size, dtype=torch.float32)
         self._given.states = hidden[None]
         with self._products:

@@ -27,7 +27,7 @@ def is_gated_mlp(module: nn.Module) -> bool:
     first, second, last = (part.weight.detach() for part in parts if isinstance(part, nn.Linear))
 
     def expected(x: Tensor) -> Tensor:
-        return F.linear(gate(F.linear(x, torch.cat([first, second]))), last)
+        return F.linear(gate(torch.cat([F.linear(x, first), F.linear(x, second)], dim=-1)), last)
 
     return _same(module, expected, first)
 

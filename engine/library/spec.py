@@ -61,10 +61,6 @@ def library_spec(source: ModelSource) -> ModelSpec:
         gguf_weights(tensors, shell)  # so that mistakes are found before a weight is read
     probe = _probe(shell, text.num_hidden_layers)
     name = type(shell).__name__
-    if probe.strangers:
-        raise ConfigError(
-            f"{name} has a cache of its own ({', '.join(sorted(probe.strangers))}), which is not supported"
-        )
     longest = getattr(text, "max_position_embeddings", UNLIMITED)
     layers = _cached(probe, text.num_hidden_layers, longest, name)
     first = next((each for each in layers if each is not None), CachedLayer(1, 2, 2))
@@ -209,14 +205,17 @@ def _states(probe: Probe, layer: int) -> tuple[KeptState, ...]:
 
 
 def _probe(shell: PreTrainedModel, layers: int) -> Probe:
-    """What a pass over a model on the meta device asks for."""
-    probe = Probe()
+    """What a pass over a model on the meta device asks for. Raises ConfigError where that is more than a pool has."""
+    probe, name = Probe(), type(shell).__name__
     try:
-        with reported(f"{type(shell).__name__} cannot be computed over a paged pool"):
+        with reported(f"{name} cannot be computed over a paged pool"):
             _pass(shell, probe, layers)
     except ConfigError:
         if not probe.strangers:  # else what it looked for was not there
             raise
+    if probe.strangers:
+        strangers = ", ".join(sorted(probe.strangers))
+        raise ConfigError(f"{name} has a cache of its own ({strangers}), which is not supported")
     return probe
 
 

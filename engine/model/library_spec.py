@@ -26,8 +26,10 @@ class CachedLayer(msgspec.Struct, frozen=True):
 
     def heads_of(self, shard: int, shards: int) -> range:
         """The KV heads that one shard of so many caches."""
-        own = self.kv_heads // shards if self.divided else self.kv_heads
-        return range(shard * own, (shard + 1) * own) if self.divided else range(own)
+        if not self.divided:
+            return range(self.kv_heads)
+        own = self.kv_heads // shards
+        return range(shard * own, (shard + 1) * own)
 
     @property
     def names(self) -> tuple[str, str]:

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from headrace.core.types.errors import ConfigError
 from headrace.engine.runner import ModelRunner
-from tests.engine.models import Prompt, make_runner, random_tokens, reported_logprobs, shuffled_pages
+from tests.engine.models import Prompt, make_runner, random_tokens, shuffled_pages
 from tests.models.architectures import ARCHITECTURES, WINDOW
-from tests.models.zoo import Kept, Reference, keeper, make_model
+from tests.models.zoo import Kept, Reference, keeper, make_model, passed
 
 LENGTH, STEPS, PAGE = 330, 4, 16  # a ring has 128 places
 OWN, OTHER = shuffled_pages(44, 64)[:22], shuffled_pages(44, 64)[22:]
@@ -42,18 +42,11 @@ def computed(runners: list[ModelRunner], expected: Reference, cuts: tuple[int, .
     tokens = [*random_tokens(LENGTH), *expected.tokens[:-1]]
     other = Prompt(2, random_tokens(350, seed=9), OTHER, PAGE)
     steps = [*pairwise(cuts), *((LENGTH + at, LENGTH + at + 1) for at in range(STEPS))]
-    found = []
+    batches = []
     for index, (start, end) in enumerate(steps):
         own = Prompt(1, tokens[:end] if end >= LENGTH else tokens, OWN, PAGE).row(start, end - start)
-        rows = [other.row(index * 70, 70), own] if len(cuts) > 2 and index < 4 else [own]
-        hidden = None
-        for runner in runners:
-            hidden = runner.forward(rows, hidden)
-        assert hidden is not None
-        samples = {each.request: each for each in runners[-1].sample(rows, hidden).samples}
-        if 1 in samples:
-            found.append(reported_logprobs(samples[1]))
-    return torch.stack(found)
+        batches.append([other.row(index * 70, 70), own] if len(cuts) > 2 and index < 4 else [own])
+    return passed(runners, batches)
 
 
 @pytest.mark.parametrize("name", some())

@@ -13,7 +13,7 @@ from headrace.engine.library.decoder import LibraryDecoder
 from headrace.engine.runner import ModelRunner
 from tests.engine.models import VOCABULARY, Prompt, make_runner, random_tokens, reported_logprobs
 from tests.models.architectures import ARCHITECTURES
-from tests.models.zoo import Kept, Reference, keeper, make_model, reference
+from tests.models.zoo import Kept, Reference, keeper, make_model, passed, reference
 
 LENGTH, STEPS, CHUNK, PAGE = 70, 5, 33, 16
 CLOSE = 2e-3
@@ -38,20 +38,14 @@ def computed(runners: list[ModelRunner], expected: Reference) -> Tensor:
     own = Prompt(1, tokens, [3, 1, 9, 5, 12, 7], PAGE)
     other = Prompt(2, random_tokens(90, seed=9), [2, 4, 6, 8, 10, 11], PAGE)
     steps = [(0, CHUNK), (CHUNK, CHUNK), (2 * CHUNK, LENGTH - 2 * CHUNK), *((LENGTH + at, 1) for at in range(STEPS))]
-    found = []
+    batches = []
     for index, (start, count) in enumerate(steps):
         rows = [other.row(index * 11, 11), own.row(start, count)] if index < 8 else [own.row(start, count)]
         if start + count >= LENGTH:
             greedy = Prompt(1, tokens[: start + count], own.pages, PAGE)
             rows[-1] = greedy.row(start, count)
-        hidden = None
-        for runner in runners:
-            hidden = runner.forward(rows, hidden)
-        assert hidden is not None
-        samples = {each.request: each for each in runners[-1].sample(rows, hidden).samples}
-        if 1 in samples:
-            found.append(reported_logprobs(samples[1]))
-    return torch.stack(found) if found else torch.empty(0)
+        batches.append(rows)
+    return passed(runners, batches)
 
 
 @pytest.mark.parametrize("name", some(SERVED))

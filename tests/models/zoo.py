@@ -1,7 +1,7 @@
 """Makes models of the zoo, and computes them with transformers."""
 
 import importlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -11,6 +11,9 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from headrace.core.messages.orders import PlanRow
+from headrace.engine.runner import ModelRunner
+from tests.engine.models import reported_logprobs
 from tests.models.architectures import ARCHITECTURES, Architecture
 
 SPREAD = 0.2  # of norms and biases, which a new model has equal
@@ -84,6 +87,21 @@ def keeper(temporary: pytest.TempPathFactory, prompt: Sequence[int], steps: int)
         return Kept(folder, reference(model, prompt, steps))
 
     return make
+
+
+def passed(runners: Sequence[ModelRunner], batches: Iterable[Sequence[PlanRow]]) -> Tensor:
+    """Log-probabilities that passes through a pipeline report of request 1: [samples, vocabulary]; empty on a shard
+    that samples nothing."""
+    found = []
+    for rows in batches:
+        hidden = None
+        for runner in runners:
+            hidden = runner.forward(rows, hidden)
+        assert hidden is not None
+        samples = {each.request: each for each in runners[-1].sample(rows, hidden).samples}
+        if 1 in samples:
+            found.append(reported_logprobs(samples[1]))
+    return torch.stack(found) if found else torch.empty(0)
 
 
 def reference(model: Any, prompt: Sequence[int], steps: int) -> Reference:
