@@ -22,9 +22,15 @@ from typing import Any
 
 import httpx
 
+from headrace.core.types.errors import PREFILL_LOST, PREFILL_UNREACHABLE, ErrorInfo
+
 Trace = Callable[[str, object], Awaitable[None]]
 """httpcore's extension of that name: what happens to a request, as it happens."""
 HEAD = "http11.send_request_headers.started"
+
+PROMPT_TIMEOUT = httpx.Timeout(None, connect=30.0)
+"""Of a request that has a prompt computed by a server known to be alive. A busy machine accepts connections late, and a
+prompt may wait in a queue for long: the server's own deadlines end it, not HTTP's."""
 
 
 def direct_client(
@@ -55,6 +61,14 @@ def direct_async_client(
         network = httpx.AsyncHTTPTransport(verify=trusted_certificates(), limits=limits, trust_env=False)
         transport = CancellableTransport(network)
     return httpx.AsyncClient(base_url=base_url, headers=headers, timeout=timeout, transport=transport, trust_env=False)
+
+
+def connection_error(url: str, error: httpx.HTTPError) -> ErrorInfo:
+    """The error of a request whose connection to the prefill server at this URL failed: 502, 504 if it was silent."""
+    refused = isinstance(error, httpx.ConnectError | httpx.ConnectTimeout)
+    message = f"prefill server {url}: {type(error).__name__} {error}".rstrip()
+    status = 504 if isinstance(error, httpx.TimeoutException) else 502
+    return ErrorInfo(code=PREFILL_UNREACHABLE if refused else PREFILL_LOST, message=message, status=status)
 
 
 def bearer(api_key: str) -> dict[str, str]:

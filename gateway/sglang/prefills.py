@@ -8,10 +8,11 @@ import msgspec
 from headrace.core.runtime.clock import Clock
 from headrace.core.types.errors import ErrorInfo, HeadraceError
 from headrace.core.types.requests.request import SamplingParams
+from headrace.integrations.http_client import connection_error
 from headrace.server.frontend.generation.prefill_failover import PrefillFailover
 from headrace.server.frontend.request.generation_request import GenerationRequest
 from headrace.server.telemetry.prometheus import FrontMetrics
-from headrace.server.upstream.connection import Extensions, connection_error, past_stale_connection
+from headrace.server.upstream.connection import Extensions, past_stale_connection
 from headrace.server.upstream.prefill_call import response_error, stated_error
 from headrace.server.upstream.prefill_pool import PrefillChoice, PrefillPool
 

@@ -20,7 +20,7 @@ from headrace.core.types.peers.allow_list import allowed_prefills, canonical
 from headrace.engine.model.config import ModelSpec, spec_from_config
 from headrace.engine.model.families import BY_MODEL_TYPE
 from headrace.engine.model.fingerprint import fingerprint
-from headrace.integrations.http_client import bearer, direct_client
+from headrace.integrations.http_client import PROMPT_TIMEOUT, bearer, connection_error, direct_client
 from headrace.peer.commands import Loaded, LoadFailed, LoadKv, ReleaseLoad, TicketRef
 from headrace.peer.records import PeerLimits
 from headrace.peer.staging import Staging
@@ -77,7 +77,7 @@ class RemotePrefill:
         self._staging = Staging(cache_geometry(spec, DTYPES[model.dtype]), tokens)
         parts = urlsplit(url)
         self._host, self._port = canonical(parts.hostname or ""), parts.port or 80
-        self._http = direct_client(base_url=url, headers=bearer(api_key), timeout=httpx.Timeout(None, connect=5.0))
+        self._http = direct_client(base_url=url, headers=bearer(api_key), timeout=PROMPT_TIMEOUT)
         limits = PeerLimits(
             fingerprint=fingerprint(spec, ModelWeights(model)),
             model=model.name_or_path,
@@ -115,7 +115,10 @@ class RemotePrefill:
         body = PrefillRequest(
             prompt_token_ids=_tokens(input_ids), ticket=ticket, handoff="hold", max_tokens=2, ignore_eos=True
         )
-        answer = self._http.post(PREFILL_PATH, content=body.encoded(), headers=JSON_HEADERS)
+        try:
+            answer = self._http.post(PREFILL_PATH, content=body.encoded(), headers=JSON_HEADERS)
+        except httpx.HTTPError as error:
+            raise HeadraceError(connection_error(str(self._http.base_url), error)) from error
         if answer.status_code != 200:
             text = f"the prefill server answered {answer.status_code}: {answer.text}"
             raise HeadraceError(ErrorInfo(code="prefill_failed", message=text, status=answer.status_code))

@@ -1,11 +1,9 @@
-"""HTTP connections to prefill servers: kept ones that were closed meanwhile, and the errors of broken ones."""
+"""HTTP connections to prefill servers that were kept, and closed meanwhile."""
 
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
 import httpx
-
-from headrace.core.types.errors import PREFILL_LOST, PREFILL_UNREACHABLE, ErrorInfo
 
 T = TypeVar("T")
 Extensions = dict[str, Any]
@@ -26,14 +24,6 @@ async def past_stale_connection(send: Callable[[Extensions], Awaitable[T]]) -> T
         return await send({})
     except (httpx.ConnectError, httpx.ConnectTimeout) as error:
         raise first from error
-
-
-def connection_error(url: str, error: httpx.HTTPError) -> ErrorInfo:
-    """The error of a request whose connection to the prefill server at this URL failed: 502, 504 if it was silent."""
-    refused = isinstance(error, httpx.ConnectError | httpx.ConnectTimeout)
-    message = f"prefill server {url}: {type(error).__name__} {error}".rstrip()
-    status = 504 if isinstance(error, httpx.TimeoutException) else 502
-    return ErrorInfo(code=PREFILL_UNREACHABLE if refused else PREFILL_LOST, message=message, status=status)
 
 
 class _ConnectionTrace:

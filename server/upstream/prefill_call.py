@@ -24,8 +24,9 @@ from headrace.core.types.errors import (
     HeadraceError,
 )
 from headrace.core.types.requests.draft import HiddenStates
+from headrace.integrations.http_client import connection_error
 from headrace.server.routing.failover import client_error
-from headrace.server.upstream.connection import Extensions, connection_error, past_stale_connection
+from headrace.server.upstream.connection import Extensions, past_stale_connection
 from headrace.text.logprobs import LogprobEntry
 
 log = logging.getLogger(__name__)

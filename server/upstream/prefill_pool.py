@@ -29,7 +29,7 @@ from headrace.core.types.errors import ErrorInfo, HeadraceError
 from headrace.core.types.packed import pack
 from headrace.core.types.peers.addresses import url
 from headrace.core.types.peers.allow_list import Rules, canonical, is_named, require_allowed
-from headrace.integrations.http_client import bearer, direct_async_client
+from headrace.integrations.http_client import PROMPT_TIMEOUT, bearer, direct_async_client
 from headrace.server.routing.failover import MoveReason, avoided_s
 from headrace.server.routing.replica_load import Sent
 from headrace.server.routing.replica_router import ReplicaRouter
@@ -46,7 +46,6 @@ DISCOVERY_TIMEOUT_S = 5.0
 FIRST_PAUSE_S = 0.2
 LONGEST_PAUSE_S = 5.0
 CONNECT_TIMEOUT_S = 5.0
-PROMPT_CONNECT_S = 30.0  # for a server whose session stands: a busy machine connects late, a dead one ends the session
 MAX_NAMED = 64  # servers that requests have named and that are not configured
 AVOID_S = 1.0  # at most, for which a server that has failed a prompt gets none that another one could compute
 MISSING: dict[Feature, tuple[refusals.Refusal, str]] = {  # refusal and name of what no prefill server knows
@@ -94,11 +93,11 @@ class PrefillPool:
         self._named_tasks: dict[str, asyncio.Task[None]] = {}
         self._rules = rules
         self._post = post
-        # A prompt may wait in the prefill server's queue for long: the scheduler's deadlines end a request, not HTTP's.
-        timeout = httpx.Timeout(None, connect=PROMPT_CONNECT_S)
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=64)
-        self._http = direct_async_client(headers=bearer(api_key), timeout=timeout, limits=limits, transport=transport)
-        self._without_key = direct_async_client(timeout=timeout, limits=limits, transport=transport)
+        self._http = direct_async_client(
+            headers=bearer(api_key), timeout=PROMPT_TIMEOUT, limits=limits, transport=transport
+        )
+        self._without_key = direct_async_client(timeout=PROMPT_TIMEOUT, limits=limits, transport=transport)
         self._discovery = DiscoveryClient(self._http, self._without_key)
         self._tasks: list[asyncio.Task[None]] = []
         self._calls: set[asyncio.Task[None]] = set()

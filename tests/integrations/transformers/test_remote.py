@@ -9,6 +9,7 @@ import torch
 from headrace.core.types.errors import ConfigError, HeadraceError
 from headrace.integrations.transformers import RemotePrefill
 from headrace.server.config.curve_keys import write_pair
+from headrace.server.launch.free_port import free_port
 from tests.e2e import gold
 from tests.e2e.harness import Server, pages_in_use, serving, wait_until
 
@@ -70,6 +71,13 @@ def test_a_ticket_of_another_prompt_is_refused(server: Server, remote: RemotePre
 def test_two_prompts_at_once_are_not_one(remote: RemotePrefill) -> None:
     with pytest.raises(HeadraceError, match=r"\[2, 3\]"):
         remote.prefill(torch.zeros(2, 3, dtype=torch.long))
+
+
+def test_a_server_that_is_not_there_is_an_error_of_ours() -> None:
+    remote = RemotePrefill(f"http://127.0.0.1:{free_port()}", gold.model())
+    with remote, pytest.raises(HeadraceError, match="ConnectError") as raised:
+        remote.prefill(prompt(3))
+    assert raised.value.info.status == 502
 
 
 @pytest.mark.full
