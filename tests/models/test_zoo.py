@@ -13,7 +13,7 @@ from headrace.engine.library.decoder import LibraryDecoder
 from headrace.engine.runner import ModelRunner
 from tests.engine.models import VOCABULARY, Prompt, make_runner, random_tokens, reported_logprobs
 from tests.models.architectures import ARCHITECTURES
-from tests.models.zoo import Kept, Reference, keeper, make_model, passed, reference
+from tests.models.zoo import Kept, Reference, keeper, make_model, passed, reference, repeated
 
 LENGTH, STEPS, CHUNK, PAGE = 70, 5, 33, 16
 CLOSE = 2e-3
@@ -103,13 +103,17 @@ ROUNDED = ("granite", "gemma3", "olmo2", "exaone4", "qwen3.5", "kimi-linear", "f
 
 @pytest.mark.parametrize("name", some(list(ROUNDED)))
 def test_bfloat16_is_within_its_rounding(name: str, tmp_path: Path) -> None:
-    """Weights and KV in bfloat16, beside transformers in float32 with the same weights; models without routers, or with
-    such as rounding does not move."""
+    """Weights, KV and, where the CPU has units for it, computation in bfloat16: no further from float32 than
+    transformers in bfloat16; models without routers, or with such as rounding does not move. A state is rounded once
+    more where a prompt is cut."""
     model = make_model(ARCHITECTURES[name]).bfloat16()
     model.save_pretrained(tmp_path)
-    expected = reference(model.float(), random_tokens(LENGTH), STEPS + 1)
+    prompt = random_tokens(LENGTH)
+    expected = reference(model.float(), prompt, STEPS + 1)
     found = computed([make_runner(tmp_path, decoder="library", dtype="bfloat16")], expected)
-    torch.testing.assert_close(found, expected.logprobs, atol=0.1, rtol=0)
+    rounded = repeated(model.bfloat16(), prompt, expected.tokens)
+    ours, theirs = (float((each - expected.logprobs).square().mean().sqrt()) for each in (found, rounded))
+    assert 0 < ours < 2 * theirs
 
 
 @pytest.mark.parametrize("name", ["phi4-mini", pytest.param("jamba", marks=pytest.mark.full)])

@@ -108,9 +108,17 @@ def reference(model: Any, prompt: Sequence[int], steps: int) -> Reference:
     """Greedy tokens of transformers, whole prompt first and then one by one."""
     tokens: list[int] = []
     found = []
-    with torch.inference_mode():
-        for _ in range(steps):
-            logits = model(input_ids=torch.tensor([[*prompt, *tokens]]), use_cache=False).logits[0, -1].float()
-            found.append(torch.log_softmax(logits, -1))
-            tokens.append(int(found[-1].argmax()))
+    for _ in range(steps):
+        found.append(_logprobs_behind(model, [*prompt, *tokens]))
+        tokens.append(int(found[-1].argmax()))
     return Reference(tokens, torch.stack(found))
+
+
+def repeated(model: Any, prompt: Sequence[int], tokens: Sequence[int]) -> Tensor:
+    """Log-probabilities of transformers where others' tokens follow: as of reference()."""
+    return torch.stack([_logprobs_behind(model, [*prompt, *tokens[:count]]) for count in range(len(tokens))])
+
+
+def _logprobs_behind(model: Any, ids: list[int]) -> Tensor:
+    with torch.inference_mode():
+        return torch.log_softmax(model(input_ids=torch.tensor([ids]), use_cache=False).logits[0, -1].float(), -1)
