@@ -35,7 +35,8 @@ class Mixture(Protocol):
         ...
 
     def compute(self, x: Tensor, choice: ExpertChoice) -> Tensor:
-        """Weighted sums of the results of this rank's experts: float32 [tokens, hidden size]."""
+        """Weighted sums of the results of this rank's experts [tokens, hidden size]: in float32, on a GPU also in the
+        dtype of x."""
         ...
 
     def shared(self, x: Tensor) -> Tensor | None:
@@ -61,7 +62,7 @@ class Exchange(Protocol):
         ...
 
     def run(self, x: Tensor, mixture: Mixture) -> Steps[Tensor]:
-        """Sums over all experts for this replica's rows x [tokens, hidden size]: float32 [tokens, hidden size].
+        """Sums over all experts for this replica's rows x [tokens, hidden size], as of Mixture.compute().
 
         Pauses while rows travel to the experts and back. A replica without tokens takes part too: its experts work for
         the others. Raises LinkBroken when another rank is gone.
@@ -272,7 +273,7 @@ class AllToAll:
         yield
         by_rank = zip(torch.split(tokens, counts), torch.split(combined.wait(), counts), strict=True)
         for rows, of_rank in by_rank:
-            sums.index_add_(0, rows, of_rank)  # rank by rank, so that the order of additions is fixed
+            sums.index_add_(0, rows, of_rank.to(sums.dtype))  # rank by rank, so that the order of additions is fixed
 
 
 def begin_pass(exchanges: Sequence[Exchange], tokens: Sequence[int], padded: int, cut: int = 0) -> None:

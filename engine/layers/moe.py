@@ -14,6 +14,7 @@ from torch import Tensor
 
 from headrace.engine.collectives.steps import Steps, finish
 from headrace.engine.layers.exchange import Exchange, ExpertChoice
+from headrace.engine.layers.grouped_experts import GroupedExperts, can_group
 from headrace.engine.layers.lora import Groups
 from headrace.engine.layers.router import Router
 from headrace.engine.model.arithmetic import Arithmetic
@@ -85,6 +86,9 @@ class Experts:
                 sums.index_add_(0, rows, result.mul_(weights[tile]))
         return sums
 
+    def publish(self) -> None:
+        """Nothing: the rows are counted on the host."""
+
     def _sorted(self, choice: ExpertChoice) -> tuple[Tensor, Tensor, list[int]]:
         """Tokens and weights [rows, 1] in the order of experts, and where each own expert's rows begin and end."""
         if self._edges is None:
@@ -116,7 +120,8 @@ class MoeMlp:
         """Read the weights. hidden: hidden size. exchanges: of the stage, one for each half of passes that are cut; the
         first says which experts to read. Raises ConfigError for a missing or misshapen tensor."""
         self._router = Router(moe, hidden, read, arithmetic)
-        self._experts = Experts(moe, hidden, exchanges[0].own, read, arithmetic)
+        make = GroupedExperts if can_group(moe, hidden, read) else Experts
+        self._experts = make(moe, hidden, exchanges[0].own, read, arithmetic)
         self._exchanges = exchanges
         self._shared = SharedExperts(moe, hidden, read, arithmetic) if moe.shared_size else None
 
@@ -132,6 +137,7 @@ class MoeMlp:
     def steps(self, normed: Tensor, half: int = 0, groups: Groups = ()) -> Steps[Tensor]:
         """See MlpBlock. No adapter changes it."""
         sums = yield from self._exchanges[half].run(normed, self)
+        self._experts.publish()
         return sums.to(normed.dtype)
 
     def route(self, x: Tensor) -> ExpertChoice:

@@ -152,6 +152,11 @@ class LayerReader:
         """Whether weights are for the CPU."""
         return torch.device(self._device).type == "cpu"
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of computation."""
+        return self._precision.compute
+
     def tensor(self, name: str, shape: tuple[int, ...]) -> Tensor:
         """A tensor of the checkpoint, such as self_attn.q_proj.weight, rounded to the model's dtype, to take a part of
         or to reorder. Raises ConfigError when it is missing or misshapen."""

@@ -1,0 +1,431 @@
+"""A GPU that is not there: torch code for device "cuda" runs on fake tensors, on a torch without CUDA or a driver.
+
+    with FakeGpu(guard) as gpu:
+        ...                     code that says device="cuda"
+        with gpu.counted() as counts:
+            ...
+    counts.launches, counts.bytes, counts.syncs, gpu.races
+
+    operation ──► FakeGpu: counts it, orders its uses of memory ──► FakeTensorMode: device, dtype, shape of the result
+
+Floating-point tensors have no values. Those of integers and booleans keep theirs as long as they follow from the host's
+(indices of a pass do, choices of a router do not), so that pages of a pool are told apart. A wrong device, dtype or
+shape is an error of torch itself; counted or found here are
+
+    launches     operations on the device, each with its line
+    syncs        what makes the host wait for the device, each with its line
+    races        uses of the same memory by two streams, or a stream and the host, without an event between them
+"""
+
+import contextlib
+import sys
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from functools import cache
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+from unittest.mock import patch
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from tests.engine.cuda.clocks import HOST, Clock, Clocks, Race, Unit
+
+ROOT = Path(__file__).parents[3]
+OURS = tuple(f"{ROOT / name}/" for name in ("engine", "transfer", "scheduler", "peer"))
+TOTAL_BYTES = 80 << 30
+# Operations whose results have no values yet, and all that launch nothing.
+NO_VALUES = ("empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "record_stream")
+FREE = {*NO_VALUES, "detach", "alias", "lift_fresh", "_unsafe_view", "_reshape_alias", "is_pinned", "set_", "resize_"}
+# Composite operations that a GPU computes in one kernel.
+WHOLE = frozenset(("aten::scaled_dot_product_attention",))
+COPIES = ("copy_", "_to_copy")
+BY_ROWS = ("index_select", "index_copy_", "index", "index_put_")
+MOST_VALUES = 1 << 22  # elements of an integer tensor whose values are kept
+
+
+class Counts:
+    """What happened on the device within some time."""
+
+    def __init__(self) -> None:
+        self.launches: Counter[tuple[str, str]] = Counter()
+        """By operation and line."""
+        self.moved: Counter[str] = Counter()
+        """Bytes read and written in device memory, by operation."""
+        self.syncs: Counter[tuple[str, str]] = Counter()
+        """By reason and line."""
+        self.copied: Counter[str] = Counter()
+        """Bytes between host and device: "h2d pinned", "d2h pageable" …"""
+        self.flops = 0
+        """Of matrix products."""
+
+    def operations(self) -> Counter[str]:
+        """Launches by operation."""
+        found: Counter[str] = Counter()
+        for (operation, _), count in self.launches.items():
+            found[operation] += count
+        return found
+
+    def described(self) -> str:
+        """Launches and syncs with their lines, the most frequent first."""
+        lines = [
+            f"{count:6d} {what}  {line}"
+            for counter in (self.launches, self.syncs)
+            for (what, line), count in counter.most_common()
+        ]
+        return "\n".join(lines)
+
+
+class Stream:
+    """Stands in for torch.cuda.Stream."""
+
+    def __init__(self, device: object = None, **_: object) -> None:
+        gpu = current()
+        gpu.streams += 1
+        self.device, self.name = device, f"stream {gpu.streams}"
+
+    def wait_event(self, event: "Event") -> None:
+        event.wait(self)
+
+    def wait_stream(self, other: "Stream") -> None:
+        current().clocks.join(self.name, current().clocks.clock(other.name))
+
+    def record_event(self, event: "Event | None" = None) -> "Event":
+        made = event or Event()
+        made.record(self)
+        return made
+
+    def synchronize(self) -> None:
+        current().sync("stream.synchronize")
+        current().clocks.join(HOST, current().clocks.clock(self.name))
+
+    def query(self) -> bool:
+        current().clocks.join(HOST, current().clocks.clock(self.name))
+        return True
+
+
+class Event:
+    """Stands in for torch.cuda.Event. The device is done with everything by the time that query() asks."""
+
+    def __init__(self, *_: object, **__: object) -> None:
+        self.clock: Clock = {}
+
+    def record(self, stream: Stream | None = None) -> None:
+        self.clock = current().clocks.clock((stream or current().stream).name)
+
+    def wait(self, stream: Stream | None = None) -> None:
+        current().clocks.join((stream or current().stream).name, self.clock)
+
+    def query(self) -> bool:
+        current().clocks.join(HOST, self.clock)
+        return True
+
+    def synchronize(self) -> None:
+        current().sync("event.synchronize")
+        current().clocks.join(HOST, self.clock)
+
+    def elapsed_time(self, _: "Event") -> float:
+        return 1.0
+
+
+_running: "list[FakeGpu]" = []
+
+
+def current() -> "FakeGpu":
+    """The one that has been entered."""
+    return _running[-1]
+
+
+class FakeGpu(TorchDispatchMode):
+    """Entering it enters FakeTensorMode and puts the stand-ins for torch.cuda in their places. Of one thread: torch's
+    modes are."""
+
+    def __init__(self, guard: str, free: int = TOTAL_BYTES) -> None:
+        """guard: the library made of guard.cpp. free: bytes that torch.cuda.mem_get_info() says."""
+        super().__init__()
+        if not torch.version.cuda:
+            torch.ops.load_library(guard)
+        self.clocks = Clocks()
+        self.counts = Counts()
+        self.streams = 0
+        self._free = free
+        self._fakes = FakeTensorMode(allow_non_fake_inputs=True)
+        self._parts: dict[int, int] = {}  # storage → bytes of each of its parts
+        self._owners: dict[int, str] = {}  # storage → the stream that its memory belongs to
+        self._entered: contextlib.ExitStack | None = None
+        self._depth = 0
+
+    @property
+    def races(self) -> list[Race]:
+        """All that were found."""
+        return self.clocks.races
+
+    @contextlib.contextmanager
+    def counted(self) -> Iterator[Counts]:
+        """What happens within."""
+        before, self.counts = self.counts, Counts()
+        try:
+            yield self.counts
+        finally:
+            self.counts = before
+
+    @contextlib.contextmanager
+    def as_one(self, name: str, moved: int) -> Iterator[None]:
+        """Count what happens within as one launch that moves so many bytes: operations that a compiler fuses."""
+        with self.counted():
+            yield
+        self.counts.launches[f"[{name}]", line()] += 1
+        self.counts.moved[f"[{name}]"] += moved
+
+    def divide(self, tensor: Tensor, part_bytes: int) -> None:
+        """Have uses of the parts of a tensor's memory told apart, such as the pages of a pool."""
+        self._parts[_storage(tensor)] = part_bytes
+
+    def sync(self, why: str) -> None:
+        """The host waits for the device."""
+        self.counts.syncs[why, line()] += 1
+
+    def host_reads(self, tensor: Tensor) -> None:
+        """The host reads a tensor in its memory."""
+        self.clocks.use(HOST, self._units(tensor), (), line())
+
+    def value(self, tensor: Tensor) -> Tensor | None:
+        """The values of a tensor, if they are known."""
+        return getattr(tensor, "_known", None) if isinstance(tensor, FakeTensor) else tensor
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if func.namespace == "prim":
+            return func(*args, **kwargs)
+        name = func._overloadpacket.__name__
+        if func.name() not in WHOLE and func.has_kernel_for_dispatch_key(
+            torch._C.DispatchKey.CompositeImplicitAutograd
+        ):
+            with self:
+                parts = func.decompose(*args, **kwargs)
+            if parts is not NotImplemented:
+                return parts
+        pinned = bool(kwargs.pop("pin_memory", False))
+        if name == "_pin_memory":
+            func, args, pinned = torch.ops.aten.clone.default, args[:1], True
+        given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        result = func(*args, **kwargs)
+        made = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+        self._remember(func, args, made, self._compute(func, args, kwargs, (*given, *made)))
+        view = _is_view(func)
+        for leaf in made:
+            if any(leaf is each for each in given):
+                continue
+            leaf._pinned = pinned or (view and any(getattr(each, "_pinned", False) for each in given))
+        if name == "record_stream":
+            self._owners.pop(_storage(given[0]), None)
+        if name not in FREE and not view and any(leaf.device.type == "cuda" for leaf in (*given, *made)):
+            self._launch(func, name, args, kwargs, given, made)
+        return result
+
+    def _launch(self, func: Any, name: str, args: Any, kwargs: Any, given: list[Any], made: list[Any]) -> None:
+        stream, where = self.stream.name, line()
+        if name in COPIES and given and (made or name == "copy_"):
+            target, source = (given[0], given[1]) if name == "copy_" and len(given) > 1 else (made[0], given[0])
+            if source.device.type != target.device.type:
+                self._copy(name, source, target, args, kwargs)
+                return
+        written = [*made, *_mutated(func, args)]
+        reads = [unit for each in given for unit in self._touched(name, each, given)]
+        writes = [unit for each in written for unit in self._touched(name, each, given)]
+        self.clocks.use(stream, reads, writes, where)
+        self.counts.launches[name, where] += 1
+        self.counts.moved[name] += _bytes(name, given, made)
+        self.counts.flops += _flops(name, given, made)
+
+    def _copy(self, name: str, source: Any, target: Any, args: Any, kwargs: Any) -> None:
+        where, up = line(), source.device.type == "cpu"
+        host = source if up else target
+        asynchronous = bool(kwargs.get("non_blocking") or (name == "copy_" and len(args) > 2 and args[2]))
+        pinned = getattr(host, "_pinned", False)
+        way = f"{'h2d' if up else 'd2h'} {'pinned' if pinned else 'pageable'}"
+        self.counts.copied[way] += target.nbytes
+        self.counts.launches[f"copy {way}", where] += 1
+        # What the driver does with pageable memory is done before the call returns.
+        reads = self._units(source) if not up or pinned else ()
+        self.clocks.use(self.stream.name, reads, self._units(target), where)
+        if not (asynchronous and pinned):
+            self.sync(f"blocking copy, {way}")
+            self.clocks.join(HOST, self.clocks.clock(self.stream.name))
+
+    def _compute(self, func: Any, args: Any, kwargs: Any, tensors: Iterable[Any]) -> Any:
+        """The result of an operation on integers and booleans whose values are known; None for any other."""
+        if func._overloadpacket.__name__ in NO_VALUES or any(
+            each.is_floating_point() or each.numel() > MOST_VALUES for each in tensors
+        ):
+            return None
+        leaves = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        if any(self.value(each) is None for each in leaves):
+            return None
+        with unset_fake_temporarily():
+            on_host = {**kwargs, **({"device": torch.device("cpu")} if kwargs.get("device") is not None else {})}
+            return func(*tree_map_only(Tensor, self.value, args), **tree_map_only(Tensor, self.value, on_host))
+
+    def _remember(self, func: Any, args: Any, made: list[Any], known: Any) -> None:
+        if known is None:
+            for each in _mutated(func, args):
+                each._known = None
+        for leaf, value in zip(made, tree_leaves(known), strict=False):
+            leaf._known = value
+        if not _is_view(func) and not func._schema.is_mutable:
+            for leaf in made:
+                self._own(leaf)
+
+    def _own(self, made: Tensor) -> None:
+        """New memory, from the allocator of the stream."""
+        storage = _storage(made)
+        self.clocks.forget(storage)
+        self._parts.pop(storage, None)
+        if made.device.type == "cuda":
+            self._owners[storage] = owner = self.stream.name
+            weakref.finalize(made.untyped_storage(), self._freed, storage, owner)
+
+    def _freed(self, storage: int, owner: str) -> None:
+        if self._owners.get(storage) == owner:
+            self.clocks.free(storage, owner)
+
+    def _touched(self, name: str, tensor: Tensor, given: list[Tensor]) -> Iterable[Unit]:
+        """What an operation touches of a tensor: by the rows that it names, where it names some."""
+        part = self._parts.get(_storage(tensor))
+        index = given[1] if name in BY_ROWS and len(given) > 1 else None
+        rows = self.value(index) if index is not None and tensor is given[0] else None
+        if part is None or rows is None:
+            return self._units(tensor)
+        size = tensor.element_size()
+        at = (tensor.storage_offset() + rows.flatten().numpy() * tensor.stride(0)) * size
+        return [(_storage(tensor), int(each)) for each in np.unique(at // part)]
+
+    def _units(self, tensor: Tensor) -> list[Unit]:
+        storage = _storage(tensor)
+        part = self._parts.get(storage)
+        if part is None:
+            return [(storage, 0)]
+        size = tensor.element_size()
+        first = tensor.storage_offset() * size
+        if tensor.dim() and tensor.stride(0) * size >= part:  # the first dimension steps over parts
+            starts = first + np.arange(tensor.shape[0]) * tensor.stride(0) * size
+            return [(storage, int(each)) for each in np.unique(starts // part)]
+        reach = sum((extent - 1) * step for extent, step in zip(tensor.shape, tensor.stride(), strict=True)) * size
+        return [(storage, each) for each in range(first // part, (first + reach) // part + 1)]
+
+    def __enter__(self) -> Self:
+        if self._entered is None:
+            self._entered = stack = contextlib.ExitStack()
+            _running.append(self)
+            self.stream = Stream()
+            stack.enter_context(self._fakes)
+            for patched in _patches(self):
+                stack.enter_context(patched)
+        super().__enter__()
+        self._depth += 1
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        super().__exit__(kind, error, trace)
+        self._depth -= 1
+        if not self._depth and self._entered is not None:
+            self._entered.close()
+            self._entered = None
+            _running.remove(self)
+
+
+def _patches(gpu: FakeGpu) -> Iterator[Any]:
+    """Stand-ins for what fake tensors and a torch without CUDA have not."""
+    to_list, to_numpy = Tensor.tolist, Tensor.numpy
+
+    def values(tensor: Tensor, read: Callable[[Tensor], Any]) -> Any:
+        if not isinstance(tensor, FakeTensor):
+            return read(tensor)
+        if tensor.device.type == "cuda":
+            gpu.sync("copy to the host")
+            gpu.clocks.join(HOST, gpu.clocks.clock(gpu.stream.name))
+        gpu.host_reads(tensor)
+        known = gpu.value(tensor)
+        with unset_fake_temporarily():
+            return read(torch.zeros(tuple(tensor.shape), dtype=tensor.dtype) if known is None else known)
+
+    @contextlib.contextmanager
+    def stream(chosen: Stream) -> Iterator[None]:
+        before, gpu.stream = gpu.stream, chosen
+        try:
+            yield
+        finally:
+            gpu.stream = before
+
+    def synchronize(*_: object) -> None:
+        gpu.sync("cuda.synchronize")
+        for number in range(1, gpu.streams + 1):
+            gpu.clocks.join(HOST, gpu.clocks.clock(f"stream {number}"))
+
+    yield patch.object(FakeTensor, "tolist", lambda tensor: values(tensor, to_list))
+    yield patch.object(Tensor, "item", lambda tensor: values(tensor, lambda each: to_list(each.reshape(-1)[0])))
+    yield patch.object(Tensor, "numpy", lambda tensor, **_: values(tensor, to_numpy))
+    yield patch.object(torch.cuda, "Stream", Stream)
+    yield patch.object(torch.cuda, "Event", Event)
+    yield patch.object(torch.cuda, "stream", stream)
+    yield patch.object(torch.cuda, "current_stream", lambda *_: gpu.stream)
+    yield patch.object(torch.cuda, "synchronize", synchronize)
+    yield patch.object(torch.cuda, "device_count", lambda: 8)
+    yield patch.object(torch.cuda, "mem_get_info", lambda *_: (gpu._free, TOTAL_BYTES))
+
+
+def line() -> str:
+    """The innermost line of the project that runs."""
+    frame = sys._getframe()
+    while frame is not None:
+        path = _ours(frame.f_code.co_filename)
+        if path:
+            return f"{path}:{frame.f_lineno}"
+        frame = frame.f_back  # type: ignore[assignment]
+    return "?"
+
+
+@cache
+def _ours(filename: str) -> str:
+    """The path of a file of the program from the root on; "" for other files."""
+    path = Path(filename).resolve()
+    return str(path.relative_to(ROOT)) if str(path).startswith(OURS) else ""
+
+
+def _storage(tensor: Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
+
+
+def _is_view(func: Any) -> bool:
+    returns = func._schema.returns
+    return bool(returns) and all(each.alias_info is not None and not each.alias_info.is_write for each in returns)
+
+
+def _mutated(func: Any, args: Any) -> list[Any]:
+    """The arguments that an operation writes to."""
+    named = zip(func._schema.arguments, args, strict=False)
+    return [value for argument, value in named if argument.alias_info is not None and argument.alias_info.is_write]
+
+
+def _bytes(name: str, given: list[Any], made: list[Any]) -> int:
+    """Device memory that an operation reads and writes. Gathers and scatters touch the rows that they name."""
+    if name in ("index_select", "embedding", "index", "gather"):
+        return int(2 * made[0].nbytes + sum(each.nbytes for each in given[1:]))
+    if name == "index_copy_":
+        return int(2 * given[2].nbytes + given[1].nbytes)
+    if name == "index_add_":
+        return int(3 * given[2].nbytes + given[1].nbytes)
+    each_once = {id(each): each for each in (*given, *made)}
+    return int(sum(each.nbytes for each in each_once.values() if each.device.type == "cuda"))
+
+
+def _flops(name: str, given: list[Any], made: list[Any]) -> int:
+    return int(2 * made[0].numel() * given[-2].shape[-1]) if name in ("mm", "addmm", "bmm") else 0

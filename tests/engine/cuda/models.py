@@ -1,0 +1,242 @@
+"""ModelRunner on a GPU that is not there, at the widths of large models, and the rows of its passes."""
+
+import json
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+
+from headrace.core.config import EngineConfig, ModelConfig
+from headrace.core.messages.orders import PlanRow
+from headrace.core.types import packed
+from headrace.core.types.requests.request import SamplingParams
+from headrace.engine import device, runner
+from headrace.engine.collectives.operations import ALONE, Collectives, Done
+from headrace.engine.layers import native_decoder
+from headrace.engine.layers.exchange import NoExchange
+from headrace.engine.load_plan import model_terms
+from headrace.engine.model import arithmetic
+from headrace.engine.model.arithmetic import TorchArithmetic
+from headrace.engine.model.expert_plan import own_experts
+from headrace.engine.model.rope import rotate
+from headrace.engine.model.sharding import part_of, split_model
+from headrace.engine.runner import ModelRunner
+from tests.engine.cuda.fake_gpu import Counts, FakeGpu
+
+PAGE_SIZE = 16
+KV_PAGES = 4096
+LONGEST = KV_PAGES * PAGE_SIZE // 2
+GREEDY = SamplingParams(temperature=0.0)
+
+_LLAMA: dict[str, Any] = {
+    "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_act": "silu", "rms_norm_eps": 1e-5,
+    "max_position_embeddings": 131072, "rope_parameters": {"rope_type": "default", "rope_theta": 5e5},
+    "vocab_size": 128256, "tie_word_embeddings": False, "num_key_value_heads": 8, "head_dim": 128,
+}  # fmt: skip
+
+
+class Model(NamedTuple):
+    """A published model, of which a few layers are run."""
+
+    config: dict[str, Any]
+    first: int = 0
+    """The first layer that is run, where those before it are others."""
+    shards: int = 1
+
+
+MODELS = {
+    "llama-3.1-8b": Model(_LLAMA | {
+        "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32,
+    }),
+    "llama-3.3-70b-tp4": Model(_LLAMA | {
+        "hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64,
+    }, shards=4),
+    "qwen3-30b-a3b": Model({
+        "model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"], "hidden_act": "silu",
+        "rms_norm_eps": 1e-6, "max_position_embeddings": 40960, "vocab_size": 151936, "tie_word_embeddings": False,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}, "hidden_size": 2048, "intermediate_size": 6144,
+        "num_hidden_layers": 48, "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128,
+        "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768, "norm_topk_prob": True,
+        "decoder_sparse_step": 1, "mlp_only_layers": [],
+    }),
+    "deepseek-v3-tp8": Model({
+        "model_type": "deepseek_v3", "architectures": ["DeepseekV3ForCausalLM"], "hidden_act": "silu",
+        "rms_norm_eps": 1e-6, "max_position_embeddings": 163840, "vocab_size": 129280, "tie_word_embeddings": False,
+        "hidden_size": 7168, "intermediate_size": 18432, "num_hidden_layers": 61, "num_attention_heads": 128,
+        "num_key_value_heads": 128, "first_k_dense_replace": 3, "moe_layer_freq": 1, "n_routed_experts": 256,
+        "num_experts_per_tok": 8, "n_shared_experts": 1, "moe_intermediate_size": 2048, "n_group": 8, "topk_group": 4,
+        "norm_topk_prob": True, "scoring_func": "sigmoid", "topk_method": "noaux_tc", "routed_scaling_factor": 2.5,
+        "q_lora_rank": 1536, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128,
+        "rope_parameters": {
+            "rope_type": "yarn", "rope_theta": 10000.0, "factor": 40.0, "original_max_position_embeddings": 4096,
+            "beta_fast": 32, "beta_slow": 1, "mscale": 1.0, "mscale_all_dim": 1.0,
+        },
+    }, first=3, shards=8),
+}  # fmt: skip
+
+
+class _Weights:
+    """A checkpoint without values."""
+
+    def read(self, _: str, shape: Sequence[int], rows: Any = None, columns: Any = None) -> Tensor:
+        height = shape[0] if rows is None else len(rows)
+        width = list(shape[1:]) if columns is None else [len(columns)]
+        return torch.empty(height, *width, dtype=torch.bfloat16)
+
+    def read_int8(self, *_: object, **__: object) -> None:
+        return None
+
+
+class _Serial:
+    """A ThreadPoolExecutor of this thread: torch's modes belong to one thread."""
+
+    def __init__(self, *_: object) -> None: ...
+
+    def __enter__(self) -> "_Serial":
+        return self
+
+    def __exit__(self, *_: object) -> None: ...
+
+    def map(self, function: Any, values: Iterable[Any]) -> Iterator[Any]:
+        return map(function, values)
+
+
+class OneShard:
+    """Collectives of the first of several shards, without the others: what is sent is counted."""
+
+    rank = 0
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.sent: Counter[str] = Counter()
+
+    def all_reduce(self, x: Tensor) -> Done:
+        self.sent["all_reduce"] += x.nbytes
+        return Done(x)
+
+    def all_gather(self, x: Tensor) -> Done:
+        return self._grown(x, "all_gather")
+
+    def gather(self, x: Tensor, _: int) -> Done:
+        return self._grown(x, "gather")
+
+    def reduce_scatter(self, x: Tensor) -> Done:
+        self.sent["reduce_scatter"] += x.nbytes
+        return Done(x.new_empty(len(x) // self.size, *x.shape[1:]))
+
+    def all_to_all(self, x: Tensor, _: Sequence[int], received: Sequence[int]) -> Done:
+        self.sent["all_to_all"] += x.nbytes
+        return Done(x.new_empty(sum(received), *x.shape[1:]))
+
+    def broadcast(self, x: Tensor, _: int) -> Done:
+        return Done(x)
+
+    def _grown(self, x: Tensor, name: str) -> Done:
+        self.sent[name] += x.nbytes
+        return Done(x.new_empty(self.size * x.shape[0], *x.shape[1:]))
+
+
+class _Fused(TorchArithmetic):
+    """What CompiledArithmetic is: one launch for each function, which inductor would compile for a real GPU."""
+
+    def __init__(self, gpu: FakeGpu) -> None:
+        self._gpu = gpu
+
+    def add_norm(self, hidden: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
+        moved = (2 if delta is None else 4) * hidden.nbytes
+        with self._gpu.as_one("add_norm", moved):
+            return arithmetic.add_norm(hidden, delta, weight, eps)
+
+    def rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> None:
+        with self._gpu.as_one("rotate", 4 * x.nbytes):  # into a buffer, and back: in place it would read what it wrote
+            rotate(x, cos, sin)
+
+    def gate(self, gate_up: Tensor) -> Tensor:
+        with self._gpu.as_one("gate", gate_up.nbytes * 3 // 2):
+            return arithmetic.gate(gate_up)
+
+
+@contextmanager
+def fake_runner(
+    gpu: FakeGpu, folder: Path, name: str, count: int = 2, *, whole: bool = False, halves: bool = False
+) -> Iterator[ModelRunner]:
+    """A runner of some layers of a model, in bfloat16. folder: for its config.json. count: of layers. whole: of a model
+    that has no other layers, with embedding and output head. halves: for passes that are cut."""
+    model = MODELS[name]
+    config = dict(model.config)
+    layers = range(model.first, model.first + count)
+    if whole:
+        config["num_hidden_layers"], layers = layers.stop, range(layers.stop)
+    (folder / "config.json").write_text(json.dumps(config))
+    group: Collectives = OneShard(model.shards) if model.shards > 1 else ALONE
+    with ExitStack() as stack:
+        for patched in (
+            patch.object(device, "_torch_finds_gpu", lambda: True),
+            patch.object(native_decoder, "ThreadPoolExecutor", _Serial),
+            patch.object(runner, "open_checkpoint", lambda *_: _Weights()),
+            patch.object(runner, "fingerprint", lambda *_: "fake"),
+            patch.object(runner, "check_equal_sums", lambda *_: None),
+            patch.object(runner, "least", lambda _, value, __: value),
+            patch.object(runner, "choose_arithmetic", lambda *_: _Fused(gpu)),
+            gpu,
+        ):
+            stack.enter_context(patched)
+        terms = model_terms(
+            ModelConfig(model=str(folder), dtype="bfloat16", device="cuda:0"),
+            EngineConfig(page_size=PAGE_SIZE, kv_pages=KV_PAGES),
+            LONGEST,
+        )
+        moe = terms.spec.moe
+        experts = len(own_experts(moe.experts, group.size, group.rank)) if moe and group.size > 1 else None
+        part = part_of(terms.spec, layers, split_model(terms.spec, group.size)[group.rank], experts)
+        exchanges = [NoExchange(moe.experts if moe else 0) for _ in range(2)] if halves else ()
+        made = ModelRunner(terms.plan(part, KV_PAGES, 8000 << 30), tp=group, exchanges=exchanges)
+        gpu.divide(made.pool.tensor, made.pool.tensor.stride(0) * made.pool.tensor.element_size())
+        yield made
+
+
+class Cost(NamedTuple):
+    """What a pass costs."""
+
+    layer_launches: int
+    pass_launches: int
+    """Beside those of its layers."""
+    layer_bytes: int
+    """Beside matrix products and attention."""
+    counts: Counts
+    """Of the pass through one layer, with its lines."""
+
+
+PRODUCTS = ("mm", "addmm", "bmm", "_grouped_mm", "_varlen_attn")
+
+
+def pass_cost(gpu: FakeGpu, folder: Path, name: str, rows: Sequence[PlanRow]) -> Cost:
+    """Of a pass over these rows, by the difference between one layer and two."""
+    found = []
+    for count in (1, 2):
+        with fake_runner(gpu, folder, name, count) as made:
+            hidden = incoming(made, rows)
+            with gpu.counted() as counts:
+                made.forward(rows, hidden)
+            found.append(counts)
+    launches, more = (counts.launches.total() for counts in found)
+    moved, more_moved = (sum(n for what, n in counts.moved.items() if what not in PRODUCTS) for counts in found)
+    layer = more - launches
+    return Cost(layer, launches - layer, more_moved - moved, found[0])
+
+
+def row(request: int, start: int, count: int, *, first_page: int = 0, sample: SamplingParams | None = None) -> PlanRow:
+    """A row of a plan whose pages are consecutive from one on."""
+    pages = range(first_page, first_page + -(-(start + count) // PAGE_SIZE))
+    return PlanRow(request, start, count, packed.pack(pages), packed.pack([1] * count), sample=sample)
+
+
+def incoming(made: ModelRunner, rows: Sequence[PlanRow]) -> Tensor:
+    """Hidden states from the stage before."""
+    form = made.hidden_spec
+    return torch.empty(sum(each.count for each in rows), form.size, dtype=form.dtype, device=form.device)

@@ -1,0 +1,56 @@
+"""What forward passes of large models cost on a GPU: launches, bytes and waits, held to budgets.toml."""
+
+import tomllib
+from pathlib import Path
+
+import pytest
+import torch
+
+from headrace.core.messages.orders import PlanRow
+from headrace.core.types.ranks.coordinate import Agreement
+from tests.engine.cuda.fake_gpu import FakeGpu
+from tests.engine.cuda.models import MODELS, fake_runner, incoming, pass_cost, row
+
+BUDGETS = tomllib.loads(Path(__file__).with_name("budgets.toml").read_text(encoding="utf-8"))
+BATCHES: dict[str, list[PlanRow]] = {
+    "prompt": [row(1, 0, 2048)],
+    "mixed": [
+        row(1, 4096, 1000),
+        row(2, 0, 500, first_page=400),
+        *(row(request, 800, 1, first_page=500 + request * 60) for request in range(3, 7)),
+    ],
+    "decode": [row(request, 800 + request, 1, first_page=request * 60) for request in range(1, 9)],
+}
+
+
+@pytest.mark.parametrize(("name", "batch"), [(name, batch) for name in BUDGETS for batch in BUDGETS[name]])
+def test_a_pass_stays_within_its_budget(gpu: FakeGpu, tmp_path: Path, name: str, batch: str) -> None:
+    budget = BUDGETS[name][batch]
+    cost = pass_cost(gpu, tmp_path, name, BATCHES[batch])
+    spent = {
+        "layer": cost.layer_launches,
+        "rest": cost.pass_launches,
+        "megabytes": round(cost.layer_bytes / 1e6),
+        "syncs": cost.counts.syncs.total(),
+    }
+    exceeded = {what: count for what, count in spent.items() if count > budget.get(what, 0)}
+    assert not exceeded, f"{exceeded} of a budget of {budget}\n{cost.counts.described()}"
+
+
+def test_every_model_has_a_budget() -> None:
+    assert set(BUDGETS) == set(MODELS)
+
+
+@pytest.mark.parametrize("name", ["llama-3.1-8b", "qwen3-30b-a3b"])
+def test_halves_of_a_pass_wait_for_nothing(gpu: FakeGpu, tmp_path: Path, name: str) -> None:
+    rows = [row(1, 0, 600), row(2, 32, 400, first_page=100)]
+    with fake_runner(gpu, tmp_path, name, halves=True) as made:
+        hidden = incoming(made, rows)
+        with gpu.counted() as counts:
+            made.forward(rows, hidden, Agreement((1000,), cut=500))
+    assert not counts.syncs, counts.described()
+
+
+def test_a_mistake_in_devices_is_an_error_here(gpu: FakeGpu) -> None:
+    with gpu, pytest.raises(RuntimeError, match="at least two devices, cuda:0 and cpu"):
+        torch.ones(3, device="cuda") + torch.ones(3)

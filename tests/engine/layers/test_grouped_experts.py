@@ -1,0 +1,75 @@
+"""Experts by grouped products, as GPUs compute them, beside the loop over experts; on the CPU."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from msgspec.structs import replace
+from torch import Tensor
+
+from headrace.engine.dtypes import Precision
+from headrace.engine.layers import grouped_experts
+from headrace.engine.layers.exchange import NO_EXPERT, ExpertChoice
+from headrace.engine.layers.grouped_experts import GroupedExperts
+from headrace.engine.layers.moe import Experts
+from headrace.engine.layers.router import choose
+from headrace.engine.model.arithmetic import TorchArithmetic
+from headrace.engine.model.weights import LayerReader
+from tests.engine.layers.mixtures import SPECS, RandomWeights
+
+HIDDEN = 32
+MOE = replace(SPECS["qwen3"], intermediate_size=16)
+
+
+def reader(dtype: torch.dtype) -> LayerReader:
+    """Of weights in bfloat16, for computation in some dtype."""
+    precision = Precision(torch.bfloat16, dtype, dtype, False)
+    return LayerReader(RandomWeights(), 0, precision, "cpu", TorchArithmetic().pack)
+
+
+def rows_and_choice(tokens: int) -> tuple[Tensor, ExpertChoice]:
+    generator = torch.Generator().manual_seed(tokens)
+    x = torch.randn(tokens, HIDDEN, generator=generator).bfloat16()
+    return x, choose(torch.randn(tokens, MOE.experts, generator=generator), MOE)
+
+
+@pytest.fixture(autouse=True)
+def _unwritten_rows_are_nan(monkeypatch: pytest.MonkeyPatch) -> None:
+    """grouped_mm leaves the rows behind the last group as they are."""
+    product = F.grouped_mm
+
+    def poisoned(a: Tensor, b: Tensor, *, offs: Tensor) -> Tensor:
+        result = product(a, b, offs=offs)
+        result[int(offs[-1]) :] = torch.nan
+        return result
+
+    monkeypatch.setattr(grouped_experts.F, "grouped_mm", poisoned)
+
+
+@pytest.mark.parametrize("own", [range(MOE.experts), range(3), range(2, 7), range(9, 11)])
+@pytest.mark.parametrize("tokens", [1, 2, 65])
+def test_grouped_experts_give_the_sums_of_the_loop(own: range, tokens: int) -> None:
+    x, choice = rows_and_choice(tokens)
+    grouped = GroupedExperts(MOE, HIDDEN, own, reader(torch.bfloat16), TorchArithmetic())
+    loop = Experts(MOE, HIDDEN, own, reader(torch.float32), TorchArithmetic())
+    found, expected = grouped.compute(x, choice), loop.compute(x.float(), choice)
+    assert found.dtype == torch.bfloat16
+    torch.testing.assert_close(found.float(), expected, atol=0.02 * float(expected.abs().max()) + 1e-6, rtol=0)
+    grouped.publish()
+    assert torch.equal(grouped.rows, loop.rows)
+
+
+def test_rows_are_counted_over_passes_and_none_are_for_no_expert() -> None:
+    experts = GroupedExperts(MOE, HIDDEN, range(4), reader(torch.bfloat16), TorchArithmetic())
+    x, choice = rows_and_choice(5)
+    nowhere = choice._replace(experts=torch.full_like(choice.experts, NO_EXPERT))
+    assert not experts.compute(x, nowhere).any()
+    for _ in range(2):
+        experts.compute(x, choice)
+    experts.publish()
+    assert experts.rows.tolist() == [2 * int((choice.experts == expert).sum()) for expert in range(4)]
+
+
+def test_no_tokens() -> None:
+    experts = GroupedExperts(MOE, HIDDEN, range(4), reader(torch.bfloat16), TorchArithmetic())
+    x, choice = rows_and_choice(5)
+    assert experts.compute(x[:0], ExpertChoice(choice.experts[:0], choice.weights[:0])).shape == (0, HIDDEN)
