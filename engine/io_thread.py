@@ -14,7 +14,6 @@ Every order of the stream is counted and hashed (orders.py). A Heartbeat carries
 a stage whose own differ has lost, repeated or changed an order and fails.
 """
 
-import contextlib
 import logging
 import queue
 import threading
@@ -45,7 +44,7 @@ from headrace.core.messages.orders import (
     StopRecording,
     StorePages,
 )
-from headrace.core.messages.stage_events import AnyStageEvent, PlanDone, StageEvent, StageFailed, StageHeartbeat
+from headrace.core.messages.stage_events import AnyStageEvent, StageEvent, StageFailed, StageHeartbeat
 from headrace.core.process_usage import process_usage
 from headrace.core.runtime.clock import Clock
 from headrace.core.runtime.codec import Codec
@@ -55,70 +54,15 @@ from headrace.core.runtime.progress import PassProgress
 from headrace.core.stats import Sample, Stats, join
 from headrace.engine.kv.tiers.copier import Copier
 from headrace.engine.orders import OrderCheck, OrderConnection, OrderMismatch
-from headrace.engine.telemetry.meter import ExpertMeter, Meter, PlanRun
+from headrace.engine.outbox import ComputedPlan, EventOutbox
+from headrace.engine.telemetry.meter import ExpertMeter, Meter
 from headrace.engine.telemetry.recorder import Recorder
 from headrace.transfer.data.receiver import Receiver
 from headrace.transfer.data.sender import Sender
 
 log = logging.getLogger(__name__)
 
-QUEUE_LIMIT = 1 << 16  # entries in each queue between the threads; credits bound the plans, so a full queue is a bug
-ITEMS_PER_PASS = 256
-
 DataSocket = EventSource[StageEvent, Any]
-
-
-class ComputedPlan(NamedTuple):
-    """A plan that the compute thread has finished."""
-
-    run: PlanRun  # when each of its steps began
-    done: PlanDone  # to be reported
-
-
-OutboxItem = AnyStageEvent | ComputedPlan | ShutdownStage
-
-
-class EventOutbox:
-    """Queue from another thread (compute or copy) to the I/O thread: bounded, with a socket pair that wakes the I/O
-    thread's poller."""
-
-    def __init__(self, context: "zmq.Context[zmq.Socket[bytes]]") -> None:
-        """context: of the stage; both sockets are in-process."""
-        self._items: queue.Queue[OutboxItem] = queue.Queue(QUEUE_LIMIT)
-        endpoint = f"inproc://outbox-{id(self)}"
-        self.reader = context.socket(zmq.PAIR)  # used by the I/O thread
-        self.reader.set_hwm(0)  # the queue bounds the number of wake-up frames
-        self.reader.bind(endpoint)
-        self._writer = context.socket(zmq.PAIR)  # used by the other thread
-        self._writer.set_hwm(0)
-        self._writer.connect(endpoint)
-
-    def post(self, item: OutboxItem) -> None:
-        """Queue an item and wake the I/O thread. By one other thread only. Raises queue.Full."""
-        self._items.put_nowait(item)
-        with contextlib.suppress(zmq.Again):  # the I/O thread has ended
-            self._writer.send(b"", zmq.NOBLOCK)
-
-    def drain(self) -> list[OutboxItem]:
-        """Return up to ITEMS_PER_PASS queued items. I/O thread only. Takes one wake-up frame per item, so that the
-        reader stays readable while items are left."""
-        items: list[OutboxItem] = []
-        while len(items) < ITEMS_PER_PASS:
-            try:
-                self.reader.recv(zmq.NOBLOCK)
-            except zmq.Again:
-                break
-            items.append(self._items.get_nowait())
-        return items
-
-    def close(self) -> None:
-        """Close both sockets of an outbox that no thread uses yet."""
-        self.reader.close()
-        self._writer.close()
-
-    def close_writer(self) -> None:
-        """Close the other thread's socket, by that thread or after its end."""
-        self._writer.close()
 
 
 class Copies(NamedTuple):

@@ -24,7 +24,7 @@ from collections import deque
 from headrace.core.messages.orders import AnyOrder, Forward, ReleaseRequest, ShutdownStage
 from headrace.core.messages.stage_events import PlanDone
 from headrace.engine.agreement import PassSource
-from headrace.engine.io_thread import ComputedPlan, EventOutbox
+from headrace.engine.outbox import ComputedPlan, PlanOutbox
 from headrace.engine.parallel.pipeline import PipelineLinks
 from headrace.engine.row_sampler import PlanResult
 from headrace.engine.runner import Runner
@@ -41,10 +41,10 @@ class StageLoop:
         links: PipelineLinks,
         meter: Meter,
         inbox: "queue.Queue[AnyOrder]",
-        outbox: EventOutbox,
+        outbox: PlanOutbox,
         passes: PassSource | None = None,
     ) -> None:
-        """stage: the rank. inbox: orders from the I/O thread. outbox: events for it. passes: agrees with other servers
+        """stage: the rank. inbox: orders from the I/O thread. outbox: its reports. passes: agrees with other servers
         on each pass; None where there are none."""
         self._stage = stage
         self._runner = runner
@@ -115,6 +115,7 @@ class StageLoop:
         to stage and nothing is sampled."""
         self._meter.begin(plan)
         self._meter.mark()
+        self._outbox.begin()
         if plan.agreement is not None:
             self._runner.join(plan.agreement)
         self._meter.mark()
@@ -129,6 +130,7 @@ class StageLoop:
         hidden = links.receive(plan)
         meter.mark()
         self._drain_inbox()
+        self._outbox.begin()
         hidden = runner.forward(plan.rows, hidden, plan.agreement)
         meter.mark()
         result = PlanResult([], [], [])

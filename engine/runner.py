@@ -289,11 +289,8 @@ class ModelRunner:
                 hidden = self._decoder.embed(place(ids.astype(np.int64), self.hidden_spec.device))
             if agreed.cut:
                 halved = _cut_spans(spans, agreed.cut)
-                result = self._decoder.forward_halves(hidden, positions, halved, agreed.cut)
-            else:
-                result = self._decoder.forward(hidden, positions, spans)
-            self.pool.mark_computed()
-            return result
+                return self._decoder.forward_halves(hidden, positions, halved, agreed.cut)
+            return self._decoder.forward(hidden, positions, spans)
 
     def _adapter(self, row: PlanRow) -> str:
         if row.adapter and row.adapter not in self.adapters.values():

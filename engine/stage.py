@@ -36,7 +36,7 @@ from headrace.core.types.kv.geometry import Geometry
 from headrace.core.types.kv.kv_tiers import DISK, HOST
 from headrace.engine.agreement import FollowedPasses, PassSource, VotedPasses
 from headrace.engine.collectives.operations import LinkBroken, least
-from headrace.engine.io_thread import QUEUE_LIMIT, Copies, EventOutbox, StageIoThread
+from headrace.engine.io_thread import Copies, StageIoThread
 from headrace.engine.kv.kv_memory import KvMemory
 from headrace.engine.kv.tiers.copier import open_tiers
 from headrace.engine.layers.exchange import Exchange, make_exchange
@@ -47,6 +47,7 @@ from headrace.engine.model.expert_plan import ExpertPlan, plan_experts
 from headrace.engine.model.source import resolve_source
 from headrace.engine.model.stub import is_stub
 from headrace.engine.orders import OrderConnection, connect_scheduler
+from headrace.engine.outbox import QUEUE_LIMIT, DeviceOutbox, EventOutbox, PlanOutbox
 from headrace.engine.parallel.groups import Groups, join_groups
 from headrace.engine.parallel.layer_split import ranges
 from headrace.engine.parallel.offers import Offer, offer
@@ -122,8 +123,12 @@ def _serve(config: StageConfig, memory: KvMemory, groups: Groups) -> int:
     # Membership of a stage on another machine notices the end of the group a heartbeat later than a parent process
     # does.
     shutdown_wait_s = config.transfer.peer_timeout_s if config.session else SHUTDOWN_WAIT_S
-    loop = StageLoop(config.rank, runner, links, meter, inbox, outbox, _passes(config, groups))
-    status = _compute(loop, config, outbox, shutdown_wait_s)
+    device = runner.hidden_spec.device
+    reports = DeviceOutbox(outbox, device, meter) if device.type == "cuda" else outbox
+    loop = StageLoop(config.rank, runner, links, meter, inbox, reports, _passes(config, groups))
+    status = _compute(loop, config, reports, shutdown_wait_s)
+    if isinstance(reports, DeviceOutbox):
+        reports.close()
     io_thread.join(timeout=5)
     outbox.close_writer()
     if copies is not None:
@@ -284,7 +289,7 @@ def _measured_cost(config: StageConfig, runner: Runner, groups: Groups) -> tuple
     return measure(runner, config.measure_tokens, limit, first=config.layout.place(config.rank).stage == 0)
 
 
-def _compute(loop: StageLoop, config: StageConfig, outbox: EventOutbox, shutdown_wait_s: float) -> int:
+def _compute(loop: StageLoop, config: StageConfig, outbox: PlanOutbox, shutdown_wait_s: float) -> int:
     """Run the loop to its end; report StageFailed if that is no ShutdownStage. Returns the exit status.
 
     shutdown_wait_s: after a broken link, seconds for ShutdownStage to arrive before the failure is reported.

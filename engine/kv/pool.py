@@ -27,7 +27,7 @@ class KVPool:
         slots   [pages * layers * planes * kv_heads * page_size, head_dim]    a row per token position of such a block
 
     So gathering or scattering any set of rows is one operation. Planes are keys and values, or the one of a latent.
-    Different pages may be written by different threads.
+    Different pages may be written by different threads. Pages that a plan writes are read when it is known to be done.
     """
 
     def __init__(self, geometry: Geometry, pages: int, device: str = "cpu", allocate: Allocate | None = None) -> None:
@@ -55,7 +55,6 @@ class KVPool:
             {name: tensor.view(torch.uint8).numpy() for name, tensor in self.tensors.items()} if on_cpu else None
         )
         self._copies = None if on_cpu else DeviceCopies(memory.device)
-        self._all_copies = [] if self._copies is None else [self._copies]  # of all threads
 
     @property
     def blocks_per_layer(self) -> int:
@@ -110,19 +109,9 @@ class KVPool:
         assert self._copies is not None
         self._copies.to_device(target, torch.from_numpy(np.array(data)).view(target.dtype))
 
-    def mark_computed(self) -> None:
-        """Called by the compute thread after each plan. On a GPU, where the plan is only queued by then, later reads of
-        its pages wait until it is done."""
-        for copies in self._all_copies:
-            copies.mark_computed()
-
     def device_copies(self) -> DeviceCopies | None:
-        """Copies of pages for another thread than that of view(), read() and write(); None on the CPU. Call it before
-        the first plan."""
-        if self._copies is None:
-            return None
-        self._all_copies.append(DeviceCopies(self.tensor.device))
-        return self._all_copies[-1]
+        """Copies of pages for another thread than that of view(), read() and write(); None on the CPU."""
+        return None if self._copies is None else DeviceCopies(self.tensor.device)
 
     def _check(self, page: int, first_slot: int, count: int, tensor: str) -> None:
         pages, _, _, _, size, _ = self.tensors[tensor].shape

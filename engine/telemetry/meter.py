@@ -38,9 +38,11 @@ class Meter:
 
     def __init__(self, stage: int, clock: Clock) -> None:
         """stage: pipeline rank, the label of the metrics."""
+        self.stage = stage
         self._labels = (str(stage),)
         self._clock = clock
         self._reading = _Reading("busy", clock.now())
+        self._device_s: float | None = None  # seconds of a GPU, once it has computed a plan
         self._hidden_bytes = 0
 
     def idle(self) -> None:
@@ -66,6 +68,14 @@ class Meter:
         self._reading = self._reading._replace(run=None)
         return run, run.marks[-1] - run.marks[1]
 
+    def device_done(self, run: PlanRun, seconds: float) -> PlanRun:
+        """A GPU has come to the end of a plan, for which it worked so long. Returns its run as the device saw it. Used
+        by one thread."""
+        self._device_s = (self._device_s or 0.0) + seconds
+        now = self._clock.now()
+        waited, *_ = run.marks
+        return PlanRun(run.plan, (waited, max(waited, now - seconds), *(now for _ in run.marks[2:])))
+
     def add_hidden_bytes(self, size: int) -> None:
         """Count bytes of hidden states sent to the next stage."""
         self._hidden_bytes += size
@@ -78,6 +88,8 @@ class Meter:
     def statistics(self) -> Stats:
         """Counters of this stage, labelled with its number."""
         idle, waiting, busy = _seconds(self._reading, self._clock.now())
+        if (computed := self._device_s) is not None:  # the thread is through with plans long before the device is
+            idle, busy = max(0.0, idle + busy - computed), computed
         return Stats(
             samples=(
                 Sample("stage_busy_seconds_total", busy, self._labels),

@@ -37,12 +37,13 @@ from headrace.core.runtime.frames import DOOR, ConnectionClosed, make_door
 from headrace.core.types import packed
 from headrace.core.types.kv.geometry import Geometry
 from headrace.core.types.kv.kv_tiers import HOST
-from headrace.engine.io_thread import ComputedPlan, Copies, EventOutbox, StageIoThread
+from headrace.engine.io_thread import Copies, StageIoThread
 from headrace.engine.kv.pool import KVPool
 from headrace.engine.kv.tiers.copier import Copier
 from headrace.engine.kv.tiers.host_store import HostStore
 from headrace.engine.kv.tiers.pages import PoolPages
 from headrace.engine.orders import connect_scheduler
+from headrace.engine.outbox import ComputedPlan, EventOutbox
 from headrace.engine.telemetry.meter import Meter, PlanRun
 from headrace.engine.telemetry.recorder import Recorder
 from headrace.server.launch.stage_connections import FrameRouter

@@ -16,9 +16,9 @@ from headrace.core.types.ranks.coordinate import Agreement
 from headrace.core.types.ranks.layout import Layout
 from headrace.core.types.requests.request import SamplingParams
 from headrace.engine.agreement import PassSource
-from headrace.engine.io_thread import ComputedPlan, EventOutbox
 from headrace.engine.load_plan import plan_rank
 from headrace.engine.loop import StageLoop
+from headrace.engine.outbox import ComputedPlan, EventOutbox
 from headrace.engine.parallel.pipeline import PipelineLinks
 from headrace.engine.stub.runner import StubRunner
 from headrace.engine.telemetry.meter import Meter

@@ -103,7 +103,7 @@ def check_slot(slot: int, slots: int) -> None:
 
 
 class DevicePage:
-    """A page on a GPU. Copies use a CUDA stream of their own and wait for the plans queued before them."""
+    """A page on a GPU. Copies use a CUDA stream of their own."""
 
     def __init__(self, page: Tensor, copies: DeviceCopies) -> None:
         """page: all bytes of the page, uint8, one-dimensional. copies: of the calling thread."""
@@ -151,7 +151,7 @@ class PoolPages:
     """Makes PageMemory of a pool's pages, for one thread."""
 
     def __init__(self, pool: KVPool) -> None:
-        """Call it before the first plan."""
+        """pool: of the thread's stage."""
         paged = [each.name for each in pool.geometry.tensors if not each.per_request]
         self._tensors = [pool.tensors[name].view(pool.pages, -1).view(torch.uint8) for name in paged]
         self._copies = pool.device_copies()

@@ -41,7 +41,7 @@ ROOT = Path(__file__).parents[3]
 OURS = tuple(f"{ROOT / name}/" for name in ("engine", "transfer", "scheduler", "peer"))
 TOTAL_BYTES = 80 << 30
 # Operations whose results have no values yet, and all that launch nothing.
-NO_VALUES = ("empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "record_stream")
+NO_VALUES = ("empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided")
 FREE = {*NO_VALUES, "detach", "alias", "lift_fresh", "_unsafe_view", "_reshape_alias", "is_pinned", "set_", "resize_"}
 # Composite operations that a GPU computes in one kernel.
 WHOLE = frozenset(("aten::scaled_dot_product_attention",))
@@ -191,6 +191,10 @@ class FakeGpu(TorchDispatchMode):
         """The host waits for the device."""
         self.counts.syncs[why, line()] += 1
 
+    def keep(self, tensor: Tensor) -> None:
+        """The allocator waits for all uses of a tensor's memory before it is used again."""
+        self._owners.pop(_storage(tensor), None)
+
     def host_reads(self, tensor: Tensor) -> None:
         """The host reads a tensor in its memory."""
         self.clocks.use(HOST, self._units(tensor), (), line())
@@ -223,14 +227,23 @@ class FakeGpu(TorchDispatchMode):
             if any(leaf is each for each in given):
                 continue
             leaf._pinned = pinned or (view and any(getattr(each, "_pinned", False) for each in given))
-        if name == "record_stream":
-            self._owners.pop(_storage(given[0]), None)
-        if name not in FREE and not view and any(leaf.device.type == "cuda" for leaf in (*given, *made)):
-            self._launch(func, name, args, kwargs, given, made)
+        if name not in FREE and not view:
+            if any(leaf.device.type == "cuda" for leaf in (*given, *made)):
+                self._launch(func, name, args, kwargs, given, made)
+            else:
+                self._on_host(given, [*made, *_mutated(func, args)])
         return result
+
+    def _on_host(self, read: list[Any], written: list[Any]) -> None:
+        """An operation of the CPU. Pinned memory is what the device reads and writes, too."""
+        reads, writes = ([each for each in some if getattr(each, "_pinned", False)] for some in (read, written))
+        if reads or writes:
+            units = [[unit for each in some for unit in self._units(each)] for some in (reads, writes)]
+            self.clocks.use(HOST, *units, line())
 
     def _launch(self, func: Any, name: str, args: Any, kwargs: Any, given: list[Any], made: list[Any]) -> None:
         stream, where = self.stream.name, line()
+        self.clocks.join(stream, self.clocks.clock(HOST))  # what the host launches comes after all that it knows
         if name in COPIES and given and (made or name == "copy_"):
             target, source = (given[0], given[1]) if name == "copy_" and len(given) > 1 else (made[0], given[0])
             if source.device.type != target.device.type:
@@ -302,9 +315,10 @@ class FakeGpu(TorchDispatchMode):
         rows = self.value(index) if index is not None and tensor is given[0] else None
         if part is None or rows is None:
             return self._units(tensor)
-        size = tensor.element_size()
-        at = (tensor.storage_offset() + rows.flatten().numpy() * tensor.stride(0)) * size
-        return [(_storage(tensor), int(each)) for each in np.unique(at // part)]
+        with unset_fake_temporarily():
+            numbers = np.array(rows.tolist()).reshape(-1)
+        starts = (tensor.storage_offset() + numbers * tensor.stride(0)) * tensor.element_size()
+        return [(_storage(tensor), int(each)) for each in np.unique(starts // part)]
 
     def _units(self, tensor: Tensor) -> list[Unit]:
         storage = _storage(tensor)
@@ -373,6 +387,7 @@ def _patches(gpu: FakeGpu) -> Iterator[Any]:
     yield patch.object(FakeTensor, "tolist", lambda tensor: values(tensor, to_list))
     yield patch.object(Tensor, "item", lambda tensor: values(tensor, lambda each: to_list(each.reshape(-1)[0])))
     yield patch.object(Tensor, "numpy", lambda tensor, **_: values(tensor, to_numpy))
+    yield patch.object(Tensor, "record_stream", lambda tensor, _: gpu.keep(tensor))
     yield patch.object(torch.cuda, "Stream", Stream)
     yield patch.object(torch.cuda, "Event", Event)
     yield patch.object(torch.cuda, "stream", stream)

@@ -41,11 +41,11 @@ from headrace.core.types.packed import pack
 from headrace.core.types.ranks.coordinate import Agreement
 from headrace.core.types.ranks.layout import Layout
 from headrace.core.types.requests.request import SamplingParams
-from headrace.engine.io_thread import ComputedPlan
 from headrace.engine.load_plan import plan_rank
 from headrace.engine.loop import StageLoop
 from headrace.engine.model.source import load_spec, resolve_source
 from headrace.engine.orders import OrderCheck
+from headrace.engine.outbox import ComputedPlan
 from headrace.engine.parallel.layer_split import ranges
 from headrace.engine.parallel.offers import offer
 from headrace.engine.parallel.pipeline import PipelineLinks
@@ -102,8 +102,11 @@ class ThreadRank:
         for thread in self._threads:
             thread.start()
 
+    def begin(self) -> None:
+        """See PlanOutbox."""
+
     def post(self, item: Any) -> None:
-        """See EventOutbox."""
+        """See PlanOutbox."""
         self._server.events.put(item)
 
     def end(self) -> None:

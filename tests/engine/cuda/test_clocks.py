@@ -1,0 +1,242 @@
+"""Uses of memory that nothing orders are found, by page and by stream; what the engine does is in order."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import zmq
+from torch import Tensor
+
+from headrace.core.messages.orders import Forward
+from headrace.core.messages.stage_events import PlanDone
+from headrace.core.runtime.clock import SystemClock
+from headrace.core.types.kv.geometry import Geometry
+from headrace.engine.kv.device_copies import DeviceCopies, place
+from headrace.engine.kv.pool import KVPool
+from headrace.engine.outbox import ComputedPlan, DeviceOutbox, EventOutbox, PlanOutbox
+from headrace.engine.telemetry.meter import Meter
+from tests.engine.cuda.fake_gpu import FakeGpu
+
+GEOMETRY = Geometry("bfloat16", 2, 2, 16, 4)
+DEVICE = torch.device("cuda:0")
+DEADLINE_MS = 10_000
+
+
+class Bench:
+    """A pool on the device, a plan that writes some of its pages, and copies."""
+
+    def __init__(self, gpu: FakeGpu) -> None:
+        self.gpu = gpu
+        self.pool = KVPool(GEOMETRY, 8, "cuda:0")
+        gpu.divide(self.pool.tensor, GEOMETRY.page_bytes)
+        self.copies = DeviceCopies(DEVICE)
+        self.side: Any = torch.cuda.Stream(DEVICE)
+
+    def slots(self, page: int) -> Tensor:
+        """Rows of a page in pool.slots."""
+        count = len(self.pool.slots) // self.pool.pages
+        return place(np.arange(page * count, (page + 1) * count), DEVICE)
+
+    def compute(self, page: int) -> None:
+        """Queue a plan that writes a page."""
+        rows = self.slots(page)
+        self.pool.slots.index_copy_(0, rows, torch.ones(len(rows), 16, dtype=torch.bfloat16, device=DEVICE))
+
+    def attend(self, page: int) -> None:
+        """Queue a plan that reads a page."""
+        self.pool.slots.index_select(0, self.slots(page))
+
+    def copy_out(self, page: int) -> Tensor:
+        """Begin a copy of a page to the host."""
+        host = torch.empty(self.pool.tensor[page].shape, dtype=torch.bfloat16, pin_memory=True)
+        with torch.cuda.stream(self.side):
+            host.copy_(self.pool.tensor[page], non_blocking=True)
+        return host
+
+    def copy_in(self, page: int) -> None:
+        """Begin a copy of a page from the host."""
+        host = torch.zeros(self.pool.tensor[page].shape, dtype=torch.bfloat16, pin_memory=True)
+        with torch.cuda.stream(self.side):
+            self.pool.tensor[page].copy_(host, non_blocking=True)
+
+    def computed(self) -> Any:
+        """An event behind all plans that are queued."""
+        event: Any = torch.cuda.Event()
+        event.record()
+        return event
+
+
+def read_before_its_plan_ends(bench: Bench) -> None:
+    bench.compute(3)
+    bench.pool.read(3, 0, 4)
+
+
+def plan_reported_when_it_is_queued(bench: Bench) -> None:
+    with Reports(bench, on_device=False) as reports:
+        reports.run_plan(3)
+        bench.pool.read(3, 0, 4)
+
+
+def written_while_a_plan_reads(bench: Bench) -> None:
+    bench.attend(3)
+    bench.pool.write(3, 0, 4, np.zeros((2, 2, 2, 4, 32), np.uint8))
+
+
+def used_again_before_its_copy_ends(bench: Bench) -> None:
+    bench.copy_out(3)
+    bench.compute(3)
+
+
+def read_by_the_host_before_its_copy_ends(bench: Bench) -> None:
+    bench.copy_out(3).view(torch.uint8).numpy()
+
+
+def filled_again_before_its_copy_ends(bench: Bench) -> None:
+    bench.copy_out(3).zero_()
+
+
+def attended_to_before_it_has_come(bench: Bench) -> None:
+    bench.copy_in(3)
+    bench.attend(3)
+
+
+def event_recorded_before_the_plan(bench: Bench) -> None:
+    event = bench.computed()
+    bench.compute(3)
+    bench.side.wait_event(event)
+    bench.copy_out(3)
+
+
+def event_of_another_plan(bench: Bench) -> None:
+    bench.compute(2)
+    event = bench.computed()
+    bench.compute(3)
+    event.synchronize()
+    bench.copy_out(3)
+
+
+def event_waited_for_by_another_stream(bench: Bench) -> None:
+    bench.compute(3)
+    other: Any = torch.cuda.Stream(DEVICE)
+    other.wait_event(bench.computed())
+    bench.copy_out(3)
+
+
+def two_copies_into_a_page(bench: Bench) -> None:
+    bench.copy_in(3)
+    bench.pool.write(3, 0, 4, np.zeros((2, 2, 2, 4, 32), np.uint8))
+
+
+def tensor_of_another_stream_without_an_event(bench: Bench) -> None:
+    with torch.cuda.stream(bench.side):
+        made = torch.ones(4, device=DEVICE)
+    made.add_(1)
+
+
+def tensor_of_another_stream_dropped_too_early(bench: Bench) -> None:
+    with torch.cuda.stream(bench.side):
+        made = torch.ones(4, device=DEVICE)
+    torch.cuda.current_stream().wait_stream(bench.side)  # type: ignore[no-untyped-call]
+    made + 1
+
+
+MISTAKES: list[Callable[[Bench], None]] = [
+    read_before_its_plan_ends,
+    plan_reported_when_it_is_queued,
+    written_while_a_plan_reads,
+    used_again_before_its_copy_ends,
+    read_by_the_host_before_its_copy_ends,
+    filled_again_before_its_copy_ends,
+    attended_to_before_it_has_come,
+    event_recorded_before_the_plan,
+    event_of_another_plan,
+    event_waited_for_by_another_stream,
+    two_copies_into_a_page,
+    tensor_of_another_stream_without_an_event,
+    tensor_of_another_stream_dropped_too_early,
+]
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_planted_mistake_is_found(guard: str, mistake: Callable[[Bench], None]) -> None:
+    gpu = FakeGpu(guard)
+    with gpu:
+        mistake(Bench(gpu))
+        assert gpu.races
+
+
+class Reports:
+    """A stage's outbox, and the plans that go through it."""
+
+    def __init__(self, bench: Bench, *, on_device: bool) -> None:
+        self._bench = bench
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._outbox = EventOutbox(self._context)
+        self._meter = Meter(0, SystemClock())
+        self._reports: PlanOutbox = DeviceOutbox(self._outbox, DEVICE, self._meter) if on_device else self._outbox
+
+    def __enter__(self) -> "Reports":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if isinstance(self._reports, DeviceOutbox):
+            self._reports.close()
+        self._outbox.close()
+        self._context.term()
+
+    def run_plan(self, page: int) -> PlanDone:
+        """Compute a page, and wait until the I/O thread would know."""
+        plan = Forward(seq=1, rows=())
+        self._meter.begin(plan)
+        self._meter.mark()
+        self._reports.begin()
+        self._bench.compute(page)
+        self._meter.mark()
+        run, seconds = self._meter.end()
+        self._reports.post(ComputedPlan(run, PlanDone(stage=0, seq=1, duration_s=seconds)))
+        assert self._outbox.reader.poll(DEADLINE_MS)
+        item = self._outbox.drain()[0]
+        assert isinstance(item, ComputedPlan)
+        return item.done
+
+
+def test_pages_of_a_plan_that_has_been_reported_can_be_read(gpu: FakeGpu) -> None:
+    with gpu:
+        bench = Bench(gpu)
+        with Reports(bench, on_device=True) as reports:
+            done = reports.run_plan(3)
+            assert done.duration_s == 1e-3, "of the device, as its events say"
+            bench.compute(4)  # goes on beside the copy
+            bench.pool.read(3, 0, 4)
+            bench.pool.write(5, 0, 4, np.zeros((2, 2, 2, 4, 32), np.uint8))
+            bench.attend(5)
+
+
+def test_orders_that_are_kept_are_no_races(gpu: FakeGpu) -> None:
+    with gpu:
+        bench = Bench(gpu)
+        bench.compute(3)
+        bench.side.wait_event(bench.computed())
+        host = bench.copy_out(3)
+        bench.compute(4)
+        bench.side.synchronize()
+        host.view(torch.uint8).numpy()
+        bench.compute(3)
+        bench.copy_in(5)
+        torch.cuda.current_stream().wait_stream(bench.side)  # type: ignore[no-untyped-call]
+        bench.attend(5)
+        with torch.cuda.stream(bench.side):
+            made = torch.ones(4, device=DEVICE)
+        torch.cuda.current_stream().wait_stream(bench.side)  # type: ignore[no-untyped-call]
+        made.add_(1)
+        made.record_stream(torch.cuda.current_stream())  # type: ignore[no-untyped-call]
+
+
+def test_indices_from_pageable_memory_make_the_host_wait(gpu: FakeGpu) -> None:
+    with gpu, gpu.counted() as counts:
+        torch.from_numpy(np.arange(4)).to(DEVICE, non_blocking=True)
+        assert counts.syncs.total() == 1
+        place(np.arange(4), DEVICE)
+        assert counts.syncs.total() == 1
