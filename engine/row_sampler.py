@@ -18,6 +18,7 @@ from headrace.core.types.requests.request import TokenLogprob
 from headrace.engine.dtypes import DTYPE_NAMES
 from headrace.engine.grammar.compiler import GrammarCompiler
 from headrace.engine.grammar.states import GrammarStates
+from headrace.engine.kv.device_copies import select_rows
 from headrace.engine.layers.vocabulary import Best
 from headrace.engine.sampling.adjusted import LogitAdjustments
 from headrace.engine.sampling.constrained import accept_tokens, mask_logits
@@ -116,7 +117,7 @@ class RowSampler:
         if not asked:
             return [], [], []
         of = [row for row, _ in asked]
-        tokens, logprobs, drafts, rejected = self._draw(hidden[[end - 1 for _, end in asked]], of)
+        tokens, logprobs, drafts, rejected = self._draw(select_rows(hidden, [end - 1 for _, end in asked]), of)
         if not self._samples:
             return [], [], []
         samples, nonfinite = _split_samples([row.request for row in of], tokens, logprobs, drafts)
@@ -155,7 +156,7 @@ class RowSampler:
         chunks = [(row, end) for row, end in zip(rows, ends, strict=True) if row.sample is None]
         if not chunks or not self._samples or hidden.device.type != "cpu":
             return []
-        finite = hidden[[end - 1 for _, end in chunks]].isfinite().all(dim=-1).tolist()
+        finite = select_rows(hidden, [end - 1 for _, end in chunks]).isfinite().all(dim=-1).tolist()
         return [row.request for (row, _), good in zip(chunks, finite, strict=True) if not good]
 
     def _hidden_states(self, rows: Sequence[PlanRow], ends: list[int], hidden: Tensor) -> tuple[RowHidden, ...]:

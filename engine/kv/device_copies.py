@@ -1,7 +1,9 @@
 """Copies between GPU and host memory that overlap with computation."""
 
+from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
@@ -14,6 +16,11 @@ def place(values: NDArray[Any], device: torch.device) -> Tensor:
     """
     host = torch.from_numpy(values)
     return host if device.type == "cpu" else host.pin_memory().to(device, non_blocking=True)
+
+
+def select_rows(x: Tensor, rows: Sequence[int]) -> Tensor:
+    """These rows of a tensor [n, ...]. An index in a list would make the host wait for the device."""
+    return x.index_select(0, place(np.array(rows, np.int64), x.device))
 
 
 class DeviceCopies:

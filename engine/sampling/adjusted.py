@@ -20,6 +20,7 @@ from headrace.core.messages.orders import PlanRow
 from headrace.core.messages.stage_events import SampledToken
 from headrace.core.types import packed
 from headrace.core.types.requests.request import SamplingParams, TokenHistory
+from headrace.engine.kv.device_copies import place
 
 ROOM = 64  # generated tokens for which there is room to begin with; it doubles
 
@@ -96,7 +97,7 @@ class LogitAdjustments:
         biases = [(index * width, self._bias(row, params)) for index, row, params in asked if params.logit_bias]
         if biases:
             places = np.concatenate([start + bias.ids for start, bias in biases])
-            added = _on(logits, np.concatenate([bias.values for _, bias in biases]))
+            added = place(np.concatenate([bias.values for _, bias in biases]), logits.device)
             _change(adjusted, places, lambda values: values + added)
         seen = [(index * width, self._seen_by(row), params) for index, row, params in asked if params.penalizes]
         if seen:
@@ -132,9 +133,9 @@ def _penalties(logits: Tensor, seen: Sequence[tuple[SeenTokens, SamplingParams]]
     sizes = [len(tokens.ids) for tokens, _ in seen]
 
     def each(values: Sequence[float]) -> Tensor:
-        return _on(logits, np.repeat(np.array(values, np.float32), sizes))
+        return place(np.repeat(np.array(values, np.float32), sizes), logits.device)
 
-    counts = _on(logits, np.concatenate([tokens.counts for tokens, _ in seen]))
+    counts = place(np.concatenate([tokens.counts for tokens, _ in seen]), logits.device)
     repetition = each([params.repetition_penalty for _, params in seen])
     frequency = each([params.frequency_penalty for _, params in seen])
     presence = each([params.presence_penalty for _, params in seen])
@@ -148,9 +149,5 @@ def _penalties(logits: Tensor, seen: Sequence[tuple[SeenTokens, SamplingParams]]
 
 def _change(logits: Tensor, places: NDArray[np.int64], change: Callable[[Tensor], Tensor]) -> None:
     """Replace the values at places of the flat logits, which differ from each other."""
-    flat, at = logits.view(-1), _on(logits, places)
+    flat, at = logits.view(-1), place(places, logits.device)
     flat[at] = change(flat[at])
-
-
-def _on(like: Tensor, values: NDArray[np.int64] | NDArray[np.float32]) -> Tensor:
-    return torch.from_numpy(values).to(like.device)

@@ -14,6 +14,7 @@ from headrace.core.messages.stage_events import SampledToken
 from headrace.core.types.requests.constraint import GrammarRejection
 from headrace.engine.grammar.compiler import GrammarError
 from headrace.engine.grammar.states import GrammarStates
+from headrace.engine.kv.device_copies import place
 from headrace.engine.sampling.sampler import SampleRow
 
 log = logging.getLogger(__name__)
@@ -48,7 +49,7 @@ def mask_logits(logits: Tensor, rows: Sequence[PlanRow], grammars: GrammarStates
                 allowed = later
             else:
                 generated = row.sample.min_tokens
-            forbidden = torch.from_numpy(~allowed[: logits.shape[-1]]).to(logits.device)
+            forbidden = place(~allowed[: logits.shape[-1]], logits.device)
             logits[index].masked_fill_(forbidden, -torch.inf)
         sampled.append(SampleRow(row.sample, row.start + row.count, generated))
     return MaskedRows(sampled, rejected)

@@ -14,10 +14,12 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from headrace.core.types.requests.request import SamplingParams
+from headrace.engine.kv.device_copies import place
 
 FIRST_RANKS = 64
 GROWTH = 8
@@ -118,4 +120,4 @@ def invert(weights: Tensor, uniform: Tensor) -> Tensor:
 
 def column(values: Sequence[float], like: Tensor) -> Tensor:
     """One float64 number for each row."""
-    return torch.tensor(values, dtype=torch.float64, device=like.device)[:, None]
+    return place(np.array(values, np.float64)[:, None], like.device)

@@ -3,11 +3,13 @@ probabilities of draft data are likewise."""
 
 from collections.abc import Callable, Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from headrace.core.types.requests.draft import DraftTokens
 from headrace.core.types.requests.request import TokenLogprob
+from headrace.engine.kv.device_copies import place, select_rows
 from headrace.engine.sampling.sampler import NO_TOKEN
 
 SLICE = 64  # prompt positions whose logits are in memory at the same time
@@ -20,17 +22,26 @@ def token_logprobs(logits: Tensor, tokens: Sequence[int], alternatives: Sequence
     logits: float32 [rows, vocabulary]. tokens: one per row. alternatives: how many most likely tokens to report per
     row.
     """
+    return _entries(_columns(logits, tokens, max(alternatives, default=0)), tokens, alternatives)
+
+
+def _columns(logits: Tensor, tokens: Sequence[int], width: int) -> Tensor:
+    """float64 [rows, 1 + 2 * width], which holds both exactly, so that one copy to the host carries them: a token's
+    logprob, those of the most likely ones, and their ids."""
     logprobs = torch.log_softmax(logits, dim=-1)
-    chosen = logprobs.gather(-1, torch.tensor(tokens, device=logits.device)[:, None])[:, 0].clamp(min=LOWEST).tolist()
-    width = min(max(alternatives, default=0), logits.shape[-1])
-    if not width:
-        return [TokenLogprob(token, logprob) for token, logprob in zip(tokens, chosen, strict=True)]
-    best, indices = logprobs.topk(width, dim=-1)
-    values, ids = best.clamp(min=LOWEST).tolist(), indices.tolist()
-    return [
-        TokenLogprob(token, logprob, tuple(row_ids[:count]), tuple(row_values[:count]))
-        for token, logprob, row_ids, row_values, count in zip(tokens, chosen, ids, values, alternatives, strict=True)
-    ]
+    chosen = logprobs.gather(-1, place(np.array(tokens, np.int64), logits.device)[:, None])
+    best, ids = logprobs.topk(min(width, logits.shape[-1]), dim=-1)
+    return torch.cat((chosen.clamp(min=LOWEST).double(), best.clamp(min=LOWEST).double(), ids.double()), dim=1)
+
+
+def _entries(columns: Tensor, tokens: Sequence[int], alternatives: Sequence[int]) -> list[TokenLogprob]:
+    """What _columns() gives for tokens, with so many alternatives each."""
+    width = columns.shape[1] // 2
+    entries = []
+    for token, (logprob, *best), count in zip(tokens, columns.tolist(), alternatives, strict=True):
+        ids = map(int, best[width : width + count])
+        entries.append(TokenLogprob(token, logprob, tuple(ids), tuple(best[: min(count, width)])))
+    return entries
 
 
 def wanted_logprobs(logits: Tensor, tokens: list[int], wanted: list[int | None]) -> list[TokenLogprob | None]:
@@ -42,7 +53,8 @@ def wanted_logprobs(logits: Tensor, tokens: list[int], wanted: list[int | None])
     results: list[TokenLogprob | None] = [None] * len(tokens)
     if chosen:
         counts = [wanted[index] or 0 for index in chosen]
-        entries = token_logprobs(logits[chosen], [tokens[index] for index in chosen], counts)
+        of_chosen = select_rows(logits, chosen)
+        entries = token_logprobs(of_chosen, [tokens[index] for index in chosen], counts)
         for index, entry in zip(chosen, entries, strict=True):
             results[index] = entry
     return results
@@ -57,7 +69,10 @@ def draft_tokens(logits: Tensor, tokens: Sequence[int], wanted: Sequence[int]) -
     for index, count in enumerate(wanted):
         if count and tokens[index] != NO_TOKEN:
             best, ids = torch.softmax(logits[index].float(), dim=-1).topk(min(count, logits.shape[-1]))
-            results[index] = DraftTokens(tuple(ids.tolist()), tuple(best.tolist()))
+            weights, numbers = torch.stack(
+                (best.double(), ids.double())
+            ).tolist()  # one copy; float64 holds both exactly
+            results[index] = DraftTokens(tuple(map(int, numbers)), tuple(weights))
     return results
 
 
@@ -69,8 +84,9 @@ def prompt_logprobs(
     hidden: [positions, hidden size]. targets: the token that follows each position. alternatives: most likely tokens to
     report at each position. head: hidden states [rows, hidden size] → logits [rows, vocabulary].
     """
-    entries: list[TokenLogprob] = []
-    for start in range(0, len(targets), SLICE):
-        part = targets[start : start + SLICE]
-        entries += token_logprobs(head(hidden[start : start + len(part)]), part, [alternatives] * len(part))
-    return entries
+    if not targets:
+        return []
+    parts = [targets[start : start + SLICE] for start in range(0, len(targets), SLICE)]
+    rows = torch.split(hidden[: len(targets)], SLICE)
+    columns = [_columns(head(states), part, alternatives) for states, part in zip(rows, parts, strict=True)]
+    return _entries(torch.cat(columns), targets, [alternatives] * len(targets))

@@ -11,11 +11,13 @@ import struct
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import numpy as np
 import torch
 import xxhash
 from torch import Tensor
 
 from headrace.core.types.requests.request import SamplingParams
+from headrace.engine.kv.device_copies import place
 from headrace.engine.sampling.filtered import column, draw_filtered, invert
 
 GREEDY_BELOW = 1e-5  # lower temperatures mean greedy: dividing by them would overflow
@@ -54,12 +56,13 @@ class Sampler:
             if chosen:
                 params = [rows[index].params for index in chosen]
                 uniform = column([self._uniform(rows[index]) for index in chosen], logits)[:, 0]
-                of_chosen = logits[chosen]
+                places = place(np.array(chosen), logits.device)
+                of_chosen = logits.index_select(0, places)
                 weights = _probabilities(of_chosen, params)
                 if filtered:
-                    tokens[chosen] = draw_filtered(of_chosen, weights, params, uniform)
+                    tokens.index_copy_(0, places, draw_filtered(of_chosen, weights, params, uniform))
                 else:
-                    tokens[chosen] = invert(weights, uniform)
+                    tokens.index_copy_(0, places, invert(weights, uniform))
         return torch.where(finite, tokens, NO_TOKEN).tolist()
 
     def _uniform(self, row: SampleRow) -> float:
@@ -101,7 +104,7 @@ def _without_early_stops(logits: Tensor, rows: Sequence[SampleRow]) -> Tensor:
     logits = logits.clone()
     for index in early:
         stops = [token for token in rows[index].params.stop_token_ids if 0 <= token < logits.shape[-1]]
-        logits[index, stops] = -torch.inf
+        logits[index].index_fill_(0, place(np.array(stops, np.int64), logits.device), -torch.inf)
     return logits
 
 

@@ -306,6 +306,7 @@ class FakeGpu(TorchDispatchMode):
 
     def _freed(self, storage: int, owner: str) -> None:
         if self._owners.get(storage) == owner:
+            self.clocks.join(owner, self.clocks.clock(HOST))  # it is the host that would use it again
             self.clocks.free(storage, owner)
 
     def _touched(self, name: str, tensor: Tensor, given: list[Tensor]) -> Iterable[Unit]:
