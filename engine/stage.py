@@ -74,7 +74,10 @@ def run(config: StageConfig) -> int:
 
     Raises ConfigError for a model or sizes that cannot be served, LinkBroken when the ranks cannot form their groups.
     """
-    groups = join_groups(config, torch.device(config.model.device))
+    device = torch.device(config.model.device)
+    if device.type == "cuda":  # what names no device, such as NCCL's communicators and Triton's kernels, is on this one
+        torch.cuda.set_device(device.index or 0)
+    groups = join_groups(config, device)
     memory = KvMemory(config)
     try:
         return _serve(config, memory, groups)
