@@ -64,7 +64,7 @@ class Model(NamedTuple):
 MODELS = {
     "DeepSeek-V3": Model(
         "deepseek_v3",
-        {},
+        {"max_position_embeddings": 163840},
         in_blocks,
         {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}},
         61 * (512 + 64) * 2,
