@@ -120,7 +120,8 @@ def _deviations(observed: Observed) -> Iterator[tuple[str, str, Iterator[tuple[s
     )
     yield (
         "layers of the model",
-        f"engines of one pipeline stage; {observed.layers} layers are in the cache of its first worker",
+        f"engines of one pipeline stage whose layers have a cache each; {observed.layers} are in that "
+        "of its first worker (a model with windows: start it with --disable-hybrid-kv-cache-manager)",
         (
             (str(layers), replace(one, num_hidden_layers=layers))
             for layers, one in product(range(observed.layers + 1, MOST_STAGES * observed.layers + 1), served)

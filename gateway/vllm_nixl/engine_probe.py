@@ -251,7 +251,7 @@ def _check_layout(metadata: AgentMetadata) -> None:
         )
     wanted = {
         "kv_cache_layout": (metadata.kv_cache_layout, LAYOUT),
-        "KV cache groups": (len(set(metadata.region_group_ids or (0,))), 1),
+        "KV cache groups (without --disable-hybrid-kv-cache-manager)": (len(set(metadata.region_group_ids or (0,))), 1),
         "different block lengths": (len(set(metadata.block_lens)), 1),
         "kernel blocks in a block": (metadata.physical_blocks_per_logical_kv_block, 1),
         "decode context parallel size": (metadata.dcp_size, 1),

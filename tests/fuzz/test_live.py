@@ -120,9 +120,16 @@ class Attackers:
 
 def processes(server: Server) -> dict[int, int]:
     """Memory by process: the front end's, the scheduler's, and the stage's, which is a child of this one."""
-    ours = [process for process in psutil.Process().children() if "stage" in process.cmdline()]
+    ours = [process for process in psutil.Process().children() if _is_stage(process)]
     family = [psutil.Process(server.process.pid), *server.children(), *ours]
     return {process.pid: process.memory_info().rss for process in family}
+
+
+def _is_stage(process: psutil.Process) -> bool:
+    try:
+        return "stage" in process.cmdline()
+    except psutil.ZombieProcess:  # of a test that has ended
+        return False
 
 
 @pytest.mark.parametrize("seconds", [pytest.param(6, id="short"), pytest.param(90, id="long", marks=pytest.mark.full)])
