@@ -9,7 +9,7 @@ BEHIND_ROUTERS: dict[tuple[str, str], dict[str, str]] = {
     ("vllm-mini-lb", COMPLETIONS): LOST,
     ("vllm-mini-lb", CHAT): LOST,
     ("sglang", COMPLETIONS): {**LOST, "json_schema": "refused with 422"},
-    ("sglang", CHAT): {**LOST, **dict.fromkeys(CONSTRAINTS, "dropped")},
+    ("sglang", CHAT): {**LOST, **dict.fromkeys((*CONSTRAINTS, "add_generation_prompt"), "dropped")},
     ("sglang-mini-lb", COMPLETIONS): LOST,
     ("sglang-mini-lb", CHAT): LOST,
     ("xpyd", COMPLETIONS): LOST,
