@@ -6,7 +6,7 @@ from torch import nn
 
 from headrace.engine.dtypes import Precision
 from headrace.engine.library.model import layer_list
-from headrace.engine.library.modules import AdaptedRows, PackedLinear
+from headrace.engine.library.modules import Adaptable, AdaptedRows
 from headrace.engine.model.arithmetic import Weight
 from headrace.engine.model.lora import LoraAdapter, check_sizes, layer_of
 from headrace.engine.model.weights import Delta, make_delta
@@ -23,7 +23,7 @@ def adapt(
     """Read the weights of these layers, and have the model's linear layers add what they say. Returns what says which
     rows those are. Raises ConfigError for a module that is no linear layer of the model, or of another size."""
     rows, count = AdaptedRows(), len(layer_list(model))
-    linears = {name: module for name, module in model.named_modules() if isinstance(module, PackedLinear)}
+    linears = {name: module for name, module in model.named_modules() if isinstance(module, Adaptable)}
     deltas: dict[str, dict[str, list[Delta]]] = {}
     for adapter in adapters:
         for name, module in adapter.modules.items():

@@ -78,7 +78,7 @@ class LibraryDecoder:
         for each in blocks:
             if not isinstance(each, OtherLayer):
                 each.register_forward_pre_hook(lambda *_: self.progress.step())
-        self._compute_ourselves(blocks, precision, library.uncalled, adapted=bool(adapters))
+        self._compute_ourselves(blocks, precision, library.uncalled)
         self._adapted = adapt(self._model, adapters, layers, arithmetic.pack, precision, device)
         _fix_rotary(self._model, positions)
         name, self._body = body_of(self._model)
@@ -180,10 +180,8 @@ class LibraryDecoder:
         """See Decoder: they are."""
         return hidden
 
-    def _compute_ourselves(
-        self, blocks: nn.ModuleList, precision: Precision, leave: Collection[str], *, adapted: bool
-    ) -> None:
-        """Have our arithmetic compute products and norms, in the precision of the stage. leave, adapted: see
+    def _compute_ourselves(self, blocks: nn.ModuleList, precision: Precision, leave: Collection[str]) -> None:
+        """Have our arithmetic compute products and norms, in the precision of the stage. leave: see
         replace_products()."""
         _, held, compute, int8 = precision
         packs = int8 or held == compute
@@ -200,7 +198,6 @@ class LibraryDecoder:
             self._model.set_output_embeddings(OutputHead(head, self._arithmetic))
         replace = partial(
             replace_products, arithmetic=self._arithmetic, compute=compute, unpacked=pack, leave=leave, tp=self._tp,
-            adapted=adapted,
         )  # fmt: skip
         replace(blocks, pack=pack_int8 if int8 else pack)
         replace(self._model, pack=pack)

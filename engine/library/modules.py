@@ -29,29 +29,23 @@ Pack = Callable[[Tensor], Weight]
 """Rounds, quantises and packs a weight [out, in]."""
 
 
-class PackedLinear(nn.Module):
-    """nn.Linear by an Arithmetic. Some models read its weight's dtype: an empty tensor has it."""
+class Adaptable(nn.Module):
+    """Outputs of a product, as nn.Linear has them, to which adapters may add."""
 
-    def __init__(
-        self, of: nn.Linear, arithmetic: Arithmetic, pack: Pack, compute: torch.dtype, tp: Collectives = ALONE
-    ) -> None:
-        """tp: the shards, over which the results are summed of a module that is divided along its inputs."""
+    def __init__(self, of: nn.Linear, first: int = 0) -> None:
+        """first: of its outputs among those of the product."""
         super().__init__()
-        self._arithmetic = arithmetic
-        self._packed = pack(of.weight.detach())
         self.in_features, self.out_features = of.in_features, of.out_features
-        self.weight = torch.empty(0, dtype=compute)
         self.part = part_of(of)
         """What this shard has of the weight; None for all of it."""
-        self._tp = tp if self.part is not None and self.part.axis == 1 else ALONE
-        bias = of.bias if self._tp.rank == 0 else None  # added once
-        self.bias = None if bias is None else bias.detach().to(compute)
+        self._first = first
         self._deltas: Deltas = {}
         self._rows = AdaptedRows()
 
     def adapt(self, deltas: Deltas, rows: "AdaptedRows") -> None:
         """Have adapters add to it. rows: of the pass that is under way."""
-        self._deltas, self._rows = deltas, rows
+        self._rows = rows
+        self._deltas = {name: [each.moved(self._first) for each in parts] for name, parts in deltas.items()}
 
     @property
     def whole_size(self) -> tuple[int, int]:
@@ -61,14 +55,41 @@ class PackedLinear(nn.Module):
             sizes[self.part.axis] = self.part.whole
         return sizes[0], sizes[1]
 
+    @property
+    def adapted(self) -> bool:
+        """Whether adapters add to it in the pass under way."""
+        return any(adapter in self._deltas for adapter, _ in self._rows.groups)
+
+    def add(self, arithmetic: Arithmetic, x: Tensor, y: Tensor) -> None:
+        """Add to y [rows, outputs of the product] what adapters make of x [rows, in]. Raises ValueError where adapters'
+        rows are not those of the pass."""
+        if not self.adapted:
+            return
+        if len(x) != self._rows.tokens:
+            raise ValueError("an adapted module computes other rows than the pass has tokens")
+        add_deltas(arithmetic, x, y, self._deltas, self._rows.groups)
+
+
+class PackedLinear(Adaptable):
+    """nn.Linear by an Arithmetic. Some models read its weight's dtype: an empty tensor has it."""
+
+    def __init__(
+        self, of: nn.Linear, arithmetic: Arithmetic, pack: Pack, compute: torch.dtype, tp: Collectives = ALONE
+    ) -> None:
+        """tp: the shards, over which the results are summed of a module that is divided along its inputs."""
+        super().__init__(of)
+        self._arithmetic = arithmetic
+        self._packed = pack(of.weight.detach())
+        self.weight = torch.empty(0, dtype=compute)
+        self._tp = tp if self.part is not None and self.part.axis == 1 else ALONE
+        bias = of.bias if self._tp.rank == 0 else None  # added once
+        self.bias = None if bias is None else bias.detach().to(compute)
+
     def forward(self, x: Tensor) -> Tensor:
-        """x [..., in] → [..., out]. Raises ValueError where adapters' rows are not those of the pass."""
+        """x [..., in] → [..., out]. Raises ValueError, see add()."""
         flat = x.reshape(-1, self.in_features).contiguous()
         y = self._arithmetic.linear(flat, self._packed, self.bias)
-        if self._deltas and (groups := self._rows.groups):
-            if len(flat) != self._rows.tokens:
-                raise ValueError("an adapted module computes other rows than the pass has tokens")
-            add_deltas(self._arithmetic, flat, y, self._deltas, groups)
+        self.add(self._arithmetic, flat, y)
         y = self._tp.all_reduce(y).wait()
         return y.view(*x.shape[:-1], self.out_features)
 
@@ -107,17 +128,10 @@ class FusedNorm(nn.Module):
 
 
 class GatedMlp(nn.Module):
-    """down(silu(gate(x)) * up(x)): gate and up in one product, or apart where adapters may add to them."""
+    """down(silu(gate(x)) * up(x)), with gate and up in one product."""
 
     def __init__(
-        self,
-        of: nn.Module,
-        arithmetic: Arithmetic,
-        pack: Pack,
-        compute: torch.dtype,
-        tp: Collectives = ALONE,
-        *,
-        apart: bool = False,
+        self, of: nn.Module, arithmetic: Arithmetic, pack: Pack, compute: torch.dtype, tp: Collectives = ALONE
     ) -> None:
         """of: as is_gated_mlp() says. tp: see PackedLinear."""
         super().__init__()
@@ -126,19 +140,18 @@ class GatedMlp(nn.Module):
         assert isinstance(up, nn.Linear)
         assert isinstance(down, nn.Linear)
         self._arithmetic = arithmetic
-        self._gate_up: Weight | None = None
-        if apart:
-            self.gate_proj = PackedLinear(gate, arithmetic, pack, compute)
-            self.up_proj = PackedLinear(up, arithmetic, pack, compute)
-        else:
-            self._gate_up = pack(torch.cat([gate.weight.detach(), up.weight.detach()]))
+        self._gate_up = pack(torch.cat([gate.weight.detach(), up.weight.detach()]))
+        self.gate_proj, self.up_proj = Adaptable(gate), Adaptable(up, gate.out_features)
         self.down_proj = PackedLinear(down, arithmetic, pack, compute, tp)
 
     def forward(self, x: Tensor) -> Tensor:
-        """x [..., hidden size] → the same."""
+        """x [..., hidden size] → the same. Raises ValueError, see Adaptable.add()."""
         flat = x.reshape(-1, x.shape[-1]).contiguous()
-        if self._gate_up is None:
-            inner = self._arithmetic.gate(torch.cat([self.gate_proj(flat), self.up_proj(flat)], dim=-1))
+        if self.gate_proj.adapted or self.up_proj.adapted:
+            both = self._arithmetic.linear(flat, self._gate_up)
+            for part in (self.gate_proj, self.up_proj):
+                part.add(self._arithmetic, flat, both)
+            inner = self._arithmetic.gate(both)
         else:
             inner = self._arithmetic.gated_linear(flat, self._gate_up)
         found: Tensor = self.down_proj(inner)
@@ -253,12 +266,11 @@ def replace_products(
     unpacked: Pack,
     leave: Collection[str],
     tp: Collectives,
-    adapted: bool,
 ) -> None:
     """Have our arithmetic compute the products of all nn.Linear, gated MLPs and experts below a module.
 
     unpacked: in place of pack for those that choose experts, which are never in 8 bits. leave: names of those whose
-    weights others multiply with. tp: the shards of the stage. adapted: adapters may add to products.
+    weights others multiply with. tp: the shards of the stage.
     """
     for name, child in list(model.named_children()):
         if type(child) is nn.Linear:
@@ -267,9 +279,9 @@ def replace_products(
                 setattr(model, name, PackedLinear(child, arithmetic, chosen, compute, tp))
             continue
         if is_gated_mlp(child):
-            setattr(model, name, GatedMlp(child, arithmetic, pack, compute, tp, apart=adapted))
+            setattr(model, name, GatedMlp(child, arithmetic, pack, compute, tp))
             continue
-        replace_products(child, arithmetic, pack, compute, unpacked=unpacked, leave=leave, tp=tp, adapted=adapted)
+        replace_products(child, arithmetic, pack, compute, unpacked=unpacked, leave=leave, tp=tp)
         if hasattr(child, "is_transposed") and isinstance(getattr(child, "down_proj", None), nn.Parameter):
             packed = PackedExperts(child, arithmetic, pack, compute, tp)
             object.__setattr__(child, "packed", packed)

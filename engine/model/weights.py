@@ -28,6 +28,10 @@ class Delta(NamedTuple):
     up: Weight
     """[outputs, rank], packed; with the adapter's scaling."""
 
+    def moved(self, first: int) -> "Delta":
+        """The same where the layer's outputs begin further on."""
+        return self._replace(outputs=range(self.outputs.start + first, self.outputs.stop + first))
+
 
 Deltas = Mapping[str, Sequence[Delta]]
 """By the adapter's fingerprint; adapters that leave a layer as it is are absent."""
