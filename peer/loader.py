@@ -333,7 +333,7 @@ class KvLoader:
         else:
             return
         if isinstance(event, TicketCancelled) and record.phase is LoadPhase.RESERVED:
-            if incoming.remote_writes:  # nobody has asked for that: the load goes on, or falls silent
+            if incoming.remote_writes:  # that was not asked for: the load goes on, or falls silent
                 incoming.stop_writer()
             return
         incoming.end()

@@ -4,7 +4,7 @@
 
 A pipe that is not read (a stalled log driver, a pager, a terminal after Ctrl-S) takes 64 KiB and then stops every
 process that writes to it. Here lines are left out once LIMIT_BYTES wait. When there is room again a line says how many
-were, in their place. What waits at the exit of the process is written as long as somebody reads.
+were, in their place. What waits at the exit of the process is written as long as there is a reader.
 
 Where the system allows it (Linux: pipes, terminals), the descriptors do not block either, for libraries that write to
 them by themselves; what does not fit is then lost.

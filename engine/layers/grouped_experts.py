@@ -39,9 +39,8 @@ class GroupedExperts:
         device = self._down.device
         self._numbers = torch.arange(len(own), device=device)
         self._one = torch.ones(1, dtype=torch.int64, device=device)
-        self._counted = torch.zeros(
-            len(own) + 1, dtype=torch.int64, device=device
-        )  # last: rows of other ranks' experts
+        # The last one counts rows of other ranks' experts.
+        self._counted = torch.zeros(len(own) + 1, dtype=torch.int64, device=device)
         self.rows = torch.zeros(len(own), dtype=torch.int64, pin_memory=device.type == "cuda")
         """Rows computed by each own expert, as of the last publish() that the device has come to."""
 

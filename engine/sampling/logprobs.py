@@ -38,9 +38,9 @@ def _entries(columns: Tensor, tokens: Sequence[int], alternatives: Sequence[int]
     """What _columns() gives for tokens, with so many alternatives each."""
     width = columns.shape[1] // 2
     entries = []
-    for token, (logprob, *best), count in zip(tokens, columns.tolist(), alternatives, strict=True):
-        ids = map(int, best[width : width + count])
-        entries.append(TokenLogprob(token, logprob, tuple(ids), tuple(best[: min(count, width)])))
+    for token, (logprob, *rest), count in zip(tokens, columns.tolist(), alternatives, strict=True):
+        best, ids = rest[:width], map(int, rest[width:])
+        entries.append(TokenLogprob(token, logprob, tuple(ids)[:count], tuple(best[:count])))
     return entries
 
 
@@ -69,9 +69,7 @@ def draft_tokens(logits: Tensor, tokens: Sequence[int], wanted: Sequence[int]) -
     for index, count in enumerate(wanted):
         if count and tokens[index] != NO_TOKEN:
             best, ids = torch.softmax(logits[index].float(), dim=-1).topk(min(count, logits.shape[-1]))
-            weights, numbers = torch.stack(
-                (best.double(), ids.double())
-            ).tolist()  # one copy; float64 holds both exactly
+            weights, numbers = torch.stack((best.double(), ids.double())).tolist()  # one copy, as of _columns()
             results[index] = DraftTokens(tuple(map(int, numbers)), tuple(weights))
     return results
 

@@ -18,6 +18,7 @@ from headrace.gateway.vllm_nixl.wire import CONNECTOR_VERSION
 
 DTYPES = ("bfloat16", "float16", "float32")
 TENSOR_SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64)  # tensor parallel degrees that are tried
+ONE_GROUP = "start it with --disable-hybrid-kv-cache-manager"
 OTHER_VERSIONS = tuple(version for version in range(1, 65) if version != CONNECTOR_VERSION)
 QUANTIZED = ("fp8", "fp8_e4m3", "fp8_e5m2")
 MOST_STAGES = 8  # pipeline parallel degrees that are tried
@@ -120,8 +121,8 @@ def _deviations(observed: Observed) -> Iterator[tuple[str, str, Iterator[tuple[s
     )
     yield (
         "layers of the model",
-        f"engines of one pipeline stage whose layers have a cache each; {observed.layers} are in that "
-        "of its first worker (a model with windows: start it with --disable-hybrid-kv-cache-manager)",
+        f"engines of one pipeline stage; {observed.layers} layers are in the cache of its first worker"
+        f" (a model with windows: {ONE_GROUP})",
         (
             (str(layers), replace(one, num_hidden_layers=layers))
             for layers, one in product(range(observed.layers + 1, MOST_STAGES * observed.layers + 1), served)

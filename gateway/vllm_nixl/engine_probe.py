@@ -18,7 +18,7 @@ from headrace.core.runtime.codec import NO_MESSAGE
 from headrace.core.types.errors import ConfigError
 from headrace.core.types.kv.geometry import Geometry
 from headrace.core.types.peers.addresses import url as make_url
-from headrace.gateway.vllm_nixl.compatibility import Observed, explain_mismatch, find_factors
+from headrace.gateway.vllm_nixl.compatibility import ONE_GROUP, Observed, explain_mismatch, find_factors
 from headrace.gateway.vllm_nixl.wire import (
     CONNECTOR_VERSION,
     LAYOUT,
@@ -251,7 +251,7 @@ def _check_layout(metadata: AgentMetadata) -> None:
         )
     wanted = {
         "kv_cache_layout": (metadata.kv_cache_layout, LAYOUT),
-        "KV cache groups (without --disable-hybrid-kv-cache-manager)": (len(set(metadata.region_group_ids or (0,))), 1),
+        "KV cache groups": (len(set(metadata.region_group_ids or (0,))), 1),
         "different block lengths": (len(set(metadata.block_lens)), 1),
         "kernel blocks in a block": (metadata.physical_blocks_per_logical_kv_block, 1),
         "decode context parallel size": (metadata.dcp_size, 1),
@@ -264,7 +264,8 @@ def _check_layout(metadata: AgentMetadata) -> None:
     }
     for name, (theirs, served) in wanted.items():
         if theirs != served:
-            raise ConfigError(f"{name}: {theirs} at the decode engine; this gateway serves {served}")
+            hint = f"; {ONE_GROUP}" if name == "KV cache groups" else ""
+            raise ConfigError(f"{name}: {theirs} at the decode engine; this gateway serves {served}{hint}")
 
 
 def _layer_order(names: tuple[str, ...] | None, regions: int) -> str:

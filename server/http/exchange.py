@@ -120,7 +120,7 @@ class Exchange:
         self._news.set()
 
     def disconnect(self) -> None:
-        """Nothing more of the request comes, and nobody reads the answer."""
+        """Nothing more of the request comes, and the answer has no reader."""
         self._gone = True
         self._news.set()
 
@@ -185,7 +185,7 @@ class Exchange:
             else:
                 self.keep_alive = False  # the end of the connection is the end of the answer
         if self.continues:
-            self.keep_alive = False  # nobody can know whether the body comes: RFC 9110, section 10.1.1
+            self.keep_alive = False  # whether the body comes cannot be known: RFC 9110, section 10.1.1
         if not self.keep_alive:
             lines.append(b"connection: close\r\n")
         elif self.head.version == "1.0":

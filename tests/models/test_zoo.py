@@ -110,7 +110,10 @@ def test_bfloat16_is_within_its_rounding(name: str, tmp_path: Path) -> None:
     model.save_pretrained(tmp_path)
     prompt = random_tokens(LENGTH)
     expected = reference(model.float(), prompt, STEPS + 1)
-    found = computed([make_runner(tmp_path, decoder="library", dtype="bfloat16")], expected)
+    runner = make_runner(tmp_path, decoder="library", dtype="bfloat16")
+    found = computed([runner], expected)
+    if runner.hidden_spec.dtype == torch.float32:
+        torch.testing.assert_close(found, expected.logprobs, atol=0.1, rtol=0)
     rounded = repeated(model.bfloat16(), prompt, expected.tokens)
     ours, theirs = (float((each - expected.logprobs).square().mean().sqrt()) for each in (found, rounded))
     assert 0 < ours < 2 * theirs

@@ -60,7 +60,7 @@ def test_an_engine_is_what_its_answers_say(scripted: ScriptedEngine) -> None:
 
 @pytest.mark.parametrize(("change", "words"), [
     ({"kv_cache_layout": "LBNHC"}, "kv_cache_layout: LBNHC at the decode engine; this gateway serves LBHNC"),
-    ({"region_group_ids": (0, 1) * 15}, "hybrid-kv-cache-manager): 2 at the decode engine; this gateway serves 1"),
+    ({"region_group_ids": (0, 1) * 15}, "KV cache groups: 2 at the decode engine; this gateway serves 1"),
     ({"block_lens": (96,) * 15 + (192,) * 15}, "different block lengths: 2"),
     ({"physical_blocks_per_logical_kv_block": 4}, "kernel blocks in a block: 4"),
     ({"dcp_size": 2}, "decode context parallel size: 2"),
