@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from functools import partial
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import transformers
@@ -26,6 +26,7 @@ from headrace.core.types.errors import ConfigError, first_of
 from headrace.engine.library.cache import RowsCache
 from headrace.engine.library.gguf_weights import GgufWeights
 from headrace.engine.library.hooks import NAME, register
+from headrace.engine.library.images import image_terms
 from headrace.engine.library.shards import OTHER_INPUTS, Cut, cuts_of, plan_of, shrink, stored_cuts
 from headrace.engine.model.checkpoint import GgufTensors, NamedTensors, SafetensorsCheckpoint
 from headrace.engine.model.gguf_config import config_from_gguf
@@ -41,6 +42,23 @@ CACHE_NAMES = ("past_key_values", "cache_params")
 
 class LayersDone(Exception):
     """The layers of a stage have run: the rest of the model belongs to the stages after it."""
+
+
+class ModelPart(NamedTuple):
+    """What a rank has of a model: some of its layers, of each parameter what its shard has, and encoders of images or
+    none."""
+
+    layers: range
+    total: int
+    """Layers of the whole model."""
+    shard: int = 0
+    shards: int = 1
+    encodes: bool = False
+
+    @property
+    def whole(self) -> bool:
+        """It is all of the model."""
+        return len(self.layers) == self.total and self.encodes and self.shards == 1
 
 
 class OtherLayer(nn.Module):
@@ -130,28 +148,18 @@ def load_model(
     loading: LoadProgress,
     shard: Shard,
 ) -> PreTrainedModel:
-    """A model with a shard's part of the weights of a stage's layers, of the embedding where it has the first and of
-    the head where it has the last. Raises ConfigError for weights that are missing, left over or misshapen."""
-    tensors = checkpoint if isinstance(checkpoint, GgufTensors) else None
-    config = read_config(source, tensors)
-    for part in (config, config.get_text_config(decoder=True)):
-        part.__dict__.pop("quantization_config", None)  # weights are expanded as they are read
-    count = config.get_text_config(decoder=True).num_hidden_layers
-    elsewhere: set[str] = set()
-    stored: NamedTensors | GgufWeights = checkpoint
-    cuts: dict[str, Cut] = {}
-    if len(layers) < count or tensors is not None or shard.count > 1:
-        shell = on_meta(model_class(config), config)
-        elsewhere = set(shell.state_dict())
-        stored = gguf_weights(tensors, shell) if tensors is not None else checkpoint
-        if shard.count > 1:
-            cuts = stored_cuts(shell, stored.names, shard)
-    read = partial(_read, stored, dtype, loading, cuts)
-    names = [name for name in sorted(stored.names) if _is_read(name, layers, count) and not _is_elsewhere(name, cuts)]
-    with ThreadPoolExecutor(LOADERS) as loaders:
-        weights = dict(zip(names, loaders.map(read, names), strict=True))
+    """A model with a shard's part of the weights of a stage's layers; of the embedding, and of the encoder of images
+    that are served, where it has the first layer; of the head where it has the last one. Raises ConfigError for weights
+    that are missing, left over or misshapen."""
+    config = read_config(source, checkpoint if isinstance(checkpoint, GgufTensors) else None)
+    text = config.get_text_config(decoder=True)
+    for each in (config, text):
+        each.__dict__.pop("quantization_config", None)  # weights are expanded as they are read
+    encodes = text is config or (layers.start == 0 and image_terms(config) is not None)
+    part = ModelPart(layers, text.num_hidden_layers, shard.index, shard.count, encodes)
+    weights, elsewhere = _own_weights(checkpoint, config, part, dtype, loading)
     register()
-    own_class = stage_class(model_class(config), layers, count, shard)
+    own_class = stage_class(model_class(config), part)
     with reported(f"transformers cannot load {source.path}"):
         model, info = own_class.from_pretrained(
             None,
@@ -179,6 +187,37 @@ def load_model(
     return model
 
 
+def _own_weights(
+    checkpoint: SafetensorsCheckpoint | GgufTensors,
+    config: PreTrainedConfig,
+    part: ModelPart,
+    dtype: torch.dtype,
+    loading: LoadProgress,
+) -> tuple[dict[str, Tensor], set[str]]:
+    """Tensors of a part of a model by their stored names, and the names of those that other parts may have."""
+    stored: NamedTensors | GgufWeights = checkpoint
+    cuts: dict[str, Cut] = {}
+    elsewhere: set[str] = set()
+    left_out: set[str] = set()
+    if isinstance(checkpoint, GgufTensors) or not part.whole:
+        shell = on_meta(model_class(config), config)
+        elsewhere = set(shell.state_dict())
+        if isinstance(checkpoint, GgufTensors):
+            stored = gguf_weights(checkpoint, shell)
+        if part.shards > 1:
+            cuts = stored_cuts(shell, stored.names, part.shard, part.shards)
+        if not part.encodes:
+            left_out = {name.rpartition(".")[2] for name in encoders(shell)}
+    names = [
+        name
+        for name in sorted(stored.names)
+        if _is_read(name, part) and left_out.isdisjoint(name.split(".")) and not _is_elsewhere(name, cuts)
+    ]
+    with ThreadPoolExecutor(LOADERS) as loaders:
+        read = partial(_read, stored, dtype, loading, cuts)
+        return dict(zip(names, loaders.map(read, names), strict=True)), elsewhere
+
+
 def layer_list(model: nn.Module) -> nn.ModuleList:
     """The layers of a model's text. Raises ConfigError when they are not found."""
     for name, module in model.named_modules():
@@ -186,6 +225,15 @@ def layer_list(model: nn.Module) -> nn.ModuleList:
         if isinstance(module, nn.ModuleList) and name.split(".")[-1] in LAYER_LISTS and not other:
             return module
     raise ConfigError(f"the layers of {type(model).__name__} were not found")
+
+
+def encoders(model: PreTrainedModel) -> dict[str, nn.Module]:
+    """Models within a model that compute no text, by name: they have a configuration of their own kind."""
+    config = model.config
+    text = {type(config), type(config.get_text_config(decoder=True))}
+    inner = {name: each for name, each in model.named_modules() if isinstance(each, PreTrainedModel)}
+    found = {name: each for name, each in inner.items() if type(each.config) not in text}
+    return {name: each for name, each in found.items() if not any(name.startswith(f"{other}.") for other in found)}
 
 
 def length_ropes(model: nn.Module) -> Iterator[nn.Module]:
@@ -241,24 +289,23 @@ def _set_experts(model: nn.Module) -> None:
                 setattr(module.config, "_experts_implementation", NAME)  # noqa: B010
 
 
-def stage_class(
-    cls: type[PreTrainedModel], layers: range, count: int, shard: Shard | None = None
-) -> type[PreTrainedModel]:
-    """A model's class whose instances have these layers only, and of each parameter what a shard has. They are made on
-    the meta device."""
-    divided = shard is not None and shard.count > 1
-    if len(layers) == count and not divided:
+def stage_class(cls: type[PreTrainedModel], part: ModelPart) -> type[PreTrainedModel]:
+    """A model's class whose instances are a part of it. They are made on the meta device."""
+    if part.whole:
         return cls
-    last = layers.stop == count
+    layers, last = part.layers, part.layers.stop == part.total
 
     def __init__(self: Any, config: PreTrainedConfig, *args: Any, **named: Any) -> None:
         cls.__init__(self, config, *args, **named)
-        if shard is not None and divided:
-            shrink(self, cuts_of(self, plan_of(config.get_text_config(decoder=True)), shard.index, shard.count))
+        if part.shards > 1:
+            plan = plan_of(config.get_text_config(decoder=True))
+            shrink(self, cuts_of(self, plan, part.shard, part.shards))
         blocks = layer_list(self)
-        for each in range(count):
+        for each in range(part.total):
             if each not in layers:
                 blocks[each] = OtherLayer({layers.start - 1: "before", layers.stop: "behind"}.get(each, ""))
+        for name in () if part.encodes else encoders(self):
+            self.set_submodule(name, nn.Identity())
         if layers.start and not (last and is_tied(config)):
             self.set_input_embeddings(NoEmbedding(config.get_text_config(decoder=True).hidden_size))
         if not last and hasattr(self, "lm_head"):
@@ -288,12 +335,12 @@ def _is_elsewhere(name: str, cuts: Mapping[str, Cut]) -> bool:
     return name in cuts and not cuts[name].own
 
 
-def _is_read(name: str, layers: range, count: int) -> bool:
-    """Whether a stage with these layers reads a tensor: not those of other layers."""
+def _is_read(name: str, part: ModelPart) -> bool:
+    """Whether a part of a model reads a tensor: not those of other layers."""
     parts = name.split(".")
     for kind, number in pairwise(parts):
         if kind in LAYER_LISTS and number.isdigit() and not any(word in name for word in OTHER_INPUTS):
-            return int(number) in layers or int(number) >= count
+            return int(number) in part.layers or int(number) >= part.total
     return True
 
 

@@ -20,7 +20,6 @@ from transformers.core_model_loading import WeightConverter, WeightRenaming, ren
 
 from headrace.core.types.errors import ConfigError
 from headrace.engine.model.expert_plan import own_experts
-from headrace.engine.model.sharding import Shard
 
 COLUMNS, ROWS, EXPERTS = "colwise", "rowwise", "moe_tp_experts"
 KEPT_WHOLE = {
@@ -108,11 +107,11 @@ def least_shards(sizes: set[int]) -> int:
     return next((each for each in range(2, common + 1) if common % each == 0), 1)
 
 
-def stored_cuts(model: PreTrainedModel, names: Iterable[str], shard: Shard) -> dict[str, Cut]:
+def stored_cuts(model: PreTrainedModel, names: Iterable[str], shard: int, shards: int) -> dict[str, Cut]:
     """What a shard reads of the tensors of a checkpoint, which may have other names than a model's parameters, and
     experts in tensors of their own: an empty range for one that another shard has. model: on the meta device, whole.
     Raises ConfigError for a tensor that cannot be cut before it is loaded."""
-    cuts = cuts_of(model, plan_of(model.config.get_text_config(decoder=True)), shard.index, shard.count)
+    cuts = cuts_of(model, plan_of(model.config.get_text_config(decoder=True)), shard, shards)
     transforms = get_model_conversion_mapping(model)
     renamings = [each for each in transforms if isinstance(each, WeightRenaming)]
     converters = [each for each in transforms if isinstance(each, WeightConverter)]

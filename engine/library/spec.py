@@ -18,10 +18,12 @@ from headrace.engine.library.hooks import running
 from headrace.engine.library.images import image_terms, why_no_images
 from headrace.engine.library.model import (
     LayersDone,
+    ModelPart,
     NoEmbedding,
     OtherLayer,
     call,
     check_version,
+    encoders,
     gguf_weights,
     is_tied,
     layer_list,
@@ -67,7 +69,7 @@ def library_spec(source: ModelSource) -> ModelSpec:
     blocks = layer_list(shell)
     shares = len(layers) // len(blocks)  # of a block that caches as several layers, all weights are the first one's
     owners = [blocks[layer // shares] if layer % shares == 0 else nn.Module() for layer in range(len(layers))]
-    weights = [sum(parameter.numel() for parameter in block.parameters()) for block in owners]
+    weights = [_parameters(block) for block in owners]
     linear = [_multiplied(block) for block in owners]
     active = [_multiplied(block, text) for block in owners]
     division, undivided = None, ""
@@ -76,7 +78,10 @@ def library_spec(source: ModelSource) -> ModelSpec:
     except ConfigError as error:
         undivided = str(error)
     before = shell.get_input_embeddings().weight.numel()
-    every = sum(parameter.numel() for parameter in shell.parameters())
+    images, tied = image_terms(config), is_tied(config)
+    head = 0 if tied or not hasattr(shell, "lm_head") else _parameters(shell.lm_head)
+    encoder = sum(_parameters(module) for module in encoders(shell).values())
+    others = _parameters(shell) - sum(weights) - before - head - encoder
     return ModelSpec(
         family=str(text.model_type),
         vocab_size=text.vocab_size,
@@ -89,7 +94,7 @@ def library_spec(source: ModelSource) -> ModelSpec:
         norm_eps=1e-6,
         rope=RopeSpec(),
         max_positions=longest,
-        tied=is_tied(config),
+        tied=tied,
         library=LibrarySpec(
             architecture=name,
             cached=tuple(layers),
@@ -97,7 +102,9 @@ def library_spec(source: ModelSource) -> ModelSpec:
             linear=tuple(linear),
             active=tuple(active),
             embedding=before,
-            head=max(0, every - sum(weights) - before),
+            encoder=encoder if images else 0,
+            head=head,
+            others=max(0, others),  # layers that share weights are counted with them more than once
             config=_digest(text),
             rotates_by_length=any(True for _ in length_ropes(shell)),
             divisible=_divides(config, text, len(blocks), len(layers)),
@@ -105,7 +112,7 @@ def library_spec(source: ModelSource) -> ModelSpec:
             indexed=tuple(probe.indexed.get(layer, 0) for layer in range(len(layers))),
             mixers=tuple(sorted(probe.mixers)),
             uncalled=tuple(sorted(_names(shell, probe, called=False) - _names(shell, probe, called=True))),
-            images=image_terms(config),
+            images=images,
             no_images=why_no_images(config),
             division=division,
             undivided=undivided,
@@ -177,7 +184,7 @@ def _divides(config: PreTrainedConfig, text: PreTrainedConfig, blocks: int, laye
         return False
     for own in (range(layers // 2), range(layers // 2, layers)):
         try:
-            shell = on_meta(stage_class(model_class(config), own, layers), config)
+            shell = on_meta(stage_class(model_class(config), ModelPart(own, layers)), config)
             with reported(f"{type(shell).__name__} has no stages"), suppress(LayersDone):
                 shell.tie_weights()
                 for each in shell.modules():
@@ -225,6 +232,10 @@ def _pass(shell: PreTrainedModel, probe: Probe, layers: int) -> None:
     positions = torch.arange(TOKENS, device="meta")[None]
     with running(probe), probe.watching(shell), torch.inference_mode():
         call(shell, RowsCache(probe, layers), input_ids=ids, position_ids=positions)
+
+
+def _parameters(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
 
 
 def _multiplied(block: nn.Module, text: PreTrainedConfig | None = None) -> int:

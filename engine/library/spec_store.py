@@ -8,7 +8,7 @@ from headrace.engine.model.source import ModelSource, resolve_source
 
 RECORDS = KeptRecords(
     folder="models",
-    version=3,
+    version=4,
     module="headrace.engine.library.spec_store",
     type=ModelSpec,
     what="the specification",

@@ -87,9 +87,13 @@ class LibrarySpec(msgspec.Struct, frozen=True):
     active: tuple[int, ...]
     """The same, of experts only as many as a token goes through."""
     embedding: int
-    """Parameters before the first layer."""
+    """Parameters of the token embedding."""
     head: int
-    """Parameters behind the last layer, apart from a tied head."""
+    """Those of a head that is not the embedding."""
+    others: int
+    """Those that every stage has: the final norm, what joins an encoder's width to the text's."""
+    encoder: int
+    """Those of its encoder of images; 0 where they are not served."""
     config: str
     """Digest of the configuration, as far as it says what is computed."""
     rotates_by_length: bool = False
@@ -126,9 +130,9 @@ class LibrarySpec(msgspec.Struct, frozen=True):
     def weight_count(self, layers: range, *, tied: bool, shards: int = 1) -> int:
         """Parameters of a shard of a stage with these layers. tied: the head is the embedding."""
         first, last = layers.start == 0, layers.stop == len(self.weights)
-        ends = self.embedding * (first or (last and tied)) + self.head * last
+        ends = self.embedding * (first or (last and tied)) + self.encoder * first + self.head * last
         divided = self.division.weights if self.division is not None else None
-        return _of_shard(self.weights, divided, layers, shards) + ends
+        return _of_shard(self.weights, divided, layers, shards) + ends + self.others
 
     def linear_count(self, layers: range, shards: int = 1) -> int:
         """Those of the layers' parameters that products multiply with."""

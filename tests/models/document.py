@@ -76,7 +76,8 @@ latents are on all shards, and the first one hands them over.
 the model's own encoder, with its positions (mrope) and deepstack embeddings, in chunks, beside other requests and
 behind a handoff, as transformers computes them. Qwen3-VL's go into hidden states behind the first layers, which the
 first stage needs to have. Other wrappers of several inputs are served for text: in Gemma 3 the tokens of an image see
-each other both ways, so that no chunk may cut it.
+each other both ways, so that no chunk may cut it. No stage but the first loads an encoder, and none one that is not
+used.
 
 **Windows.** Keys and values of layers that attend to the last tokens only (Gemma, gpt-oss, Cohere 2, OLMo 3 …) are
 kept in pages as all others (`--windows keep`), or, with `--windows free` and the library's decoder, in a ring in the

@@ -9,8 +9,15 @@ import torch
 from torch import Tensor
 
 from headrace.core.messages.orders import PlanRow
+from headrace.core.runtime.progress import LoadProgress
 from headrace.core.types import packed
 from headrace.core.types.requests.images import ImageInput, next_position, rotary_positions
+from headrace.engine.kv.memory_plan import weight_count
+from headrace.engine.library.model import encoders, load_model
+from headrace.engine.library.spec import library_spec
+from headrace.engine.model.checkpoint import SafetensorsCheckpoint
+from headrace.engine.model.sharding import part_of
+from headrace.engine.model.source import resolve_source
 from headrace.engine.runner import ModelRunner
 from tests.engine.models import GREEDY, Prompt, make_runner, random_tokens, reported_logprobs
 from tests.models.architectures import IMAGE_BREAK, IMAGE_END, IMAGE_START, IMAGE_TOKEN
@@ -204,3 +211,17 @@ def test_rotary_positions_are_those_of_transformers(kept: Callable[[str], Saved]
             assert (found or plain) == expected_bytes
         behind = packed.unpack(rotary_positions(given.images, length, 2)).tolist()
         assert behind == [length + int(delta), length + int(delta) + 1] * 3
+
+
+@pytest.mark.parametrize("name", [*NAMES, "gemma3-vision"])
+def test_the_first_stage_has_the_encoder_of_images_that_are_served(kept: Callable[[str], Saved], name: str) -> None:
+    """And what the plan of memory says is what a stage holds."""
+    source = resolve_source(str(kept(name).folder))
+    spec = library_spec(source)
+    middle = spec.layers // 2
+    for layers in (range(middle), range(middle, spec.layers)):
+        part = part_of(spec, layers)
+        checkpoint = SafetensorsCheckpoint(source.path)
+        model = load_model(source, checkpoint, layers, torch.float32, LoadProgress(), part.shard)
+        assert len(encoders(model)) == (name in NAMES and not layers.start)
+        assert weight_count(part) == sum(each.numel() for each in model.parameters())

@@ -11,7 +11,7 @@ from torch import Tensor
 from headrace.core.types.errors import ConfigError
 from headrace.engine.collectives.operations import Collectives
 from headrace.engine.kv.memory_plan import weight_count
-from headrace.engine.library.model import model_class, on_meta, read_config, stage_class
+from headrace.engine.library.model import ModelPart, model_class, on_meta, read_config, stage_class
 from headrace.engine.library.spec import library_spec
 from headrace.engine.model.sharding import part_of, split_model
 from headrace.engine.model.source import resolve_source
@@ -119,8 +119,8 @@ def test_weights_of_a_shard_are_counted(kept: Callable[[str], Kept]) -> None:
     """What the plan of memory says is what a shard holds."""
     source = resolve_source(str(kept("gpt-oss").folder))
     spec, config = library_spec(source), read_config(source, None)
-    layers = range(spec.layers)
     for shard in split_model(spec, 2):
-        model = on_meta(stage_class(model_class(config), layers, spec.layers, shard), config)
+        part = ModelPart(range(spec.layers), spec.layers, shard.index, shard.count)
+        model = on_meta(stage_class(model_class(config), part), config)
         assert weight_count(part_of(spec, shard=shard)) == sum(each.numel() for each in model.parameters())
     assert weight_count(part_of(spec, shard=shard)) < 0.7 * weight_count(part_of(spec))
