@@ -6,25 +6,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-from headrace.engine.model.stub import stub_tokenizer
-from tests.e2e.expert_models import TOKENS, VOCABULARY, clear_texts
+from tests.e2e.expert_models import TOKENS, clear_texts
 from tests.e2e.harness import pair, wait_until
 from tests.e2e.texts import check_together
 from tests.models.architectures import ARCHITECTURES
 from tests.models.published import publish_in_blocks, publish_in_mxfp4
-from tests.models.zoo import make_model
+from tests.models.zoo import save_for_servers, save_plainly
 
 LENGTHS = (5, 50, 130)
 FLAGS = ("--dtype", "float32", "--kv-pages", "128", "--chunk-tokens", "32", "--max-model-len", "512", "--threads", "1")
 LIBRARY = ("--decoder", "library")
 FREED = ("gemma2", "gemma3", "mimo-v2-flash", "gemma4")  # windows beside layers of other shapes, and in one stage
-
-
-def save_plainly(folder: Path, model: Any) -> None:
-    """As transformers does."""
-    model.save_pretrained(folder)
 
 
 PUBLISHING: dict[str, Callable[[Path, Any], None]] = {
@@ -78,13 +71,7 @@ def check(
     """more: flags of both servers. of: further ones of the prefill server, by default two stages. at: of the decode
     server."""
     architecture = ARCHITECTURES[name]
-    text = architecture.fields.get("text_config", architecture.fields)
-    sizes = {name: VOCABULARY for name in ("vocab_size", "vocab_size_per_layer_input") if name in text}
-    model = make_model(architecture, **sizes, eos_token_id=None, bos_token_id=None)
-    with torch.no_grad():
-        save(folder, model)
-    stub_tokenizer(f"stub:vocab={VOCABULARY}").save(str(folder / "tokenizer.json"))
-    (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
+    model = save_for_servers(name, folder, save)
     rotated = architecture.fields.get("original_max_position_embeddings", 0)  # shorter ones otherwise by transformers
     texts = clear_texts(folder, [length for length in lengths if length > rotated], model)
     flags = ("--model", str(folder), *FLAGS, *more)

@@ -12,7 +12,9 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from headrace.core.messages.orders import PlanRow
+from headrace.engine.model.stub import stub_tokenizer
 from headrace.engine.runner import ModelRunner
+from tests.e2e import expert_models
 from tests.engine.models import reported_logprobs
 from tests.models.architectures import ARCHITECTURES, Architecture
 
@@ -49,6 +51,26 @@ def make_model(architecture: Architecture, **others: Any) -> Any:
         elif parameter.dim() > 1:
             parameter.data = torch.randn_like(parameter) * 2 / parameter.shape[-1] ** 0.5
     return model.eval()
+
+
+def save_plainly(folder: Path, model: Any) -> None:
+    """As transformers does."""
+    model.save_pretrained(folder)
+
+
+def save_for_servers(name: str, folder: Path, save: Callable[[Path, Any], None] = save_plainly, **others: Any) -> Any:
+    """Save a random model of the zoo that never ends a text, and a tokenizer of bytes; returns the model. others: as of
+    make_model()."""
+    architecture = ARCHITECTURES[name]
+    text = architecture.fields.get("text_config", architecture.fields)
+    vocabularies = {field for field in ("vocab_size", "vocab_size_per_layer_input") if field in text}
+    sizes = dict.fromkeys(vocabularies, expert_models.VOCABULARY)
+    model = make_model(architecture, **sizes, **others, eos_token_id=None, bos_token_id=None)
+    with torch.no_grad():
+        save(folder, model)
+    stub_tokenizer(f"stub:vocab={expert_models.VOCABULARY}").save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
+    return model
 
 
 class Saved(NamedTuple):

@@ -64,10 +64,16 @@ def second(vllm: Vllm, folder: Callable[[str], Path]) -> Iterator[Vllm]:
 
 
 @pytest.fixture(scope="module")
-def bfloat16(engines: dict[str, Vllm]) -> Iterator[Vllm]:
-    """One in bfloat16."""
+def others_stopped(engines: dict[str, Vllm]) -> Iterator[None]:
+    """No vLLM of the package runs, for a module that has its own."""
     with engines["vllm"].stopped() if "vllm" in engines else ExitStack():
-        yield from awake(engines["bfloat16"])
+        yield
+
+
+@pytest.fixture(scope="module")
+def bfloat16(engines: dict[str, Vllm], others_stopped: None) -> Iterator[Vllm]:
+    """One in bfloat16."""
+    yield from awake(engines["bfloat16"])
 
 
 @pytest.fixture

@@ -2,7 +2,7 @@
 
 import secrets
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -82,6 +82,14 @@ def gateway_of(decodes: Sequence[Vllm], prefills: Sequence[Server], *flags: str)
     server = Server(*gateway_flags(decodes, prefills), *flags, command="gateway")
     with running(server):
         yield Site(tuple(prefills), server, tuple(decodes))
+
+
+def refused(*flags: str) -> str:
+    """What a gateway says that ends with status 2."""
+    with closing(Server(*flags, command="gateway")) as gateway:
+        assert gateway.ended() == 2, gateway.log
+        assert "Traceback" not in gateway.log
+        return gateway.log
 
 
 class Example:

@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from benchmarks.vllm_server import Vllm
 from headrace.server.launch.free_port import free_port
 from tests.e2e.harness import Server, pages_in_use, running, wait_until
-from tests.gateway.vllm_nixl.fleet import ASKED, PREFILL, Example, Site, gateway_flags, gateway_of
+from tests.gateway.vllm_nixl.fleet import ASKED, PREFILL, Example, Site, gateway_flags, gateway_of, refused
 from tests.gateway.vllm_nixl.texts import COMPLETION, GREEDY, fresh, own
 from tests.integrations.vllm.sides import background, leave, loads, prompt
 from tests.routers.fleet import Router
@@ -257,16 +257,6 @@ def test_a_request_that_waits_keeps_its_lease(vllm: Vllm, prefill: Server) -> No
             found = texts(waiting.result())
         assert found == own(vllm, COMPLETION, asked)
         site.quiet()
-
-
-def refused(*flags: str) -> str:
-    """What a gateway says that ends with status 2."""
-    gateway = Server(*flags, command="gateway")
-    with closing(gateway), soon(30):
-        status = gateway.ended()
-        assert status == 2, gateway.log
-        assert "Traceback" not in gateway.log
-        return gateway.log
 
 
 @pytest.mark.parametrize(
