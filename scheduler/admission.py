@@ -52,6 +52,7 @@ class Admission:
             self._state.replicas,
             submit.prompt,
             submit.terms.prefix_salt,
+            submit.images,
             pinned=submit.terms.replica,
             cacheable=submit.sampling.cacheable(packed_length(submit.prompt)),
             to_fetch=isinstance(submit.route, FetchFrom),

@@ -225,7 +225,7 @@ class Planner:
             checkpoint=checkpoint,
             adapter=request.terms.adapter,
             images=request.image_inputs(end),
-            rotary=rotary_positions(request.submit.images, request.planned, count),
+            rotary=rotary_positions(request.images, request.planned, count),
         )
         batch.add(row, request, end)
         self._replica.queues.plan(request, count)

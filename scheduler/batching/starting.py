@@ -169,7 +169,11 @@ class Starter:
         if needs_row and not state.metadata_rows.free:
             return False
         lease = replica.cache.acquire(
-            request.tokens, request.salt, cacheable=request.cacheable, load=partial(state.loads, replica)
+            request.tokens,
+            request.salt,
+            request.images,
+            cacheable=request.cacheable,
+            load=partial(state.loads, replica),
         )
         if lease is None:
             return False

@@ -55,7 +55,7 @@ class RemoteFetch:
         assert hello is not None, "requests fail when their prefill server goes down"
         if not state.metadata_rows.free:
             return False
-        lease = replica.cache.acquire(request.tokens, request.salt, computed=False)
+        lease = replica.cache.acquire(request.tokens, request.salt, request.images, computed=False)
         if lease is None:
             return False
         request.lease = lease

@@ -3,8 +3,8 @@
 A page is named by the prompt prefix that it ends, the same on every server, with a chain of SHA-256 digests:
 
     root     = SHA-256(ROOT, then the cache salt in UTF-8)
-    digest_0 = SHA-256(root,       then the page's token ids as little-endian int32)
-    digest_n = SHA-256(digest_n-1, then the page's token ids as little-endian int32)
+    digest_0 = SHA-256(root,       then the page's key: its token ids as little-endian int32, and its images)
+    digest_n = SHA-256(digest_n-1, then the page's key)
 
 A cryptographic hash, since clients choose the tokens, and equal digests share KV. Events carry the last eight bytes of
 a digest as a big-endian number, as vLLM shortens its own.
@@ -15,7 +15,7 @@ from hashlib import sha256
 
 from headrace.core.messages.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, Hash, KvEventMessage, Medium
 from headrace.core.types.kv.kv_tiers import Tier
-from headrace.core.types.packed import unpack
+from headrace.core.types.packed import ITEM_BYTES, unpack
 
 ROOT = b"headrace kv 1\0"
 MEDIA: dict[Tier, Medium] = {"host": "CPU", "disk": "DISK"}
@@ -26,9 +26,9 @@ def root_digest(salt: bytes) -> bytes:
     return sha256(ROOT + salt).digest()
 
 
-def page_digest(parent: bytes, tokens: bytes) -> bytes:
-    """The digest of a page from its parent's (the root's for the first page) and its packed token ids."""
-    return sha256(parent + tokens).digest()
+def page_digest(parent: bytes, key: bytes) -> bytes:
+    """The digest of a page from its parent's (the root's for the first page) and its key (page_key())."""
+    return sha256(parent + key).digest()
 
 
 def page_digests(pages: Iterable[bytes], digest: bytes) -> Iterator[bytes]:
@@ -50,14 +50,15 @@ class CacheEventLog:
         self._removed: list[Hash] = []
 
     def stored(self, parent: bytes | None, salt: bytes, key: bytes) -> bytes:
-        """Note a page below the one with the parent's digest (None: at the salt's root); return its digest."""
+        """Note a page below the one with the parent's digest (None: at the salt's root); return its digest. key: see
+        page_key()."""
         digest = page_digest(parent or root_digest(salt), key)
         above = None if parent is None else short(parent)
         if self._removed or not self._stored or self._stored[-1] != above:
             self._close()
             self._parent = above
         self._stored.append(short(digest))
-        self._tokens.extend(unpack(key))
+        self._tokens.extend(unpack(key[: self._page_size * ITEM_BYTES]))
         return digest
 
     def removed(self, digest: bytes) -> None:

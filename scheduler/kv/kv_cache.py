@@ -20,6 +20,7 @@ from headrace.core.config.scheduler import Eviction
 from headrace.core.types.kv.geometry import ceil_div
 from headrace.core.types.kv.kv_tiers import Tier
 from headrace.core.types.packed import ITEM_BYTES
+from headrace.core.types.requests.images import ImageInput, page_key
 from headrace.scheduler.kv.cache_events import CacheEventLog, page_digests
 from headrace.scheduler.kv.eviction import SHORT_TOKENS, make_ranking
 from headrace.scheduler.kv.node import NONE, Node, PageCopy, PageLoad, StoringPages, load_of
@@ -45,6 +46,7 @@ class Lease:
     """Owner of its private pages in the allocator."""
 
     salt: str
+    images: Sequence[ImageInput]
     pages: "array[int]"
     """The page table: the page of position p is pages[p // page_size]."""
 
@@ -171,23 +173,32 @@ class KvCache:
         """Rises whenever cached_positions() may give another answer."""
         return self._tree.version
 
-    def cached_positions(self, tokens: bytes | bytearray, salt: str, cacheable: int | None = None) -> int:
+    def cached_positions(
+        self,
+        tokens: bytes | bytearray,
+        salt: str,
+        images: Sequence[ImageInput] = (),
+        cacheable: int | None = None,
+    ) -> int:
         """Positions of packed tokens that acquire() would find in the tree now."""
         if not self._prefix_cache:
             return 0
-        path = pages_of(self._known(tokens, salt, cacheable))
+        path = pages_of(self._known(tokens, salt, images, cacheable))
         return len(resumable(path) if self._slots.total else path) * self.page_size
 
     def acquire(
         self,
         tokens: bytes | bytearray,
         salt: str,
+        images: Sequence[ImageInput] = (),
+        *,
         extra: int = 0,
         cacheable: int | None = None,
         load: LoadChoice | None = None,
         computed: bool = True,
     ) -> Lease | None:
-        """Lease pages for packed tokens and extra positions behind them; None when they do not fit now.
+        """Lease pages for packed tokens and extra positions behind them; None when they do not fit now. images: among
+        the tokens.
 
         Pages found in the tree are used, but never for the last token: it has to be computed to get logits. cacheable:
         positions that they may serve; None: all. load: how many of the pages that follow in other tiers are to be
@@ -195,7 +206,7 @@ class KvCache:
         behind the pages that are found; False: states come with what follows.
         """
         length = len(tokens) // ITEM_BYTES
-        known = self._known(tokens, salt, cacheable) if self._prefix_cache else []
+        known = self._known(tokens, salt, images, cacheable) if self._prefix_cache else []
         path, turn = pages_of(known), next_turn(known)
         if self._slots.total and computed:
             path = resumable(path)
@@ -219,7 +230,7 @@ class KvCache:
         path.extend(further)
         short = turn == 0 and length <= self._short_tokens
         loading = load_of(path[-1]) if path else None
-        lease = Lease(self._owners, salt, table, path, len(path), loading, turn, short, slot)
+        lease = Lease(self._owners, salt, images, table, path, len(path), loading, turn, short, slot)
         if self._slots.total and computed and path:
             lease.resume = self._slots.used(path[-1])
         self._leases[lease.owner] = lease
@@ -241,14 +252,14 @@ class KvCache:
         if not self._prefix_cache:
             return
         first, end = len(lease.path), computed // self.page_size
-        keys = self._keys(tokens, first, end, lease.path[-1] if lease.path else None, lease.salt)
+        keys = self._keys(tokens, first, end, lease.path[-1] if lease.path else None, lease.salt, lease.images)
         for index, key in enumerate(keys, first):
             parent = lease.path[-1] if lease.path else None
             node = self._tree.child(parent, lease.salt, key)
             if node is None:
                 page = lease.pages[index]
                 self._allocator.transfer(page, lease.owner, TREE)
-                content = None if self.tiers is None else self._page_tokens(tokens, index)
+                content = None if self.tiers is None else self._page_key(tokens, index, lease.images)
                 node = self._tree.insert(parent, lease.salt, key, page, content)
                 self.version += 1
             elif load_of(node) is not None:
@@ -328,7 +339,7 @@ class KvCache:
         """The pages of a lease have been filled: it can be used."""
         assert lease.load is not None, "it has waited for them"
         for index, node in enumerate(lease.path):
-            self._tree.announce(node, lease.salt, self._page_tokens(tokens, index))
+            self._tree.announce(node, lease.salt, self._page_key(tokens, index, lease.images))
         lease.load = None
 
     def check(self) -> list[str]:
@@ -363,12 +374,14 @@ class KvCache:
             problems.append(f"{self.free} free + {nodes} in the tree + {private} private pages != {self.total}")
         return problems
 
-    def _known(self, tokens: bytes | bytearray, salt: str, cacheable: int | None) -> list[Node]:
+    def _known(
+        self, tokens: bytes | bytearray, salt: str, images: Sequence[ImageInput], cacheable: int | None
+    ) -> list[Node]:
         """The nodes of the longest prefix that is known, ghosts among them, without the page of the last token and
         within the positions that are cacheable."""
         computed = len(tokens) // ITEM_BYTES - 1
         full = (computed if cacheable is None else min(computed, cacheable)) // self.page_size
-        return self._tree.find(self._keys(tokens, 0, full, None, salt), salt)
+        return self._tree.find(self._keys(tokens, 0, full, None, salt, images), salt)
 
     def _new_tree(self, pages: int, host_pages: int, disk_pages: int) -> PrefixTree:
         has_tiers = self._prefix_cache and host_pages + disk_pages > 0 and not self._slots.total
@@ -432,14 +445,21 @@ class KvCache:
         own.extend(lease.pages[len(lease.path) :])
         return own
 
-    def _keys(self, tokens: bytes | bytearray, first: int, end: int, above: Node | None, salt: str) -> Iterator[bytes]:
+    def _keys(
+        self,
+        tokens: bytes | bytearray,
+        first: int,
+        end: int,
+        above: Node | None,
+        salt: str,
+        images: Sequence[ImageInput] = (),
+    ) -> Iterator[bytes]:
         """Keys of the full pages [first, end), which come after the node above (None: the root)."""
-        pages = (self._page_tokens(tokens, index) for index in range(first, end))
+        pages = (self._page_key(tokens, index, images) for index in range(first, end))
         if self.tiers is None:
             return pages
         return page_digests(pages, self._tree.root_key(salt) if above is None else above.key)
 
-    def _page_tokens(self, tokens: bytes | bytearray, index: int) -> bytes:
-        """The packed tokens of a full page."""
-        step = self.page_size * ITEM_BYTES
-        return bytes(tokens[index * step : (index + 1) * step])
+    def _page_key(self, tokens: bytes | bytearray, index: int, images: Sequence[ImageInput]) -> bytes:
+        """What is on a full page."""
+        return page_key(tokens, index * self.page_size, self.page_size, images)

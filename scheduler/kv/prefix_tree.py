@@ -1,7 +1,7 @@
 """The prefix cache as a tree of full KV pages, found by the tokens that they hold.
 
-One node is one page. Its key names the page's tokens, its place in the tree the pages before it, so a path from the
-root is a prompt prefix. Every cache salt has a root of its own, so tenants share no pages.
+One node is one page. Its key names what is on the page, tokens and images, its place in the tree the pages before it:
+so a path from the root is a prompt prefix. Every cache salt has a root of its own, so tenants share no pages.
 A lease locks every node of its path; what is locked cannot be evicted, and a locked node's ancestors are locked too.
 
 A node without a page in the pool either has copies in other tiers (scheduler/kv/tiers.py), or it is a ghost: an evicted
@@ -28,7 +28,7 @@ class PrefixTree:
         digests: bool = False,
     ) -> None:
         """events: is told of every page that comes and goes. ranking: eviction order; None for LRU. ghosts: evicted
-        pages that are remembered. digests: keys are digests of pages (cache_events.py), not their tokens."""
+        pages that are remembered. digests: keys are digests of pages (cache_events.py), not their content."""
         self._events = events
         self._ranking = LeastRecentlyUsed() if ranking is None else ranking
         self._roots: dict[bytes, Node] = {}
@@ -74,9 +74,9 @@ class PrefixTree:
         node = None if above is None else above.children.get(key)
         return node if node is not None and node.page != NONE else None
 
-    def insert(self, parent: Node | None, salt: str, key: bytes, page: int, tokens: bytes | None = None) -> Node:
-        """Add a page below parent, locked once. tokens: those of the page, where the key is a digest. Raises ValueError
-        when an equal page is already there."""
+    def insert(self, parent: Node | None, salt: str, key: bytes, page: int, content: bytes | None = None) -> Node:
+        """Add a page below parent, locked once. content: of the page (page_key()), where the key is a digest. Raises
+        ValueError when an equal page is already there."""
         if parent is None:
             root = self.root_key(salt)
             parent = self._roots.setdefault(root, Node(root, NONE, None, 0))
@@ -86,7 +86,7 @@ class PrefixTree:
         elif node.page != NONE:
             raise ValueError("an equal page is already in the tree")
         if self._events is not None:
-            node.digest = self._events.stored(parent.digest, salt.encode(), key if tokens is None else tokens)
+            node.digest = self._events.stored(parent.digest, salt.encode(), key if content is None else content)
         self.fill(node, page)
         return node
 
@@ -105,11 +105,11 @@ class PrefixTree:
         if self.on_change is not None:
             self.on_change(node)
 
-    def announce(self, node: Node, salt: str, tokens: bytes) -> None:
-        """Tell routers of a page that was filled from a copy. tokens: those of the page."""
+    def announce(self, node: Node, salt: str, content: bytes) -> None:
+        """Tell routers of a page that was filled from a copy. content: of the page (page_key())."""
         assert node.parent is not None, "roots have no page"
         if self._events is not None and node.digest is None and node.page != NONE:
-            node.digest = self._events.stored(node.parent.digest, salt.encode(), tokens)
+            node.digest = self._events.stored(node.parent.digest, salt.encode(), content)
 
     def place(self, parent: Node | None, root: bytes, digest: bytes, turn: int) -> Node:
         """The node of a digest below parent (None: below the root with that digest), added without a page if it is not

@@ -144,7 +144,7 @@ class Queues:
     def cached(self, submit: Submit) -> int:
         """Positions of a prompt that is not admitted yet which the prefix cache has."""
         cacheable = submit.sampling.cacheable(packed_length(submit.prompt))
-        return self._cache.cached_positions(submit.prompt, submit.terms.prefix_salt, cacheable)
+        return self._cache.cached_positions(submit.prompt, submit.terms.prefix_salt, submit.images, cacheable)
 
     def move(self, request: Request, phase: Phase, now: float) -> float:
         """Move a request to another phase, and into the queue of that phase. Returns the seconds that it spent in the
@@ -318,7 +318,9 @@ class Queues:
         """Note how much of a request's prompt is cached."""
         entry = request.queued
         entry.cache_version = self._cache.tree_version
-        entry.expected_cached = self._cache.cached_positions(request.tokens, request.salt, request.cacheable)
+        entry.expected_cached = self._cache.cached_positions(
+            request.tokens, request.salt, request.images, request.cacheable
+        )
 
     def _count(self, request: Request, sign: int) -> None:
         self.requests[request.phase] += sign

@@ -222,9 +222,14 @@ class Request:
         return self.terms.prefix_salt
 
     @property
+    def images(self) -> tuple[ImageInput, ...]:
+        """Of its prompt."""
+        return self.submit.images
+
+    @property
     def next_position(self) -> int:
         """The rotary position of its first generated token."""
-        return next_position(self.submit.images, self.prompt_tokens)
+        return next_position(self.images, self.prompt_tokens)
 
     @property
     def prompt_hash(self) -> str:
@@ -246,9 +251,9 @@ class Request:
     def image_inputs(self, end: int) -> tuple[ImageInput, ...]:
         """What stages have to know of its images before its next row, which ends before this position; () if that
         computes none of their tokens, or they know."""
-        if not self.submit.images or self.on_stages.images:
+        if not self.images or self.on_stages.images:
             return ()
-        left = tuple(image for image in self.submit.images if image.end > self.planned)
+        left = tuple(image for image in self.images if image.end > self.planned)
         self.on_stages.images = bool(left) and left[0].start < end
         return left if self.on_stages.images else ()
 

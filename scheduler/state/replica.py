@@ -18,6 +18,7 @@ from typing import NamedTuple
 from headrace.core.config import SchedulerConfig
 from headrace.core.messages.orders import AnyOrder, ReplicaOrder
 from headrace.core.types.packed import packed_length
+from headrace.core.types.requests.images import ImageInput
 from headrace.scheduler.costs.backlog import rank_of
 from headrace.scheduler.costs.cost_model import CostModel, Load
 from headrace.scheduler.kv.cache_events import CacheEventLog
@@ -124,6 +125,7 @@ def bind(
     replicas: Sequence[Replica],
     tokens: bytes | bytearray,
     salt: str,
+    images: Sequence[ImageInput] = (),
     *,
     pinned: int | None = None,
     cacheable: int | None = None,
@@ -141,7 +143,7 @@ def bind(
         return Binding(pinned or 0, None)
     length = packed_length(tokens)
     seconds = all(replica.costs.trusted for replica in replicas)
-    cached = [replica.cache.cached_positions(tokens, salt, cacheable) for replica in replicas]
+    cached = [replica.cache.cached_positions(tokens, salt, images, cacheable) for replica in replicas]
 
     def cost(replica: Replica) -> tuple[float, int, int]:
         found = cached[replica.index]

@@ -120,6 +120,7 @@ class State:
             self.replicas,
             request.tokens,
             request.salt,
+            request.images,
             pinned=request.terms.replica,
             cacheable=request.cacheable,
             to_fetch=request.to_fetch,

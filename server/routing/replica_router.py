@@ -12,7 +12,8 @@ import random
 from collections.abc import Iterable, Sequence
 
 from headrace.core.messages.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KvEventMessage
-from headrace.core.types.packed import ITEM_BYTES
+from headrace.core.types.packed import ITEM_BYTES, packed_length
+from headrace.core.types.requests.images import ImageInput, page_key
 from headrace.scheduler.kv.cache_events import page_digest, root_digest, short
 from headrace.server.routing.holders import SENT_S, HolderIndex
 from headrace.server.routing.replica_load import LoadReport, ReplicaLoad, Sent, work
@@ -35,10 +36,13 @@ class ReplicaRouter:
         self._avoided = [0.0] * replicas
         self._cost = TOKENS  # last reported by any of them
 
-    def choose(self, prompt: bytes, salt: str, replicas: Sequence[int], now: float) -> Sent:
+    def choose(
+        self, prompt: bytes, salt: str, replicas: Sequence[int], now: float, images: Sequence[ImageInput] = ()
+    ) -> Sent:
         """Send a packed prompt to one of these replicas, of which there is at least one; done() has to follow."""
         replicas = self._preferred(replicas, now)
-        names = {size: page_names(prompt, salt, size) for size in {self._page_sizes[number] for number in replicas}}
+        sizes = {self._page_sizes[number] for number in replicas}
+        names = {size: page_names(prompt, salt, size, images) for size in sizes}
         lengths = self._prefixes(names, replicas, now)
         listed = shortlist(_by_length(lengths), replicas, self._rng)
         tokens = len(prompt) // ITEM_BYTES
@@ -139,12 +143,11 @@ def _by_length(lengths: dict[int, int]) -> list[list[int]]:
     return [groups[length] for length in sorted(groups, reverse=True)]
 
 
-def page_names(prompt: bytes, salt: str, page_size: int) -> list[int]:
+def page_names(prompt: bytes, salt: str, page_size: int, images: Sequence[ImageInput] = ()) -> list[int]:
     """64-bit names of the full pages of a packed prompt, as KV events carry them: the same prefix has the same names on
     every server. Without the page of its last token, which is always computed."""
-    size = page_size * ITEM_BYTES
     digest, names = root_digest(salt.encode()), []
-    for end in range(size, len(prompt), size):
-        digest = page_digest(digest, prompt[end - size : end])
+    for end in range(page_size, packed_length(prompt), page_size):
+        digest = page_digest(digest, page_key(prompt, end - page_size, page_size, images))
         names.append(short(digest))
     return names

@@ -12,7 +12,7 @@ import asyncio
 import contextlib
 import logging
 import random
-from collections.abc import AsyncIterator, Callable, Collection, Container, Iterator
+from collections.abc import AsyncIterator, Callable, Collection, Container, Iterator, Sequence
 
 import httpx
 import msgspec
@@ -29,6 +29,7 @@ from headrace.core.types.errors import ErrorInfo, HeadraceError
 from headrace.core.types.packed import pack
 from headrace.core.types.peers.addresses import url
 from headrace.core.types.peers.allow_list import Rules, canonical, is_named, require_allowed
+from headrace.core.types.requests.images import ImageInput
 from headrace.integrations.http_client import PROMPT_TIMEOUT, bearer, direct_async_client
 from headrace.server.routing.failover import MoveReason, avoided_s
 from headrace.server.routing.replica_load import Sent
@@ -150,7 +151,13 @@ class PrefillPool:
 
     @contextlib.contextmanager
     def chosen(
-        self, prompt: tuple[int, ...], salt: str, tried: Container[str] = (), needs: Collection[Feature] = ()
+        self,
+        prompt: tuple[int, ...],
+        salt: str,
+        images: Sequence[ImageInput] = (),
+        *,
+        tried: Container[str] = (),
+        needs: Collection[Feature] = (),
     ) -> Iterator[PrefillChoice]:
         """The reachable configured server for a prompt, which counts as its load while the context lasts, or until it
         is answered. tried: URLs of servers that are not to get it. needs: what the server has to know. Raises
@@ -162,7 +169,7 @@ class PrefillPool:
         for feature in needs:
             up = self._knowing(up, feature)
         if self._by_score:
-            sent = self._router.choose(pack(prompt), salt, up, self._clock.now())
+            sent = self._router.choose(pack(prompt), salt, up, self._clock.now(), images)
         else:
             sent = self._router.least_loaded(len(prompt), up, self._clock.now())
         try:

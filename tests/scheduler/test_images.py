@@ -67,12 +67,26 @@ def test_the_cache_tells_images_apart() -> None:
     bench = Bench(pipeline_depth=0, chunk_tokens=64)
     submit(bench, "a", FIRST, max_tokens=1)
     assert row(bench).start == 0
-    for rid, images in (("b", (other,)), ("c", ()), ("d", (msgspec.structs.replace(FIRST, start=4),))):
+    for rid, images in (("b", (other,)), ("c", ())):
         submit(bench, rid, *images, max_tokens=1)
         assert row(bench).start == 0
-    submit(bench, "e", FIRST, max_tokens=1)
+    submit(bench, "d", FIRST, max_tokens=1)
     again = row(bench)
     assert (again.start, again.images) == (16, ())  # the image is in the pages that were found
+    bench.assert_empty()
+
+
+def test_pages_before_an_image_are_shared_with_prompts_that_have_others() -> None:
+    bench = Bench(pipeline_depth=0, chunk_tokens=64)
+    submit(bench, "a", FIRST, max_tokens=1)
+    assert row(bench).start == 0
+    submit(bench, "b", FIRST, SECOND, max_tokens=1)  # on the fourth page
+    found = row(bench)
+    assert (found.start, found.images) == (3 * PAGE, (SECOND,))
+    submit(bench, "c", msgspec.structs.replace(FIRST, start=PAGE), max_tokens=1)
+    assert row(bench).start == 0  # the first page of the others has an image
+    submit(bench, "d", msgspec.structs.replace(SECOND, start=PAGE), max_tokens=1)
+    assert row(bench).start == PAGE
     bench.assert_empty()
 
 

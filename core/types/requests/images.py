@@ -15,8 +15,7 @@ from typing import Literal
 
 import msgspec
 
-from headrace.core.types.packed import pack
-from headrace.core.types.requests.adapters import BEYOND_CLIENTS
+from headrace.core.types.packed import ITEM_BYTES, pack
 
 AXES = 3
 """Temporal, height and width."""
@@ -75,10 +74,16 @@ def images_digest(images: Iterable[ImageInput]) -> str:
     return sha256("\n".join(listed).encode()).hexdigest() if listed else ""
 
 
-def image_salt(images: str, salt: str) -> str:
-    """The salt of the prefix cache for prompts with these images: those with others have another one. images: see
-    images_digest(). salt: that of the prompt without them, which it is where there are none."""
-    return f"{BEYOND_CLIENTS}\0{images}{salt}" if images else salt
+def page_key(tokens: bytes | bytearray, start: int, page_size: int, images: Iterable[ImageInput] = ()) -> bytes:
+    """What tells the page of a prompt from all others behind the same prefix: its packed token ids, and of each image
+    with a place on it, by place, the digest (32 bytes), the first position and the number of positions (int32,
+    little-endian). tokens: of the prompt, packed. start: the page's first position. images: of the prompt."""
+    end = start + page_size
+    own = bytes(tokens[start * ITEM_BYTES : end * ITEM_BYTES])
+    for image in images:
+        if image.start < end and start < image.end:
+            own += bytes.fromhex(image.digest) + pack([image.start, image.length])
+    return own
 
 
 def rotary_positions(images: Sequence[ImageInput], start: int, count: int) -> bytes:

@@ -3,7 +3,6 @@
 import msgspec
 
 from headrace.core.types.requests.adapters import adapter_salt
-from headrace.core.types.requests.images import image_salt
 
 
 class RequestTerms(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -35,5 +34,5 @@ class RequestTerms(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
 
     @property
     def prefix_salt(self) -> str:
-        """The salt of the prefix cache: that of the client, apart for each adapter and for other images."""
-        return image_salt(self.image_digest, adapter_salt(self.adapter, self.cache_salt))
+        """The salt of the prefix cache: that of the client, apart for each adapter."""
+        return adapter_salt(self.adapter, self.cache_salt)

@@ -74,7 +74,9 @@ class PrefillFailover:
     ) -> Result | None:
         """The result; None if the chosen server, or the KV from it, failed the request. Raises HeadraceError for all
         other failures."""
-        with self._pool.chosen(request.prompt, request.terms.prefix_salt, attempts.servers, request.needs) as choice:
+        images = [image.input for image in request.images]
+        tried, needs = attempts.servers, request.needs
+        with self._pool.chosen(request.prompt, request.terms.prefix_salt, images, tried=tried, needs=needs) as choice:
             try:
                 return await attempt(request, choice, bool(attempts.failures))
             except HeadraceError as error:

@@ -1,5 +1,7 @@
 """The prefix tree and the leases, against naive models that keep every prefix."""
 
+from typing import Any, NamedTuple
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -7,6 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from headrace.core.config.scheduler import Eviction
 from headrace.core.types.packed import pack
+from headrace.core.types.requests.images import ImageInput
 from headrace.scheduler.kv.kv_cache import KvCache, Lease
 from headrace.scheduler.kv.node import Node
 from headrace.scheduler.kv.prefix_tree import PrefixTree
@@ -95,6 +98,26 @@ def test_the_candidates_for_eviction_do_not_pile_up() -> None:
 
 
 PAGE = 2
+IMAGES = st.lists(
+    st.builds(
+        lambda file, start, length: ImageInput(file * 32, start, length, 1, length),
+        st.sampled_from(["aa", "bb"]),
+        st.integers(0, 7),
+        st.integers(1, 4),
+    ),
+    max_size=2,
+)
+
+
+class Prompt(NamedTuple):
+    tokens: list[int]
+    salt: str
+    images: list[ImageInput]
+
+    def upto(self, pages: int) -> Any:
+        """What is on so many pages: tokens, and the images that begin there."""
+        end = pages * PAGE
+        return self.salt, tuple(self.tokens[:end]), tuple(image for image in self.images if image.start < end)
 
 
 class Leases(RuleBasedStateMachine):
@@ -103,13 +126,16 @@ class Leases(RuleBasedStateMachine):
     @initialize(pages=st.integers(1, 12), eviction=st.sampled_from(["lru", "turns"]))
     def start(self, pages: int, eviction: Eviction) -> None:
         self.cache = KvCache(pages, PAGE, eviction=eviction, short_tokens=PAGE)
-        self.leases: list[tuple[Lease, list[int], str]] = []
-        self.contents: dict[int, tuple[str, tuple[int, ...]]] = {}
+        self.leases: list[tuple[Lease, Prompt]] = []
+        self.contents: dict[int, Any] = {}
 
-    @rule(tokens=st.lists(st.integers(0, 1), min_size=1, max_size=10), salt=SALTS, extra=st.integers(0, 3))
-    def acquire(self, tokens: list[int], salt: str, extra: int) -> None:
+    @rule(
+        tokens=st.lists(st.integers(0, 1), min_size=1, max_size=10), salt=SALTS, images=IMAGES, extra=st.integers(0, 3)
+    )
+    def acquire(self, tokens: list[int], salt: str, images: list[ImageInput], extra: int) -> None:
         free, cached = self.cache.free, self.cache.cached
-        lease = self.cache.acquire(pack(tokens), salt, extra)
+        prompt = Prompt(tokens, salt, images)
+        lease = self.cache.acquire(pack(tokens), salt, images, extra=extra)
         needed = -(-(len(tokens) + extra) // PAGE)
         if lease is None:
             assert needed > free + cached - (len(tokens) // PAGE)
@@ -118,26 +144,26 @@ class Leases(RuleBasedStateMachine):
         assert len(lease.pages) == needed
         assert lease.matched * PAGE < len(tokens), "the last token is always computed"
         for index in range(lease.matched):
-            assert self.contents[lease.pages[index]] == (salt, tuple(tokens[: (index + 1) * PAGE]))
+            assert self.contents[lease.pages[index]] == prompt.upto(index + 1)
         for index in range(lease.matched, needed):
             self.contents.pop(lease.pages[index], None)
-        self.leases.append((lease, tokens, salt))
+        self.leases.append((lease, prompt))
 
     @precondition(lambda self: self.leases)
     @rule(data=st.data())
     def publish(self, data: st.DataObject) -> None:
-        lease, tokens, salt = data.draw(st.sampled_from(self.leases))
-        computed = data.draw(st.integers(0, len(tokens)))
-        for index in range(lease.matched, len(tokens) // PAGE):
+        lease, prompt = data.draw(st.sampled_from(self.leases))
+        computed = data.draw(st.integers(0, len(prompt.tokens)))
+        for index in range(lease.matched, len(prompt.tokens) // PAGE):
             if index >= len(lease.path):
-                self.contents[lease.pages[index]] = (salt, tuple(tokens[: (index + 1) * PAGE]))
-        self.cache.publish(lease, pack(tokens), computed)
+                self.contents[lease.pages[index]] = prompt.upto(index + 1)
+        self.cache.publish(lease, pack(prompt.tokens), computed)
         assert len(lease.path) >= computed // PAGE
 
     @precondition(lambda self: self.leases)
     @rule(data=st.data(), more=st.integers(0, 6))
     def grow(self, data: st.DataObject, more: int) -> None:
-        lease, tokens, _ = data.draw(st.sampled_from(self.leases))
+        lease, (tokens, *_) = data.draw(st.sampled_from(self.leases))
         before = list(lease.pages)
         if self.cache.grow(lease, len(tokens) + more):
             assert len(lease.pages) >= -(-(len(tokens) + more) // PAGE)
