@@ -33,6 +33,15 @@ PROMPT_TIMEOUT = httpx.Timeout(None, connect=30.0)
 prompt may wait in a queue for long: the server's own deadlines end it, not HTTP's."""
 
 
+_WORDS: tuple[tuple[type[Exception], str], ...] = (
+    (httpx.ConnectTimeout, "(no connection in time)"),
+    (httpx.PoolTimeout, "(no connection was free in time)"),
+    (httpx.TimeoutException, "(no answer in time)"),
+    (TimeoutError, "(no answer in time)"),
+    (httpx.NetworkError, "(the connection ended before the answer did)"),
+)
+
+
 def direct_client(
     *,
     base_url: str = "",
@@ -66,9 +75,15 @@ def direct_async_client(
 def connection_error(url: str, error: httpx.HTTPError) -> ErrorInfo:
     """The error of a request whose connection to the prefill server at this URL failed: 502, 504 if it was silent."""
     refused = isinstance(error, httpx.ConnectError | httpx.ConnectTimeout)
-    message = f"prefill server {url}: {type(error).__name__} {error}".rstrip()
+    message = f"prefill server {url}: {failure(error)}"
     status = 504 if isinstance(error, httpx.TimeoutException) else 502
     return ErrorInfo(code=PREFILL_UNREACHABLE if refused else PREFILL_LOST, message=message, status=status)
+
+
+def failure(error: Exception) -> str:
+    """How a request without a response failed, in words: most exceptions of httpx have none of their own."""
+    words = str(error) or next((words for kind, words in _WORDS if isinstance(error, kind)), "")
+    return f"{type(error).__name__} {words}".rstrip()
 
 
 def bearer(api_key: str) -> dict[str, str]:

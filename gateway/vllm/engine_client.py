@@ -9,6 +9,7 @@ import msgspec
 
 from headrace.core.runtime.codec import NO_MESSAGE
 from headrace.core.types.errors import ErrorInfo, HeadraceError, shown
+from headrace.integrations.http_client import failure
 from headrace.server.http.ranges import TokenId
 from headrace.server.upstream.bounded_response import PLAIN, read_bounded
 
@@ -89,7 +90,7 @@ class EngineClient:
             ):
                 return response.status_code, await read_bounded(response, MAX_BYTES)
         except (httpx.HTTPError, TimeoutError, ValueError) as error:
-            text = f"decode engine {self.url}: {method} {path}: {type(error).__name__} {error}".rstrip()
+            text = f"decode engine {self.url}: {method} {path}: {failure(error)}"
             raise HeadraceError(ErrorInfo(code=DECODE_UNREACHABLE, message=text, status=502)) from error
 
     async def _decoded(self, path: str, content: bytes, kind: type[T]) -> T:

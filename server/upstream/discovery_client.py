@@ -11,6 +11,7 @@ from headrace.core.runtime.codec import NO_MESSAGE
 from headrace.core.types import refusals
 from headrace.core.types.errors import shown
 from headrace.core.types.peers.discovery import parse_query
+from headrace.integrations.http_client import failure
 from headrace.server.upstream.bounded_response import PLAIN, read_bounded
 
 TIMEOUT_S = 5.0  # for a whole response
@@ -94,9 +95,7 @@ class DiscoveryClient:
             async with asyncio.timeout(TIMEOUT_S), http.stream("GET", f"{url}{path}", headers=PLAIN) as response:
                 return response.status_code, await read_bounded(response, MAX_BYTES)
         except Exception as error:  # not only httpx's: if its task ended, the server would never be found again
-            raise refusals.DISCOVERY_FAILED.raised(
-                path=path, error=f"{type(error).__name__} {error}".rstrip()
-            ) from error
+            raise refusals.DISCOVERY_FAILED.raised(path=path, error=failure(error)) from error
 
 
 def _required(path: str, status: int, content: bytes) -> bytes:

@@ -1,13 +1,15 @@
-"""Requests that are cancelled at every moment of their lives leave no connection behind."""
+"""Requests that are cancelled at every moment of their lives leave no connection behind; failures have words."""
 
 import asyncio
+import socket
+import struct
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import httpx
 import pytest
 
-from headrace.integrations.http_client import HEAD, direct_async_client
+from headrace.integrations.http_client import HEAD, direct_async_client, failure
 
 MOMENTS = 60  # turns of the event loop: more than a request takes
 PAUSE_S = 0.002  # of the server before it answers
@@ -142,3 +144,30 @@ def test_a_response_that_is_cancelled_while_it_is_closed_gives_its_connection_ba
             assert there.accepted == 1, "it is used again"
 
     asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    ("silent", "expected"),
+    [(True, "ReadTimeout (no answer in time)"), (False, "ReadError (the connection ended before the answer did)")],
+)
+def test_a_failure_says_what_happened_where_the_exception_does_not(silent: bool, expected: str) -> None:
+    async def ask() -> httpx.HTTPError:
+        ended = asyncio.Event()
+
+        async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            await reader.readuntil(b"\r\n\r\n")
+            if silent:
+                await reader.read()  # until the client is gone
+            writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            writer.transport.abort()  # resets the connection
+            ended.set()
+
+        server = await asyncio.start_server(serve, "127.0.0.1", 0)
+        async with server, direct_async_client(timeout=0.2) as http:
+            with pytest.raises(httpx.HTTPError) as raised:
+                await http.get(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}")
+            await ended.wait()
+        return raised.value
+
+    assert failure(asyncio.run(ask())) == expected
+    assert failure(httpx.ConnectError("refused")) == "ConnectError refused"
