@@ -163,6 +163,7 @@ class Queues:
             return elapsed
         self._count(request, 1)
         if phase is Phase.WAITING:
+            self.awaiting_row.pop(request.arrival, None)  # it is leased one with its pages
             self._push(request, now)
         elif phase is Phase.RUNNING:
             self.prefilling[request.arrival] = request

@@ -1,7 +1,7 @@
 """Copies of pages between pool and tiers: the orders, their answers from several stages, and what requests wait for."""
 
 from headrace.core.messages.kv_events import BlockRemoved, BlockStored
-from headrace.core.messages.orders import DropPages, Forward, LoadPages, Order, StorePages
+from headrace.core.messages.orders import DropPages, Forward, LoadPages, Order, SendChunk, StorePages
 from headrace.core.messages.stage_events import (
     PagesFound,
     PagesLoaded,
@@ -12,6 +12,7 @@ from headrace.core.messages.stage_events import (
 )
 from headrace.core.types.kv.kv_tiers import PageHeader
 from headrace.core.types.packed import pack
+from headrace.core.types.requests.request import SendTo
 from headrace.scheduler.scheduler import Effect
 from tests.scheduler.bench import PAGE, Bench, geometry, ids, only
 
@@ -64,9 +65,9 @@ class TierBench(Bench):
             self.stored(self.last(StorePages), stage=stage)
         self.compute(1)
 
-    def load_first(self) -> LoadPages:
+    def load_first(self, **fields: object) -> LoadPages:
         """A request with FIRST's tokens and more, whose cached pages are being loaded."""
-        self.submit("again", [*FIRST, 1, 2], max_tokens=1)
+        self.submit("again", [*FIRST, 1, 2], **{"max_tokens": 1, **fields})
         while not self.all(LoadPages):
             assert self.plan() is None
             if not self.all(LoadPages):
@@ -114,6 +115,27 @@ def test_a_load_that_fails_on_one_stage_is_computed() -> None:
     start = next(row.start for row in bench.last(Forward).rows)
     assert start == 4, "the first page had stayed in the pool"
     assert bench.metric("kv_tier_pages_total", "host", "load_failed") == 1
+
+
+def test_a_load_that_fails_after_a_peer_has_reserved_leaves_one_metadata_row_to_take() -> None:
+    """The only one is another request's until then."""
+    bench = TierBench(optimistic_start=True, metadata_rows=1)
+    bench.join()
+    bench.submit("other", 3, route=SendTo("other"), max_tokens=2)
+    bench.reserve("other", 3)
+    bench.compute(7)
+    (send,) = bench.all(SendChunk)
+    bench.displace()
+    load = bench.load_first(route=SendTo("again"), max_tokens=2)
+    bench.reserve("again", len(FIRST) + 2)
+    bench.loaded(load, failed=(0,))
+    assert bench.plan() is None, "no row is free"
+    bench.ack(send)
+    bench.compute(8)
+    for late in bench.all(SendChunk)[1:]:
+        bench.ack(late)
+    assert bench.finished("again").reason == "handoff"
+    bench.assert_empty()
 
 
 def test_a_request_that_is_cancelled_leaves_its_load_to_end() -> None:
