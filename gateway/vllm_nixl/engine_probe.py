@@ -30,6 +30,7 @@ from headrace.gateway.vllm_nixl.wire import (
 TESTED_VERSIONS = ("0.32.0",)
 TIMEOUT_S = 5.0
 MAX_BYTES = 1 << 22  # of an answer; a handshake of 100 layers and thousands of blocks has some 20 kB
+OF_GROUPS = ("KV cache groups", "order of layers")  # what is otherwise where layers of a model have several caches
 _LAYER = re.compile(r"\.(\d+)\.")
 _AGENT = b"nixlSerDes|Agent"  # begins an agent's metadata; then the length of its name in 8 bytes, and the name
 
@@ -264,7 +265,7 @@ def _check_layout(metadata: AgentMetadata) -> None:
     }
     for name, (theirs, served) in wanted.items():
         if theirs != served:
-            hint = f"; {ONE_GROUP}" if name == "KV cache groups" else ""
+            hint = f"; {ONE_GROUP}" if name in OF_GROUPS else ""
             raise ConfigError(f"{name}: {theirs} at the decode engine; this gateway serves {served}{hint}")
 
 

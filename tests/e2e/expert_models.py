@@ -43,17 +43,21 @@ def save_experts(folder: Path, config: PreTrainedConfig = QWEN3_MOE) -> Path:
 
 
 def clear_texts(folder: Path, lengths: Sequence[int] = LENGTHS, model: PreTrainedModel | None = None) -> Texts:
-    """What transformers says after a prompt of each length, of which no rounding can change anything. model: None reads
-    that of the folder."""
+    """What clear_tokens() says, as texts. model: None reads that of the folder."""
     model = model or AutoModelForCausalLM.from_pretrained(folder).eval()
     tokenizer = load_tokenizer(str(folder), "")
-    found: Texts = {}
+    return {prompt: spoken(tokenizer, prompt, tokens) for prompt, tokens in clear_tokens(model, lengths).items()}
+
+
+def clear_tokens(model: PreTrainedModel, lengths: Sequence[int]) -> dict[tuple[int, ...], list[int]]:
+    """Greedy tokens of transformers after a prompt of each length, of which no rounding can change any."""
+    found: dict[tuple[int, ...], list[int]] = {}
     for length in lengths:
         for seed in range(100):
             generator = torch.Generator().manual_seed(1000 * length + seed)  # prompts share no prefix
             prompt = torch.randint(0, 256, (length,), generator=generator).tolist()
             if (tokens := _clear_greedy(model, prompt)) is not None:
-                found[tuple(prompt)] = spoken(tokenizer, prompt, tokens)
+                found[tuple(prompt)] = tokens
                 break
     assert len(found) == len(lengths)
     return found

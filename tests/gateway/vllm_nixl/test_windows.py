@@ -1,7 +1,7 @@
 """Models with windows behind the gateway: vLLM loads their KV if it keeps all of their layers in one group: make
 test-vllm.
 
-Small random models, of prompts after which no rounding changes a text: it is vLLM's own, and that of transformers.
+Small random models, and prompts after which no rounding changes a token: they are vLLM's own, and transformers'.
 """
 
 from collections.abc import Iterator
@@ -9,12 +9,14 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import httpx
 import pytest
 
-from tests.e2e.expert_models import TOKENS, Texts, clear_texts
+from tests.e2e.expert_models import TOKENS, clear_tokens
 from tests.e2e.harness import Server, serving
 from tests.gateway.vllm_nixl.fleet import Example, Site, gateway_flags, gateway_of, refused, stock
-from tests.gateway.vllm_nixl.texts import COMPLETION, GREEDY, check, loaded, own
+from tests.gateway.vllm_nixl.texts import COMPLETION, GREEDY, fresh, loaded
+from tests.integrations.vllm.sides import loads
 from tests.models.zoo import save_for_servers
 
 pytestmark = [pytest.mark.vllm, pytest.mark.usefixtures("others_stopped")]
@@ -30,7 +32,7 @@ class Windowed(NamedTuple):
     """A model with windows."""
 
     folder: Path
-    texts: Texts
+    tokens: dict[tuple[int, ...], list[int]]
     """What transformers says after prompts of LENGTHS."""
     prefill: Server
 
@@ -40,7 +42,7 @@ def windowed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     folder = tmp_path_factory.mktemp(request.param)
     model = save_for_servers(request.param, folder, max_position_embeddings=LONGEST, **SIZES[request.param])
     with serving("--role", "prefill", "--model", str(folder), *LENGTH_FLAG, "--threads", "1") as prefill:
-        yield Windowed(folder, clear_texts(folder, LENGTHS, model), prefill)
+        yield Windowed(folder, clear_tokens(model, LENGTHS), prefill)
 
 
 @pytest.fixture(scope="module")
@@ -53,11 +55,20 @@ def site(windowed: Windowed) -> Iterator[Site]:
 
 
 @pytest.mark.parametrize("length", LENGTHS)
-def test_texts(site: Site, windowed: Windowed, length: int) -> None:
-    prompt, said = next((prompt, said) for prompt, said in windowed.texts.items() if len(prompt) == length)
-    body = {"prompt": list(prompt), "max_tokens": TOKENS}
-    assert own(site.decode, COMPLETION, {**GREEDY, **body}) == {0: said}
-    check(site, Example(site), COMPLETION, body, loaded(length))
+def test_tokens(site: Site, windowed: Windowed, length: int) -> None:
+    """Not texts: such models say no valid UTF-8."""
+    prompt, said = next((prompt, said) for prompt, said in windowed.tokens.items() if len(prompt) == length)
+    body = {**GREEDY, "prompt": list(prompt), "max_tokens": TOKENS, "logprobs": 1, "return_tokens_as_token_ids": True}
+    expected = [f"token_id:{token}" for token in said]
+    assert tokens_of(site.decode.client.post(COMPLETION, json=fresh(body))) == expected
+    with loads(site.decode, loaded(length)):
+        assert tokens_of(Example(site).post(COMPLETION, fresh(body))) == expected
+
+
+def tokens_of(answer: httpx.Response) -> list[str]:
+    assert answer.status_code == 200, answer.text
+    found: list[str] = answer.json()["choices"][0]["logprobs"]["tokens"]
+    return found
 
 
 def test_several_groups_are_refused_with_the_flag_that_makes_one(windowed: Windowed) -> None:
