@@ -99,7 +99,7 @@ def trusted_certificates() -> ssl.SSLContext:
 
 
 class GivenUp(Exception):
-    """Nobody waits for the response any more. Reaches no caller."""
+    """The response is not waited for any more. Reaches no caller."""
 
 
 class CancellableTransport(httpx.AsyncBaseTransport):

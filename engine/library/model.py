@@ -45,20 +45,20 @@ class LayersDone(Exception):
 
 
 class ModelPart(NamedTuple):
-    """What a rank has of a model: some of its layers, of each parameter what its shard has, and encoders of images or
-    none."""
+    """What a rank has of a model: some of its layers, and of each parameter what its shard has."""
 
     layers: range
     total: int
     """Layers of the whole model."""
     shard: int = 0
     shards: int = 1
-    encodes: bool = False
+    text_only: bool = False
+    """Encoders of other inputs are left out."""
 
     @property
     def whole(self) -> bool:
         """It is all of the model."""
-        return len(self.layers) == self.total and self.encodes and self.shards == 1
+        return len(self.layers) == self.total and self.shards == 1 and not self.text_only
 
 
 class OtherLayer(nn.Module):
@@ -155,8 +155,8 @@ def load_model(
     text = config.get_text_config(decoder=True)
     for each in (config, text):
         each.__dict__.pop("quantization_config", None)  # weights are expanded as they are read
-    encodes = text is config or (layers.start == 0 and image_terms(config) is not None)
-    part = ModelPart(layers, text.num_hidden_layers, shard.index, shard.count, encodes)
+    text_only = text is not config and (layers.start > 0 or image_terms(config) is None)
+    part = ModelPart(layers, text.num_hidden_layers, shard.index, shard.count, text_only)
     weights, elsewhere = _own_weights(checkpoint, config, part, dtype, loading)
     register()
     own_class = stage_class(model_class(config), part)
@@ -206,7 +206,7 @@ def _own_weights(
             stored = gguf_weights(checkpoint, shell)
         if part.shards > 1:
             cuts = stored_cuts(shell, stored.names, part.shard, part.shards)
-        if not part.encodes:
+        if part.text_only:
             left_out = {name.rpartition(".")[2] for name in encoders(shell)}
     names = [
         name
@@ -304,7 +304,7 @@ def stage_class(cls: type[PreTrainedModel], part: ModelPart) -> type[PreTrainedM
         for each in range(part.total):
             if each not in layers:
                 blocks[each] = OtherLayer({layers.start - 1: "before", layers.stop: "behind"}.get(each, ""))
-        for name in () if part.encodes else encoders(self):
+        for name in encoders(self) if part.text_only else ():
             self.set_submodule(name, nn.Identity())
         if layers.start and not (last and is_tied(config)):
             self.set_input_embeddings(NoEmbedding(config.get_text_config(decoder=True).hidden_size))

@@ -161,7 +161,7 @@ def _get(url: str, path: str, api_key: str, kind: type[Any]) -> Any:
         answer = connection.getresponse()
         status, body = answer.status, answer.read(MAX_BYTES)
     except (OSError, http.client.HTTPException, ssl.SSLError) as error:
-        raise EngineUnreachable(f"GET {path}: {error or type(error).__name__}") from error
+        raise EngineUnreachable(f"GET {path}: {str(error) or type(error).__name__}") from error
     finally:
         connection.close()
     if status in (401, 403):

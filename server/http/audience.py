@@ -8,7 +8,7 @@ from starlette.types import Scope
 
 Audience = Literal["everyone", "clients", "operators"]
 """everyone: no key is asked for, ever. clients: any key, also one of --tenant-key; what the answer tells, and what it
-ends, is the tenant's own, or nobody's. operators: a key of --api-key; the answer is about requests of all tenants, or
+ends, is the tenant's own, or no one's. operators: a key of --api-key; the answer is about requests of all tenants, or
 about where they can be read."""
 
 

@@ -2,7 +2,6 @@
 
 import asyncio
 import socket
-import struct
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -10,6 +9,7 @@ import httpx
 import pytest
 
 from headrace.integrations.http_client import HEAD, direct_async_client, failure
+from tests.faults.relay import RESET
 
 MOMENTS = 60  # turns of the event loop: more than a request takes
 PAUSE_S = 0.002  # of the server before it answers
@@ -158,7 +158,7 @@ def test_a_failure_says_what_happened_where_the_exception_does_not(silent: bool,
             await reader.readuntil(b"\r\n\r\n")
             if silent:
                 await reader.read()  # until the client is gone
-            writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, RESET)
             writer.transport.abort()  # resets the connection
             ended.set()
 

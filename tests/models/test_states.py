@@ -5,12 +5,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from headrace.engine.model.stub import stub_tokenizer
 from tests.e2e.expert_models import VOCABULARY
 from tests.e2e.harness import serving
 from tests.engine.models import Prompt, make_runner, random_tokens, reported_logprobs
 from tests.models.architectures import ARCHITECTURES
-from tests.models.zoo import make_model
+from tests.models.zoo import make_model, save_for_servers
 
 PAGE, LENGTH, CUT = 16, 70, 48
 SLOT, CHECKPOINT = 5, 6
@@ -37,9 +36,7 @@ def test_a_request_goes_on_from_a_checkpoint_which_stays_as_it_is(name: str, tmp
 
 @pytest.mark.full
 def test_a_server_caches_prompts_up_to_a_checkpoint(tmp_path: Path) -> None:
-    model = make_model(ARCHITECTURES["lfm2"], vocab_size=VOCABULARY, eos_token_id=None, bos_token_id=None)
-    model.save_pretrained(tmp_path)
-    stub_tokenizer(f"stub:vocab={VOCABULARY}").save(str(tmp_path / "tokenizer.json"))
+    save_for_servers("lfm2", tmp_path)
     flags = ("--model", str(tmp_path), "--dtype", "float32", "--chunk-tokens", "128", "--threads", "1")
     with serving("--role", "colocated", *flags) as server:
         prompt = [token % VOCABULARY for token in random_tokens(400)]
