@@ -54,9 +54,10 @@ behind the one before, and a prompt goes on from the last checkpoint on its path
 and give way to requests, the least recently used first. The host and disk tiers hold no states, so they are not used.
 
 **Time.** Random models of eight families, library beside native, CPU time of forward passes in float32 on one thread of
-an AVX2 CPU, medians of three rounds in turns (`python -m benchmarks.decoders --threads 1 --rounds 3`): 1.1 to 1.2 times
-at 128 tokens, 1.0 to 1.1 at 512, 1.0 to 1.15 at 2,048; DeepSeek at 2,048 1.3, since the library expands latents of all
-positions in every layer. A start takes some seconds more: transformers is imported.
+an AVX-512 CPU, medians of three rounds in turns (`python -m benchmarks.decoders --threads 1 --rounds 3`): 1.04 to 1.12
+times at 128 tokens, 1.02 to 1.07 at 512, 1.01 to 1.08 at 2,048; DeepSeek at 2,048 1.06 and 1.08, and 1.3 on a CPU with
+AVX2 only, since the library expands latents of all positions in every layer. A start takes some seconds more:
+transformers is imported.
 
 ## Architectures
 
