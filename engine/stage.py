@@ -37,7 +37,9 @@ from headrace.core.types.kv.kv_tiers import DISK, HOST
 from headrace.engine.agreement import FollowedPasses, PassSource, VotedPasses
 from headrace.engine.collectives.operations import LinkBroken, least
 from headrace.engine.io_thread import Copies, StageIoThread
+from headrace.engine.kv.device_pages import DevicePages, pinned_bytes
 from headrace.engine.kv.kv_memory import KvMemory
+from headrace.engine.kv.pool import KVPool
 from headrace.engine.kv.tiers.copier import open_tiers
 from headrace.engine.layers.exchange import Exchange, make_exchange
 from headrace.engine.load_plan import model_spec, plan_rank
@@ -60,6 +62,7 @@ from headrace.engine.telemetry.recorder import Recorder
 from headrace.engine.telemetry.speed import measure
 from headrace.transfer.data.receiver import Receiver
 from headrace.transfer.data.sender import Sender
+from headrace.transfer.protocol.page_store import SourceStore
 
 Context = zmq.Context[zmq.Socket[bytes]]
 
@@ -161,13 +164,14 @@ def _data_sockets(
     offer: Offer,
 ) -> tuple[Sender, Receiver]:
     """The sender and the receiver of this rank's KV. shared: what it offers to peers."""
+    store = _page_store(config, runner.pool)
     sender = Sender(
         config.transfer,
         stage=config.rank,
         number=offer.number,
         offers=offer.offers,
         geometry=shared or runner.geometry,
-        store=runner.pool,
+        store=store,
         context=context,
         transfers=recorder.transfers,
         transports=memory.transports,
@@ -177,11 +181,19 @@ def _data_sockets(
         stage=config.rank,
         peer_stage=config.layout.replica_ranks(config.replica).index(config.rank),
         geometry=runner.geometry,
-        store=runner.pool,
+        store=store,
         context=context,
         registered_pools=memory.registered_pools,
     )
     return sender, receiver
+
+
+def _page_store(config: StageConfig, pool: KVPool) -> SourceStore:
+    """The pool as KV is sent from it, or received into it."""
+    if config.model.device == "cpu":
+        return pool
+    pinned = pinned_bytes(pool.geometry, config.engine.pass_tokens) if config.role != "colocated" else 0
+    return DevicePages(pool, pinned)
 
 
 def _start_copies(config: StageConfig, runner: Runner, context: Context) -> Copies | None:

@@ -12,11 +12,12 @@ from headrace.transfer.backends.base import RegisteredPool
 from headrace.transfer.backends.shm import SharedPool, host_token
 from headrace.transfer.backends.strided_pool import StridedPool
 from headrace.transfer.protocol.layout import WHOLE, Box, Bytes
+from headrace.transfer.protocol.page_store import PageStore
 
 log = logging.getLogger(__name__)
 
 
-class SharedStaging:
+class SharedStaging(PageStore):
     """A StagingMemory over a file of memory, which its owner may map again.
 
     The file is in /dev/shm. Where that cannot be used, or has not enough room, it has no name, and KV comes in frames.

@@ -10,7 +10,8 @@ from msgspec.structs import replace
 from headrace.core.types.kv.backends import PoolMemory
 from headrace.core.types.kv.geometry import Geometry, ceil_div
 from headrace.transfer.backends.base import RegisteredPool
-from headrace.transfer.protocol.layout import WHOLE, Box, Bytes, PageStore, frame_shape
+from headrace.transfer.protocol.layout import WHOLE, Box, Bytes, frame_shape
+from headrace.transfer.protocol.page_store import PageStore
 
 PAGE_TOKENS = 64  # per page of the staging area, unless its owner wants another size
 
@@ -73,7 +74,7 @@ class PageRunAllocator:
         self._free = merged
 
 
-class Staging:
+class Staging(PageStore):
     """A PageStore over one array, data: uint8 [layers, planes, kv_heads, tokens, head_dim * item_bytes], for the one
     tensor of a geometry: keys and values, or a latent.
 

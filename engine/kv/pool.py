@@ -1,6 +1,6 @@
 """Paged KV pool of one stage: keys and values, and further tensors such as a latent."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import numpy as np
 import torch
@@ -9,14 +9,14 @@ from torch import Tensor
 
 from headrace.core.types.kv.geometry import Geometry
 from headrace.engine.dtypes import TORCH_DTYPES
-from headrace.engine.kv.device_copies import DeviceCopies
 from headrace.transfer.protocol.layout import WHOLE, Box
+from headrace.transfer.protocol.page_store import PageSlice, PageStore, ReadInPlace
 
 _DTYPES = {**TORCH_DTYPES, "uint8": torch.uint8}  # as in ITEM_BYTES
 Allocate = Callable[[Geometry, int], memoryview | None]  # memory for so many pages; None: the pool allocates its own
 
 
-class KVPool:
+class KVPool(PageStore):
     """KV of all requests: one memory with a view of it per tensor of the geometry, such as keys and values or a latent.
 
     Memory is not initialised: read only slots that were written. Each tensor is contiguous, one after the other
@@ -28,6 +28,7 @@ class KVPool:
 
     So gathering or scattering any set of rows is one operation. Planes are keys and values, or the one of a latent.
     Different pages may be written by different threads. Pages that a plan writes are read when it is known to be done.
+    On the CPU it is a SourceStore; for pools on GPUs see device_pages.py.
     """
 
     def __init__(self, geometry: Geometry, pages: int, device: str = "cpu", allocate: Allocate | None = None) -> None:
@@ -54,7 +55,6 @@ class KVPool:
         self._bytes: dict[str, NDArray[np.uint8]] | None = (
             {name: tensor.view(torch.uint8).numpy() for name, tensor in self.tensors.items()} if on_cpu else None
         )
-        self._copies = None if on_cpu else DeviceCopies(memory.device)
 
     @property
     def blocks_per_layer(self) -> int:
@@ -82,38 +82,29 @@ class KVPool:
         """Bytes of slots [first_slot, first_slot + count) of a page: uint8 [layers, planes, kv_heads, count, row
         bytes].
 
-        page: of a state its slot. box: tensor, and range of layers and heads. On the CPU a strided view of the pool, on
-        a GPU a copy. Raises IndexError for a page or slots outside the pool, KeyError for a tensor that it has not.
+        page: of a state its slot. box: tensor, and range of layers and heads. A strided view of the pool. Raises
+        IndexError for a page or slots outside the pool, KeyError for a tensor that it has not.
         """
-        self._check(page, first_slot, count, box.tensor)
-        if self._copies is not None:
-            part = self.tensors[box.tensor][page, box.layers, :, box.heads, first_slot : first_slot + count]
-            copied: NDArray[np.uint8] = self._copies.to_host(part).view(torch.uint8).numpy()
-            return copied
-        assert self._bytes is not None
+        assert self._bytes is not None, "on a GPU"
+        self.check(page, first_slot, count, box.tensor)
         return self._bytes[box.tensor][page, box.layers, :, box.heads, first_slot : first_slot + count]
 
     def read(self, page: int, first_slot: int, count: int, box: Box = WHOLE) -> NDArray[np.uint8]:
-        """Like view(), C-contiguous. On the CPU, consecutive layers of a full page with all heads are a view of the
-        pool; anything else is a copy. Raises what view() raises."""
+        """Like view(), C-contiguous. Consecutive layers of a full page with all heads are a view of the pool; anything
+        else is a copy. Raises what view() raises."""
         return np.ascontiguousarray(self.view(page, first_slot, count, box))
 
     def write(self, page: int, first_slot: int, count: int, data: NDArray[np.uint8], box: Box = WHOLE) -> None:
         """Set slots [first_slot, first_slot + count) from bytes of the shape that read() returns. Raises what view()
         raises."""
-        self._check(page, first_slot, count, box.tensor)
-        if self._bytes is not None:
-            self._bytes[box.tensor][page, box.layers, :, box.heads, first_slot : first_slot + count] = data
-            return
-        target = self.tensors[box.tensor][page, box.layers, :, box.heads, first_slot : first_slot + count]
-        assert self._copies is not None
-        self._copies.to_device(target, torch.from_numpy(np.array(data)).view(target.dtype))
+        self.view(page, first_slot, count, box)[...] = data
 
-    def device_copies(self) -> DeviceCopies | None:
-        """Copies of pages for another thread than that of view(), read() and write(); None on the CPU."""
-        return None if self._copies is None else DeviceCopies(self.tensor.device)
+    def begin_read(self, pieces: Iterable[PageSlice], held: int = 0) -> ReadInPlace:
+        """Done at once."""
+        return ReadInPlace(self)
 
-    def _check(self, page: int, first_slot: int, count: int, tensor: str) -> None:
+    def check(self, page: int, first_slot: int, count: int, tensor: str) -> None:
+        """Raises IndexError for a page or slots outside the pool, KeyError for a tensor that it has not."""
         pages, _, _, _, size, _ = self.tensors[tensor].shape
         if not 0 <= page < pages:
             raise IndexError(f"page {page} is outside the pool of {pages}")

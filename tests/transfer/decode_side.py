@@ -18,7 +18,7 @@ from headrace.core.messages.peers import (
     TicketCancelled,
     TicketFailed,
 )
-from headrace.core.messages.stage_events import KvReceived, ReceiveFailed, SessionClosed
+from headrace.core.messages.stage_events import KvReceived, ReceiveCancelled, ReceiveFailed, SessionClosed
 from headrace.core.types.kv.backends import NIXL, writes_directly
 from headrace.core.types.kv.geometry import Geometry
 from headrace.core.types.packed import pack
@@ -29,6 +29,7 @@ from headrace.transfer.control.client import ControlClient
 from headrace.transfer.data.receiver import Receiver
 from headrace.transfer.protocol.layout import pages_for
 from headrace.transfer.protocol.matching import make_hello
+from tests.transfer.memory_devices import DevicePool
 from tests.transfer.memory_zmq import Context
 from tests.transfer.world import (
     PAGES,
@@ -78,13 +79,15 @@ class DecodeSide(Side):
         super().__init__(world)
         self.geometry = geometry
         self.fingerprint = fingerprint
-        self.store = ArrayPageStore(geometry, PAGES)
+        on_device = world.devices and not writes_directly(world.backend)
+        self.store = DevicePool(world.network, geometry, PAGES) if on_device else ArrayPageStore(geometry, PAGES)
         self.free, self.free_slots = list(range(PAGES)), all_slots(self.store)
         poison(self.store, slice(None), self.free_slots)
         self.direct = writes_directly(world.backend)
         self.session = ""
         self.open: dict[int, Incoming] = {}
         self.ended: list[Incoming] = []
+        self.given_up: dict[int, Incoming] = {}  # that this side's own copies may still write for
         context: Any = Context(world.network)
         self.control_client = ControlClient(world.config, context)
         agents = world.backend == NIXL
@@ -144,7 +147,10 @@ class DecodeSide(Side):
                 for one in self.of_session(session):
                     self.give_up(one, "down")
                 self.apply(self.receiver, CloseSession(seq=0, session=session))
+            case ReceiveCancelled(request=request) if request in self.given_up:
+                self.give_back(self.given_up.pop(request))
             case SessionClosed(session=session):
+                assert not any(one.session == session for one in self.given_up.values()), "still writes (G2)"
                 for one in self.of_session(session):
                     self.finish(one)
             case KvReceived(request=request, first=first) if request in self.open:
@@ -197,9 +203,9 @@ class DecodeSide(Side):
     def give_up(self, one: Incoming, why: str) -> None:
         if not one.end:
             one.end = why
-            self.apply(self.receiver, CancelReceive(seq=0, request=one.serial))
             if not self.direct:
-                self.give_back(one)
+                self.given_up[one.serial] = one
+            self.apply(self.receiver, CancelReceive(seq=0, request=one.serial))
 
     def give_back(self, one: Incoming) -> None:
         """From here on a byte that is written is found by check()."""

@@ -24,12 +24,14 @@ from headrace.core.types.kv.backends import NIXL
 from headrace.core.types.kv.geometry import Geometry
 from headrace.core.types.packed import pack, unpack
 from headrace.core.types.requests.request import FirstToken
+from headrace.transfer.backends.strided_pool import ArrayPageStore
 from headrace.transfer.control.server import ControlServer
 from headrace.transfer.data.sender import Sender
 from headrace.transfer.protocol.layout import pages_for
 from headrace.transfer.protocol.matching import BackendOffer
-from tests.transfer.harness import random_store
+from tests.transfer.harness import scramble
 from tests.transfer.memory_agents import VERSION, AgentTransport
+from tests.transfer.memory_devices import DevicePool
 from tests.transfer.memory_pools import HOST, MemoryTransport
 from tests.transfer.memory_zmq import Context
 from tests.transfer.world import (
@@ -70,7 +72,8 @@ class PrefillSide(Side):
     def __init__(self, world: "World", geometry: Geometry) -> None:
         super().__init__(world)
         self.geometry = geometry
-        self.store = random_store(geometry, PAGES)
+        self.store = DevicePool(world.network, geometry, PAGES) if world.devices else ArrayPageStore(geometry, PAGES)
+        scramble(self.store, 0)
         self.free, self.free_slots = list(range(PAGES)), all_slots(self.store)
         self.open: dict[int, Outgoing] = {}
         self.serials = 0

@@ -1,6 +1,7 @@
 """One random schedule: a prefill and a decode side on a bad network, with cancels and restarts, checked as it runs.
 
-Every other pair of seeds has components beside keys and values, and every third seed another backend.
+Every other pair of seeds has components beside keys and values, every third seed another backend, and every fifth pools
+in the memory of GPUs.
 """
 
 from dataclasses import dataclass
@@ -44,6 +45,9 @@ class ProtocolSchedule:
     components: bool = True
     """There may be KV beside keys and values."""
 
+    devices: bool = True
+    """Pools may be in the memory of GPUs."""
+
     skipped: tuple[int, ...] = ()
     """Numbers of the steps that are left out."""
 
@@ -71,7 +75,12 @@ def run_schedule(schedule: ProtocolSchedule) -> dict[str, int]:
         Geometry("float16", layers=2, kv_heads=1, head_dim=4, page_size=size, components=components) for size in sizes
     )
     world = World(
-        network, sizes[1], MemoryPools(network, seed), MemoryAgents(network, seed), (ZMQ, SHM, NIXL)[seed % 3]
+        network,
+        sizes[1],
+        MemoryPools(network, seed),
+        MemoryAgents(network, seed),
+        (ZMQ, SHM, NIXL)[seed % 3],
+        devices=seed % 5 == 4 and schedule.devices,
     )
     prefill = PrefillSide(world, source)
     decode = DecodeSide(world, destination, "tcp://127.0.0.1:7000")

@@ -126,6 +126,9 @@ class World:
     pools: MemoryPools
     agents: MemoryAgents
     backend: str = ZMQ
+    devices: bool = False
+    """Pools are in the memory of GPUs, where the backend can have that."""
+
     config: TransferConfig = CONFIG
     uses: int = 0
     ids: int = 0

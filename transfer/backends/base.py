@@ -12,16 +12,8 @@ from typing import NamedTuple, Protocol
 
 from headrace.core.types.kv.backends import NixlAccess, PoolMemory
 from headrace.core.types.kv.geometry import Geometry
-from headrace.transfer.protocol.layout import WHOLE, Box, Bytes, SourceStore
-
-
-class Handle(Protocol):
-    """Completion of an asynchronous operation."""
-
-    @property
-    def done(self) -> bool:
-        """Once True, always True."""
-        ...
+from headrace.transfer.protocol.layout import WHOLE, Box, Bytes
+from headrace.transfer.protocol.page_store import Handle, SourcePages
 
 
 class RemoteWrite(Handle, Protocol):
@@ -49,7 +41,7 @@ class RemotePages(Protocol):
         is done. Raises IndexError for a page or slots outside the pool."""
         ...
 
-    def write_pages(self, pages: Sequence[int], store: SourceStore, own: Sequence[int]) -> None:
+    def write_pages(self, pages: Sequence[int], store: SourcePages, own: Sequence[int]) -> None:
         """Start copying whole pages `own` of our pool to `pages` of a pool of the same geometry. Raises IndexError."""
         slots = store.page_size
         for page, source in zip(pages, own, strict=True):

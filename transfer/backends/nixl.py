@@ -24,7 +24,8 @@ from headrace.core.types.kv.backends import NixlAccess, NixlMemory, Placement, P
 from headrace.core.types.kv.geometry import Geometry
 from headrace.transfer.backends.base import RemotePages
 from headrace.transfer.backends.strided_pool import Offsets, c_order, check_slots, page_numbers, placed, runs
-from headrace.transfer.protocol.layout import WHOLE, Box, Bytes, SourceStore
+from headrace.transfer.protocol.layout import WHOLE, Box, Bytes
+from headrace.transfer.protocol.page_store import SourcePages
 
 VERSION = "1.5"  # of the agents' metadata; agents of one minor version are compatible
 PROGRESS_US = 10_000  # longest sleep of an agent's progress thread
@@ -218,7 +219,7 @@ class NixlPages(RemotePages):
         here, there, length = runs(data.shape, data.strides[:-1], place.strides[1:])
         self._batch.append((here + data.ctypes.data, there + (self._address + start), length))
 
-    def write_pages(self, pages: Sequence[int], store: SourceStore, own: Sequence[int]) -> None:
+    def write_pages(self, pages: Sequence[int], store: SourcePages, own: Sequence[int]) -> None:
         """Queued for the next flush. Raises IndexError."""
         rows = store.rows
         if rows is None or self._whole is None:

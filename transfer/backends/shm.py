@@ -30,7 +30,8 @@ from headrace.core.types.kv.geometry import Geometry
 from headrace.transfer.backends.base import CompletedWrite, RemotePages
 from headrace.transfer.backends.copying import copy, copy_rows
 from headrace.transfer.backends.strided_pool import StridedPool
-from headrace.transfer.protocol.layout import WHOLE, Box, Bytes, SourceStore
+from headrace.transfer.protocol.layout import WHOLE, Box, Bytes
+from headrace.transfer.protocol.page_store import SourcePages
 
 FOLDER = Path("/dev/shm")
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
@@ -152,7 +153,7 @@ class ShmPages(RemotePages):
         assert self._pool is not None, "closed"
         copy(self._pool.view(page, first_slot, count, box), data)
 
-    def write_pages(self, pages: Sequence[int], store: SourceStore, own: Sequence[int]) -> None:
+    def write_pages(self, pages: Sequence[int], store: SourcePages, own: Sequence[int]) -> None:
         """Copied when it returns."""
         assert self._pool is not None, "closed"
         target, source = self._pool.rows, store.rows

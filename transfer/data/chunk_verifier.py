@@ -11,8 +11,8 @@ from headrace.core.types.kv.backends import FAKE, SHM, ZMQ
 from headrace.transfer.data import payload
 from headrace.transfer.data.inbound import AcceptChunk, RejectChunk
 from headrace.transfer.protocol import checksum, draft_frame, messages, metadata
-from headrace.transfer.protocol.layout import PageStore
 from headrace.transfer.protocol.messages import Chunk
+from headrace.transfer.protocol.page_store import PageStore
 
 
 class ChunkVerifier:

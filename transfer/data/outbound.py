@@ -13,7 +13,8 @@ when all of them are:
                  └────── CancelSend ───────┴─────────► cancelling ──no frame of it is held──► SendCancelled
                                                                     and no write is under way
 
-Where bytes are written into the peer's pool, a part in flight is written first and announced then, on the connection
+The pages of a part are brought to host memory first, which a GPU's pool takes some time and room for. Where bytes are
+written into the peer's pool, a part in flight is written first and announced then, on the connection
 that is attached at that time. It is never written again: the peer may use its pages once it has answered.
 
 The window bounds the bytes in flight of one lane, PARTS_IN_FLIGHT their number. A part larger than the window goes when
@@ -31,9 +32,10 @@ from headrace.core.trace import Outcome, TransferTrace
 from headrace.core.types.kv.backends import ZMQ, PoolMemory
 from headrace.core.types.kv.geometry import Geometry
 from headrace.core.types.peers.session_terms import PeerTerms
-from headrace.transfer.backends.base import Handle, RemotePages, RemoteWrite
+from headrace.transfer.backends.base import RemotePages, RemoteWrite
 from headrace.transfer.protocol.layout import overlap
 from headrace.transfer.protocol.messages import Chunk
+from headrace.transfer.protocol.page_store import Handle, PendingRead
 
 PARTS_IN_FLIGHT = 1024  # of one lane, however small they are
 Key = tuple[str, int, int]  # ticket, generation, chunk
@@ -78,10 +80,12 @@ class OutPart:
     chunk: OutChunk
     payload_bytes: int
     handles: list[Handle] = field(default_factory=list)
-    """Of its write, and of the frames of all its transmissions: a zmq.MessageTracker is done when libzmq has let go of
-    a frame's memory."""
+    """Of its read and its write, and of the frames of all its transmissions: a zmq.MessageTracker is done when libzmq
+    has let go of a frame's memory."""
     sent_at: float = 0.0
     """Time of the last transmission, seconds."""
+    read: PendingRead | None = None
+    """Its pages in host memory, once they were asked for and until they were acknowledged."""
     write: RemoteWrite | None = None
     """Completion of the write into the peer's pages, once it was started."""
     checksum: int | None = None
@@ -138,7 +142,7 @@ class OutPart:
 
     @property
     def free(self) -> bool:
-        """Whether libzmq holds none of its frames, and nothing of it is being written."""
+        """Whether libzmq holds none of its frames, and nothing of it is being read or written."""
         self.handles = [handle for handle in self.handles if not handle.done]
         return not self.handles
 
@@ -171,6 +175,8 @@ class Lane:
     """Parts that wait for the window or a connection."""
     in_flight: dict[Key, OutPart] = field(default_factory=dict)
     """Parts that were sent and are not answered."""
+    reading: list[OutPart] = field(default_factory=list)
+    """Parts in flight whose pages are not in host memory yet; some wait for room there."""
     writing: list[OutPart] = field(default_factory=list)
     """Parts in flight whose write is not done, so that they are not announced yet."""
     lost: bool = False
@@ -227,13 +233,14 @@ class Outbound:
 
     @property
     def unsettled(self) -> bool:
-        """Whether settle() or written() will have something to report whose completion does not wake the I/O thread."""
-        return bool(self._settling or self._cancelling or self.writing)
+        """Whether settle() or copied() will have something to report whose completion does not wake the I/O
+        thread."""
+        return bool(self._settling or self._cancelling or self.copying)
 
     @property
-    def writing(self) -> bool:
-        """Whether bytes are on their way into a peer's pages."""
-        return any(lane.writing for lane in self._by_route.values())
+    def copying(self) -> bool:
+        """Whether bytes are on their way to host memory, or into a peer's pages."""
+        return any(lane.reading or lane.writing for lane in self._by_route.values())
 
     def admit(self, terms: PeerTerms) -> None:
         """Let the peer of a session attach."""
@@ -290,6 +297,7 @@ class Outbound:
             lane.route = None
         lane.queue.extendleft(reversed([part for part in lane.in_flight.values() if part.owner.open]))
         lane.in_flight.clear()
+        lane.reading.clear()
         lane.writing.clear()
         lane.unacked_bytes = 0
 
@@ -343,24 +351,23 @@ class Outbound:
                     found.append((session.session, reasons[0]))
         return found
 
-    def written(self) -> list[tuple[Lane, OutPart]]:
-        """Take out parts whose bytes are in the peers' pools, to be announced now."""
-        announced = []
+    def copied(self) -> list[tuple[Lane, OutPart]]:
+        """Take out parts whose read or write is done, and those that wait for room, to go on with them now."""
+        found = []
         for lane in self._by_route.values():
-            over = [part for part in lane.writing if part.write is not None and part.write.done]
-            lane.writing = [part for part in lane.writing if part not in over]
-            for part in over:
-                if part.owner.open:
-                    announced.append((lane, part))
-                else:
-                    self.answered(lane, part.key)  # it is not announced, so the peer cannot answer it
-        return announced
+            read = [part for part in lane.reading if part.read is None or part.read.done]
+            written = [part for part in lane.writing if part.write is not None and part.write.done]
+            lane.reading = [part for part in lane.reading if part not in read]
+            lane.writing = [part for part in lane.writing if part not in written]
+            found += [(lane, part) for part in (*read, *written)]
+        return found
 
     def answered(self, lane: Lane, key: Key) -> OutPart | None:
         """Take a part that the peer has answered out of the window. Returns None when it was not in flight."""
         part = lane.in_flight.pop(key, None)
         if part is not None:
             lane.unacked_bytes -= part.wire_bytes
+            part.read = None
         return part
 
     def acked(self, part: OutPart) -> None:

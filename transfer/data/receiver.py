@@ -4,10 +4,11 @@
                  │ no          │ wrong   (or they are)
                  └──► Nack ◄───┘ ──► ReceiveFailed, if a request is concerned
 
-It owns one DEALER for each prefill stage that shares KV with this stage; inbound.py decides about chunks. Its own
-writes happen in receive(), so none of them is under way when CancelReceive is answered (G2). Where the prefill stage
-writes, the prefill server's control endpoint says when it has stopped writing for a ticket. For a session that ended
-without such a message, SessionClosed says so once its write access is revoked.
+It owns one DEALER for each prefill stage that shares KV with this stage; inbound.py decides about chunks. Writes into a
+pool in host memory are done at once. Those into a GPU's go on beside (arriving.py), and no request or session is
+reported as over while one of its own is under way (G2). Where the prefill stage writes, the prefill server's control
+endpoint says when it has stopped writing for a ticket. For a session that ended without such a message, SessionClosed
+says so once its write access is revoked.
 """
 
 import logging
@@ -39,14 +40,16 @@ from headrace.core.types.peers.session_terms import PrefillTerms
 from headrace.core.types.requests.request import FirstToken
 from headrace.transfer.backends.base import RegisteredPool
 from headrace.transfer.data import payload
+from headrace.transfer.data.arriving import ArrivingChunk, ArrivingChunks
 from headrace.transfer.data.attachment import Attachment
 from headrace.transfer.data.chunk_verifier import ChunkVerifier
 from headrace.transfer.data.inbound import AcceptChunk, Inbound, InboundTable, RejectChunk, RepeatChunk
 from headrace.transfer.data.revocation import Revocations
 from headrace.transfer.protocol import checksum, draft_frame, messages
-from headrace.transfer.protocol.layout import PageStore, overlap
+from headrace.transfer.protocol.layout import overlap
 from headrace.transfer.protocol.messages import Ack, AnswerMessage, Attach, Chunk, Nack, Ping, StageMessage
 from headrace.transfer.protocol.metadata import MetadataRows
+from headrace.transfer.protocol.page_store import PageStore
 from headrace.transfer.sockets import zap, zmq_sockets
 from headrace.transfer.sockets.zmq_sockets import Context, Socket
 
@@ -54,6 +57,7 @@ log = logging.getLogger(__name__)
 
 ReceiverOrder = OpenSession | CloseSession | PrepareReceive | CancelReceive
 CHUNKS_PER_PASS = 16  # per connection; a chunk can be many megabytes
+WRITE_RECHECK_S = 0.001  # while chunks are on their way into the pool of a GPU
 QUEUED_ANSWERS = 8192  # per connection; it is replaced when the stage leaves more unread
 
 
@@ -139,6 +143,8 @@ class Receiver:
         self._lines: list[DataLine] = []
         self._registered_pools = dict(registered_pools or {})
         self._revocations = Revocations()
+        self._arriving = ArrivingChunks()
+        self._recheck_at = 0.0  # while some arrive
         self._counters = Counters()
         for backend in config.backends:
             self._counters.add("bytes_received_total", 0, (backend,))
@@ -149,15 +155,18 @@ class Receiver:
         self._sent: Codec[AnswerMessage] = Codec(AnswerMessage)
 
     def sockets(self) -> list[Socket]:
-        """Sockets to poll for reading."""
-        return [line.socket for line in self._lines]
+        """Sockets to poll for reading; none while so much is on its way into the pool that no more is taken in."""
+        return [] if self._arriving.full else [line.socket for line in self._lines]
 
     def receive(self, now: float) -> list[StageEvent]:
         """Take in what has come, in a bounded pass."""
-        return [event for line in self._lines for event in self._receive(line, now)]
+        return self._arriving.reportable(event for line in self._lines for event in self._receive(line, now))
 
     def apply(self, command: ReceiverOrder, now: float) -> list[StageEvent]:
         """Carry out an order of the scheduler."""
+        return self._arriving.reportable(self._apply(command, now))
+
+    def _apply(self, command: ReceiverOrder, now: float) -> list[StageEvent]:
         match command:
             case OpenSession():
                 return self._open_session(command.terms, now)
@@ -177,13 +186,17 @@ class Receiver:
             message = line.tick(now)
             if message is not None:
                 self._say(line, message, now)
-        return [SessionClosed(stage=self._stage, session=session) for session in self._revocations.tick(now)]
+        written = [event for chunk in self._arriving.take() for event in self._written(chunk, now)]
+        self._recheck_at = now + WRITE_RECHECK_S
+        closed = [SessionClosed(stage=self._stage, session=session) for session in self._revocations.tick(now)]
+        return self._arriving.reportable([*written, *closed])
 
     def next_deadline(self) -> float | None:
         """When tick() has to be called next."""
         attachments = (line.attachment.next_deadline() for line in self._lines)
         retry = self._revocations.next_deadline()
-        return min([*attachments, *([] if retry is None else [retry])], default=None)
+        recheck = [self._recheck_at] if self._arriving else []
+        return min([*attachments, *([] if retry is None else [retry]), *recheck], default=None)
 
     def close(self) -> None:
         """Close all sockets."""
@@ -274,6 +287,8 @@ class Receiver:
     def _receive(self, line: DataLine, now: float) -> list[StageEvent]:
         events: list[StageEvent] = []
         for _ in range(CHUNKS_PER_PASS):
+            if self._arriving.full:
+                break
             frames = zmq_sockets.take_frames(line.socket)
             if frames is None:
                 break
@@ -299,12 +314,23 @@ class Receiver:
 
     def _chunk(self, line: DataLine, header: Chunk, frames: list[zmq.Frame], now: float) -> list[StageEvent]:
         """Handle a chunk. It is always answered, since it takes up the sender's window until it is."""
+        if self._arriving.has(line.session, line.stage, header):
+            self._counters.add("stale_messages_total", labels=("repeated_chunk",))
+            return []  # answered when it is written
         verdict = self._table.check(line.session, line.stage, header, [len(frame) for frame in frames])
         if isinstance(verdict, AcceptChunk):
             verdict = self._verifier.verify(line.backend, verdict, header, [frame.buffer for frame in frames])
         match verdict:
             case AcceptChunk():
-                return self._accept(line, verdict, header, frames, now)
+                return self._write(line, verdict, header, frames, now)
+            case _:
+                return self._answer_other(line, verdict, header, now)
+
+    def _answer_other(
+        self, line: DataLine, verdict: RepeatChunk | RejectChunk, header: Chunk, now: float
+    ) -> list[StageEvent]:
+        """Answer a chunk that is not to be written."""
+        match verdict:
             case RepeatChunk():
                 self._counters.add("stale_messages_total", labels=("repeated_chunk",))
                 self._ack(line, header, now)
@@ -312,11 +338,12 @@ class Receiver:
             case RejectChunk():
                 return self._reject(line, verdict, header, now)
 
-    def _accept(
+    def _write(
         self, line: DataLine, accept: AcceptChunk, header: Chunk, frames: list[zmq.Frame], now: float
     ) -> list[StageEvent]:
+        """Write a chunk's frames into the pool, and accept it when they are there."""
         inbound = accept.inbound
-        request = inbound.order.request
+        sizes = [len(frame) for frame in frames]
         first = self._metadata(inbound, frames.pop(0)) if header.total else None
         if first is not None and header.draft_bytes:
             draft = draft_frame.decode(frames.pop(0).buffer, header.ticket, header.generation)
@@ -324,7 +351,31 @@ class Receiver:
         if not header.written:
             buffers = [frame.buffer for frame in frames]
             pages = payload.page_list(header.pages, header.slot)
-            payload.write_frames(self._store, accept.copies, pages, buffers)
+            write = payload.write_frames(self._store, accept.copies, pages, buffers)
+            if not write.done:
+                self._recheck_at = now + WRITE_RECHECK_S
+                request = inbound.order.request
+                self._arriving.add(ArrivingChunk(line.session, line.stage, request, header, sizes, first, write))
+                return []
+        return self._accept(line, accept, header, first, now)
+
+    def _written(self, chunk: ArrivingChunk, now: float) -> list[StageEvent]:
+        """Answer a chunk that is written now. Its request may have ended since, and its connection."""
+        header = chunk.header
+        line = next((each for each in self._lines if (each.session, each.stage) == (chunk.session, chunk.stage)), None)
+        if line is None:
+            return []
+        verdict = self._table.check(chunk.session, chunk.stage, header, chunk.frames)
+        if isinstance(verdict, AcceptChunk):
+            return self._accept(line, verdict, header, chunk.first, now)
+        return self._answer_other(line, verdict, header, now)
+
+    def _accept(
+        self, line: DataLine, accept: AcceptChunk, header: Chunk, first: FirstToken | None, now: float
+    ) -> list[StageEvent]:
+        """Acknowledge a chunk that is in the pool."""
+        inbound = accept.inbound
+        request = inbound.order.request
         problem = self._table.written(accept, header, first)
         if problem:
             return self._reject(line, RejectChunk(messages.BAD_CHUNK, problem, inbound), header, now)

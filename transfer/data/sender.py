@@ -3,9 +3,9 @@
     SendChunk ──► outbound queue ──window──► [header][row][draft frame][page]...[page] ──► peer ──Ack──► ChunkAcked
                                └─ copies into the peer's pool ─► [header: written][row][…] ──┘
 
-It owns the data ROUTER; outbound.py has the queues and windows, transmitter.py sends parts. In frames, pages leave
-without a copy, straight from the pool, so a page is in use until libzmq has let go of it. Neither that nor the end of a
-write wakes the loop, therefore next_deadline() asks for short re-checks, and only while something waits for one. All
+It owns the data ROUTER; outbound.py has the queues and windows, transmitter.py sends parts. In frames, pages leave a
+pool in host memory without a copy, so a page is in use until libzmq has let go of it. Neither that nor the end of a
+read or write wakes the loop, therefore next_deadline() asks for short re-checks, and only while something waits. All
 writes into peers' pools are started here, so none is started after CancelSend or DropPeer was applied (G2). A
 connection on which a lane is not served any more is closed: libzmq then lets go of what it holds for it, whether or not
 the peer reads.
@@ -32,7 +32,7 @@ from headrace.transfer.backends.base import Transport
 from headrace.transfer.data.outbound import PARTS_IN_FLIGHT, Lane, Outbound, OutPart, OutSession
 from headrace.transfer.data.transmitter import PageOutOfRange, Transmitter
 from headrace.transfer.protocol import checksum, draft_frame, messages, metadata
-from headrace.transfer.protocol.layout import SourceStore, pages_for
+from headrace.transfer.protocol.layout import pages_for
 from headrace.transfer.protocol.messages import (
     Ack,
     AnswerMessage,
@@ -44,6 +44,7 @@ from headrace.transfer.protocol.messages import (
     Refuse,
     StageMessage,
 )
+from headrace.transfer.protocol.page_store import SourceStore
 from headrace.transfer.sockets.connections import ENDED
 from headrace.transfer.sockets.listener import Arrival, Listener
 from headrace.transfer.sockets.zmq_sockets import Context, Socket
@@ -53,7 +54,7 @@ log = logging.getLogger(__name__)
 SenderOrder = AdmitPeer | DropPeer | SendChunk | CancelSend | ReleaseRequest
 FIRST_RECHECK_S = 0.001  # from then on twice as long each time
 LAST_RECHECK_S = 0.02  # while libzmq holds frames
-WRITE_RECHECK_S = 0.002  # while writes are under way, whose end is announced to the peer
+COPY_RECHECK_S = 0.002  # while reads or writes are under way, behind which a part is sent or announced
 QUEUED_MESSAGES = 4 * PARTS_IN_FLIGHT  # per connection, whatever its peer has acknowledged; then it is closed
 UNREAD_ANSWERS = 128  # per connection, of up to 16 KiB each; then TCP holds the peer up
 
@@ -151,7 +152,7 @@ class Sender:
 
     def tick(self, now: float) -> list[StageEvent]:
         """Do what is due by now."""
-        limit = WRITE_RECHECK_S if self._outbound.writing else LAST_RECHECK_S
+        limit = COPY_RECHECK_S if self._outbound.copying else LAST_RECHECK_S
         self._recheck_s = min(2 * self._recheck_s, limit)
         return self.receive(now)
 
@@ -283,24 +284,38 @@ class Sender:
         """Send what the window allows. One lane's pace never holds up another: nothing here waits."""
         events: list[StageEvent] = []
         while (part := self._outbound.next_part(lane)) is not None:
-            try:
-                self._transmitter.send(lane, part, now)
-            except PageOutOfRange as error:
-                self._outbound.answered(lane, part.key)
-                events += self._fail(part.owner.request, messages.BAD_CHUNK, str(error))
+            part.sent_at = now
+            events += self._transmit(lane, part, now)
         return events
 
+    def _transmit(self, lane: Lane, part: OutPart, now: float) -> list[StageEvent]:
+        try:
+            self._transmitter.send(lane, part, now)
+        except PageOutOfRange as error:
+            self._outbound.answered(lane, part.key)
+            return self._fail(part.owner.request, messages.BAD_CHUNK, str(error))
+        return []
+
     def _settle(self, now: float) -> list[StageEvent]:
-        """Announce finished writes, report what libzmq and writes have let go of, and plan the next re-check."""
-        written = self._outbound.written()
-        for lane, part in written:
-            self._transmitter.announce(lane, part, now)
+        """Go on behind finished reads and writes, report what libzmq and they have let go of, and plan the next
+        re-check."""
+        events: list[StageEvent] = []
+        copied = self._outbound.copied()
+        for lane, part in copied:
+            if part.key not in lane.in_flight:  # the connection was lost with a part before it
+                continue
+            if part.owner.open:
+                events += self._transmit(lane, part, now)
+            else:  # the peer has not heard of it, so it will not answer
+                self._outbound.answered(lane, part.key)
+                events += self._pump(lane, now)
         acked, cancelled = self._outbound.settle()
-        if written or acked or cancelled or not self._outbound.unsettled:
+        if copied or acked or cancelled or not self._outbound.unsettled:
             self._recheck_s, self._recheck_at = FIRST_RECHECK_S, None
         if self._outbound.unsettled and (self._recheck_at is None or self._recheck_at <= now):
             self._recheck_at = now + self._recheck_s
         return [
+            *events,
             *(PeerLost(stage=self._stage, session=session, reason=why) for session, why in self._outbound.lost()),
             *(
                 ChunkAcked(stage=self._stage, request=chunk.order.request, chunk=chunk.order.chunk, bytes=chunk.bytes)

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from functools import lru_cache
 from itertools import pairwise
 from math import lcm
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -88,41 +88,6 @@ class Carried(NamedTuple):
 
     frame: Frame
     copies: list[Copy]
-
-
-class PageStore(Protocol):
-    """A KV pool as the transfer sees it: pages of each tensor that its geometry names, of shape
-    [layers, planes, kv_heads, page_size, slot_bytes]. The store decides how its memory is laid out."""
-
-    def view(self, page: int, first_slot: int, count: int, box: Box = WHOLE) -> Bytes:
-        """Bytes of the slots, [layers, planes, kv_heads, count, slot_bytes] with the layers and heads of the box, in
-        place and strided where the pool can be read so, else a copy."""
-        ...
-
-    def read(self, page: int, first_slot: int, count: int, box: Box = WHOLE) -> Bytes:
-        """C-contiguous bytes of the slots, [layers, planes, kv_heads, count, slot_bytes] with the layers and heads of
-        the box. Layers of a whole page with all heads may be a view, which is then read until the peer has acknowledged
-        it; anything less is a copy."""
-        ...
-
-    def write(self, page: int, first_slot: int, count: int, data: Bytes, box: Box = WHOLE) -> None:
-        """Copy data, of the same shape, into the slots. data may be read-only and strided; it is not kept."""
-        ...
-
-
-class SourceStore(PageStore, Protocol):
-    """A pool whose pages are sent."""
-
-    @property
-    def page_size(self) -> int:
-        """Slots of a page."""
-        ...
-
-    @property
-    def rows(self) -> Bytes | None:
-        """All pages as [pages, bytes of a page], in place; None where they do not lie so, such as those of several
-        tensors."""
-        ...
 
 
 def pages_for(page_size: int, start: int, count: int) -> int:

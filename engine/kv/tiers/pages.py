@@ -154,7 +154,8 @@ class PoolPages:
         """pool: of the thread's stage."""
         paged = [each.name for each in pool.geometry.tensors if not each.per_request]
         self._tensors = [pool.tensors[name].view(pool.pages, -1).view(torch.uint8) for name in paged]
-        self._copies = pool.device_copies()
+        device = pool.tensor.device
+        self._copies = DeviceCopies(device) if device.type == "cuda" else None
         self._pages = pool.pages
 
     @property

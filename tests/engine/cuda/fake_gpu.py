@@ -196,8 +196,9 @@ class FakeGpu(TorchDispatchMode):
         self._owners.pop(_storage(tensor), None)
 
     def host_reads(self, tensor: Tensor) -> None:
-        """The host reads a tensor in its memory."""
-        self.clocks.use(HOST, self._units(tensor), (), line())
+        """The host reads a tensor in its memory; through an array of pinned memory it may write, too."""
+        units = self._units(tensor)
+        self.clocks.use(HOST, units, units if getattr(tensor, "_pinned", False) else (), line())
 
     def value(self, tensor: Tensor) -> Tensor | None:
         """The values of a tensor, if they are known."""

@@ -13,14 +13,18 @@ from headrace.core.messages.orders import Forward
 from headrace.core.messages.stage_events import PlanDone
 from headrace.core.runtime.clock import SystemClock
 from headrace.core.types.kv.geometry import Geometry
-from headrace.engine.kv.device_copies import DeviceCopies, place
+from headrace.engine.kv.device_copies import place
+from headrace.engine.kv.device_pages import BLOCK_BYTES, DevicePages
 from headrace.engine.kv.pool import KVPool
 from headrace.engine.outbox import ComputedPlan, DeviceOutbox, EventOutbox, PlanOutbox
 from headrace.engine.telemetry.meter import Meter
+from headrace.transfer.protocol.page_store import PageSlice
 from tests.engine.cuda.fake_gpu import FakeGpu
 
 GEOMETRY = Geometry("bfloat16", 2, 2, 16, 4)
 DEVICE = torch.device("cuda:0")
+PAGE = np.zeros((2, 2, 2, 4, 32), np.uint8)
+BLOCKS = 4
 DEADLINE_MS = 10_000
 
 
@@ -31,7 +35,8 @@ class Bench:
         self.gpu = gpu
         self.pool = KVPool(GEOMETRY, 8, "cuda:0")
         gpu.divide(self.pool.tensor, GEOMETRY.page_bytes)
-        self.copies = DeviceCopies(DEVICE)
+        self.pages = DevicePages(self.pool, BLOCKS * BLOCK_BYTES)
+        gpu.divide(self.pages._blocks._memory, BLOCK_BYTES)
         self.side: Any = torch.cuda.Stream(DEVICE)
 
     def slots(self, page: int) -> Tensor:
@@ -61,6 +66,18 @@ class Bench:
         with torch.cuda.stream(self.side):
             self.pool.tensor[page].copy_(host, non_blocking=True)
 
+    def read(self, page: int) -> None:
+        """Take the frame of a page."""
+        read = self.pages.begin_read([PageSlice(page, 0, 4)])
+        assert read is not None
+        assert read.done
+        read.pages.read(page, 0, 4)
+
+    def write(self, page: int) -> None:
+        """Have a page written."""
+        self.pages.write(page, 0, 4, PAGE)
+        assert self.pages.flush().done
+
     def computed(self) -> Any:
         """An event behind all plans that are queued."""
         event: Any = torch.cuda.Event()
@@ -70,18 +87,47 @@ class Bench:
 
 def read_before_its_plan_ends(bench: Bench) -> None:
     bench.compute(3)
-    bench.pool.read(3, 0, 4)
+    bench.read(3)
 
 
 def plan_reported_when_it_is_queued(bench: Bench) -> None:
     with Reports(bench, on_device=False) as reports:
         reports.run_plan(3)
-        bench.pool.read(3, 0, 4)
+        bench.read(3)
 
 
 def written_while_a_plan_reads(bench: Bench) -> None:
     bench.attend(3)
-    bench.pool.write(3, 0, 4, np.zeros((2, 2, 2, 4, 32), np.uint8))
+    bench.write(3)
+
+
+def read_begun_before_its_plan_ends(bench: Bench) -> None:
+    bench.compute(3)
+    bench.pages.begin_read([PageSlice(3, 0, 4)])
+
+
+def computed_again_before_its_read_is_done(bench: Bench) -> None:
+    read = bench.pages.begin_read([PageSlice(3, 0, 4)])
+    bench.compute(3)
+    assert read.done
+
+
+def frames_taken_before_their_read_is_done(bench: Bench) -> None:
+    read = bench.pages.begin_read([PageSlice(2, 0, 4), PageSlice(3, 0, 4)])
+    read.pages.read(3, 0, 4)
+
+
+def attended_to_before_its_write_is_done(bench: Bench) -> None:
+    bench.pages.write(3, 0, 4, PAGE)
+    bench.pages.flush()
+    bench.attend(3)
+
+
+def block_leased_again_before_its_copy_ends(bench: Bench) -> None:
+    for page in range(BLOCKS + 1):
+        bench.pages.write(page, 0, 4, PAGE)
+        bench.pages.flush()
+        bench.pages._writes.clear()
 
 
 def used_again_before_its_copy_ends(bench: Bench) -> None:
@@ -126,7 +172,7 @@ def event_waited_for_by_another_stream(bench: Bench) -> None:
 
 def two_copies_into_a_page(bench: Bench) -> None:
     bench.copy_in(3)
-    bench.pool.write(3, 0, 4, np.zeros((2, 2, 2, 4, 32), np.uint8))
+    bench.write(3)
 
 
 def tensor_of_another_stream_without_an_event(bench: Bench) -> None:
@@ -146,6 +192,11 @@ MISTAKES: list[Callable[[Bench], None]] = [
     read_before_its_plan_ends,
     plan_reported_when_it_is_queued,
     written_while_a_plan_reads,
+    read_begun_before_its_plan_ends,
+    computed_again_before_its_read_is_done,
+    frames_taken_before_their_read_is_done,
+    attended_to_before_its_write_is_done,
+    block_leased_again_before_its_copy_ends,
     used_again_before_its_copy_ends,
     read_by_the_host_before_its_copy_ends,
     filled_again_before_its_copy_ends,
@@ -209,8 +260,8 @@ def test_pages_of_a_plan_that_has_been_reported_can_be_read(gpu: FakeGpu) -> Non
             done = reports.run_plan(3)
             assert done.duration_s == 1e-3, "of the device, as its events say"
             bench.compute(4)  # goes on beside the copy
-            bench.pool.read(3, 0, 4)
-            bench.pool.write(5, 0, 4, np.zeros((2, 2, 2, 4, 32), np.uint8))
+            bench.read(3)
+            bench.write(5)
             bench.attend(5)
 
 

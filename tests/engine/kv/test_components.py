@@ -120,10 +120,9 @@ def test_a_latent_moves_between_page_sizes_and_stages(
             remote = Direct(target)
             write_through(source, remote, passage, ours[source_shift:], theirs[shift:], digest)
         else:
-            plan = copies(*passage)
-            sent = frames(source, plan, ours[source_shift:])
+            sent = frames(source, passage, ours[source_shift:])
             assert sum(frame.nbytes for frame in sent) == count * target.geometry.token_bytes
-            write_frames(target, plan, theirs[shift:], [frame.data for frame in sent])
+            write_frames(target, copies(*passage), theirs[shift:], [frame.data for frame in sent])
         assert same(target, expected)
 
 

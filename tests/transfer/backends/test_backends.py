@@ -20,9 +20,10 @@ from headrace.transfer.backends.strided_pool import ArrayPageStore
 from headrace.transfer.control.connection import ControlConnection
 from headrace.transfer.data import payload
 from headrace.transfer.protocol import checksum
-from headrace.transfer.protocol.layout import WHOLE, Box, Bytes, SourceStore, copies, overlap, pages_for
+from headrace.transfer.protocol.layout import WHOLE, Box, Bytes, copies, overlap, pages_for
 from headrace.transfer.protocol.matching import choose_backend
 from headrace.transfer.protocol.messages import Goodbye, Hello, Refuse, Welcome
+from headrace.transfer.protocol.page_store import SourcePages
 from tests.transfer.control.session_table import CONFIG, GEOMETRY, OFFER, book, hello
 from tests.transfer.harness import random_store
 
@@ -159,7 +160,7 @@ class Remote(RemotePages):
     def write(self, page: int, first_slot: int, count: int, data: Bytes, box: Box = WHOLE) -> None:
         self._store.write(page, first_slot, count, data, box)
 
-    def write_pages(self, pages: Sequence[int], store: SourceStore, own: Sequence[int]) -> None:
+    def write_pages(self, pages: Sequence[int], store: SourcePages, own: Sequence[int]) -> None:
         target, source = self._store.rows, store.rows
         assert target is not None
         assert source is not None
@@ -198,7 +199,7 @@ def test_writing_through_is_the_same_as_frames_and_their_checksum(data: st.DataO
     store = random_store(source, 45, seed=1)
     framed, direct, unchecked = (random_store(destination, 45, seed=2) for _ in range(3))
 
-    frames = payload.frames(store, plan, pages)
+    frames = payload.frames(store, passage, pages)
     payload.write_frames(framed, plan, peer_pages, [frame.data for frame in frames])
     digest = checksum.Digest()
     payload.write_through(store, Remote(direct), passage, pages, peer_pages, digest)

@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from headrace.core.types.kv.geometry import KV, Component, Geometry
 from headrace.transfer.backends.strided_pool import ArrayPageStore
-from headrace.transfer.data.payload import frames, write_frames
+from headrace.transfer.data.payload import Passage, frames, write_frames
 from headrace.transfer.protocol.layout import Box, box_in, carried, copies, overlap, pages_for
 from tests.transfer.harness import gather, random_store
 from tests.transfer.ranks import assemble, sides, with_components
@@ -76,11 +76,12 @@ def move(
     for (source, store), (destination, target) in product(
         zip(sources, sent, strict=True), zip(destinations, received, strict=True)
     ):
-        plan, part = copies(source, destination, start, count), overlap(source, destination)
+        passage = Passage(source, destination, start, count)
+        plan, part = copies(*passage), overlap(source, destination)
         if part is None:
             assert plan == []
             continue
-        buffers = [memoryview(frame.tobytes()) for frame in frames(store, plan, src_pages)]
+        buffers = [memoryview(frame.tobytes()) for frame in frames(store, passage, src_pages)]
         assert [frame.bytes for frame, _ in carried(plan)] == [len(buffer) for buffer in buffers]
         assert sum(map(len, buffers)) == count * part.token_bytes
         write_frames(target, copies(part, destination, start, count), dst_pages, buffers)
