@@ -52,7 +52,7 @@ class Batch:
         ]
         started = time.perf_counter()
         wanted = [SampleRow(params, self._steps, self._steps) for params in self._params]
-        tokens = self._sampler.sample(self._adjustments.adjust(logits, rows), wanted)
+        tokens = self._sampler.sample(self._adjustments.adjust(logits, rows), wanted).tolist()
         self._adjustments.accept([SampledToken(number, token) for number, token in enumerate(tokens)])
         self._steps += 1
         return time.perf_counter() - started

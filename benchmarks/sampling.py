@@ -59,7 +59,7 @@ def measure(logits: torch.Tensor, rows: Sequence[SampleRow], whole: bool) -> tup
         patch.object(sampling, "_probabilities", (lambda *_: torch.empty(0)) if whole else sampling._probabilities),
     ):
         started = time.process_time()
-        tokens = sampler.sample(logits, rows)
+        tokens = sampler.sample(logits, rows).tolist()
         return time.process_time() - started, tokens
 
 

@@ -22,11 +22,10 @@ import time
 from collections import deque
 
 from headrace.core.messages.orders import AnyOrder, Forward, ReleaseRequest, ShutdownStage
-from headrace.core.messages.stage_events import PlanDone
 from headrace.engine.agreement import PassSource
-from headrace.engine.outbox import ComputedPlan, PlanOutbox
+from headrace.engine.outbox import PlanOutbox, QueuedPlan
 from headrace.engine.parallel.pipeline import PipelineLinks
-from headrace.engine.row_sampler import PlanResult
+from headrace.engine.row_sampler import Sampling
 from headrace.engine.runner import Runner
 from headrace.engine.telemetry.meter import Meter
 
@@ -121,33 +120,24 @@ class StageLoop:
         self._meter.mark()
         run, seconds = self._meter.end()
         if plan.seq:  # 0: a pass of other servers, which this one's scheduler does not know of
-            self._outbox.post(ComputedPlan(run, PlanDone(stage=self._stage, seq=plan.seq, duration_s=seconds)))
+            self._outbox.post(QueuedPlan(run, self._stage, seconds))
 
     def _compute(self, plan: Forward) -> None:
         runner, links, meter = self._runner, self._links, self._meter
         meter.begin(plan)
-        runner.feed(links.tokens_for(plan.rows))
+        for fed in links.tokens_for(plan.rows):
+            runner.feed(fed)
         hidden = links.receive(plan)
         meter.mark()
         self._drain_inbox()
         self._outbox.begin()
         hidden = runner.forward(plan.rows, hidden, plan.agreement)
         meter.mark()
-        result = PlanResult([], [], [])
+        sampling: Sampling | None = None
         if links.last:
-            result = runner.sample(plan.rows, hidden)
+            sampling = runner.sample(plan.rows, hidden)
         else:
             meter.add_hidden_bytes(links.send(plan, hidden))
-        links.broadcast(plan, result.samples)
+        links.broadcast(plan, sampling)
         run, seconds = meter.end()
-        done = PlanDone(
-            stage=self._stage,
-            seq=plan.seq,
-            duration_s=seconds,
-            samples=tuple(result.samples),
-            prompt_logprobs=tuple(result.prompt_logprobs),
-            nonfinite=tuple(result.nonfinite),
-            rejected=result.rejected,
-            hidden=result.hidden,
-        )
-        self._outbox.post(ComputedPlan(run, done))
+        self._outbox.post(QueuedPlan(run, self._stage, seconds, sampling))

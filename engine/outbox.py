@@ -1,13 +1,14 @@
 """Events from the threads of a stage to its I/O thread; on a GPU a plan is reported when the device is done with it.
 
-    CPU: compute thread ──ComputedPlan──► EventOutbox ──► I/O thread
-    GPU: compute thread ──ComputedPlan, CUDA events──► DeviceOutbox, waits for them ──► EventOutbox ──► I/O thread
+    CPU: compute thread ──QueuedPlan──► EventOutbox ──ComputedPlan──► I/O thread
+    GPU: compute thread ──QueuedPlan, CUDA events──► DeviceOutbox, waits for them ──► EventOutbox ──► I/O thread
 
 A plan on a GPU is only queued when the compute thread is through with it. Its end is that of its work on the device:
-then its pages can be read, its seconds are known, and one more plan may be ordered.
+then its pages can be read, its tokens and its seconds are known, and one more plan may be ordered.
 """
 
 import contextlib
+import logging
 import queue
 import threading
 from typing import NamedTuple, Protocol
@@ -18,7 +19,10 @@ import zmq
 
 from headrace.core.messages.orders import ShutdownStage
 from headrace.core.messages.stage_events import AnyStageEvent, PlanDone, StageFailed
+from headrace.engine.row_sampler import Sampling
 from headrace.engine.telemetry.meter import Meter, PlanRun
+
+log = logging.getLogger(__name__)
 
 QUEUE_LIMIT = 1 << 16  # entries in each queue between the threads; credits bound the plans, so a full queue is a bug
 ITEMS_PER_PASS = 256
@@ -26,10 +30,36 @@ CLOSE_S = 5.0
 
 
 class ComputedPlan(NamedTuple):
-    """A plan that the compute thread has finished."""
+    """A plan that is done."""
 
     run: PlanRun  # when each of its steps began
     done: PlanDone  # to be reported
+
+
+class QueuedPlan(NamedTuple):
+    """A plan that the compute thread is through with."""
+
+    run: PlanRun
+    stage: int
+    seconds: float
+    """That it took, of the host's clock, or of a GPU's where that is known."""
+    sampling: Sampling | None = None
+    """On the last stage."""
+
+    def computed(self) -> ComputedPlan:
+        """The plan with its result; waits for that."""
+        done = PlanDone(stage=self.stage, seq=self.run.plan.seq, duration_s=self.seconds)
+        if self.sampling is not None:
+            result = self.sampling.result()
+            done = msgspec.structs.replace(
+                done,
+                samples=tuple(result.samples),
+                prompt_logprobs=tuple(result.prompt_logprobs),
+                nonfinite=tuple(result.nonfinite),
+                rejected=result.rejected,
+                hidden=result.hidden,
+            )
+        return ComputedPlan(self.run, done)
 
 
 OutboxItem = AnyStageEvent | ComputedPlan | ShutdownStage
@@ -42,7 +72,7 @@ class PlanOutbox(Protocol):
         """The work of a plan begins: what is queued from now on is its own."""
         ...
 
-    def post(self, item: OutboxItem) -> None:
+    def post(self, item: OutboxItem | QueuedPlan) -> None:
         """Report an item behind those before it; a plan when its work is done. Raises queue.Full."""
         ...
 
@@ -65,9 +95,9 @@ class EventOutbox:
     def begin(self) -> None:
         """See PlanOutbox. Nothing: a plan that is posted is done."""
 
-    def post(self, item: OutboxItem) -> None:
+    def post(self, item: OutboxItem | QueuedPlan) -> None:
         """Queue an item and wake the I/O thread. By one other thread only. Raises queue.Full."""
-        self._items.put_nowait(item)
+        self._items.put_nowait(item.computed() if isinstance(item, QueuedPlan) else item)
         with contextlib.suppress(zmq.Again):  # the I/O thread has ended
             self._writer.send(b"", zmq.NOBLOCK)
 
@@ -96,7 +126,7 @@ class EventOutbox:
 class _Queued(NamedTuple):
     """An item, and the events around a plan's work on the device."""
 
-    item: OutboxItem
+    item: OutboxItem | QueuedPlan
     begun: "torch.cuda.Event | None" = None
     ended: "torch.cuda.Event | None" = None
 
@@ -119,9 +149,9 @@ class DeviceOutbox(threading.Thread):
         """See PlanOutbox. Used by the compute thread, as post() and close()."""
         self._begun = self._recorded()
 
-    def post(self, item: OutboxItem) -> None:
+    def post(self, item: OutboxItem | QueuedPlan) -> None:
         """See PlanOutbox."""
-        if isinstance(item, ComputedPlan):
+        if isinstance(item, QueuedPlan):
             self._queue.put(_Queued(item, self._begun, self._recorded()))
         else:
             self._queue.put(_Queued(item))
@@ -136,18 +166,18 @@ class DeviceOutbox(threading.Thread):
         try:
             while (queued := self._queue.get()) is not None:
                 self._outbox.post(self._when_done(queued))
-        except RuntimeError as error:  # of the device
+        except Exception as error:  # most are of the device
+            log.exception("plans of this stage cannot be reported")
             self._outbox.post(StageFailed(stage=self._meter.stage, message=f"the device has failed: {error}"))
             self._outbox.post(ShutdownStage(seq=0))
 
-    def _when_done(self, queued: _Queued) -> OutboxItem:
+    def _when_done(self, queued: _Queued) -> OutboxItem | QueuedPlan:
         item, begun, ended = queued
-        if not isinstance(item, ComputedPlan) or begun is None or ended is None:
+        if not isinstance(item, QueuedPlan) or begun is None or ended is None:
             return item
         ended.synchronize()
         seconds = begun.elapsed_time(ended) / 1e3
-        run = self._meter.device_done(item.run, seconds)
-        return ComputedPlan(run, msgspec.structs.replace(item.done, duration_s=seconds))
+        return item._replace(run=self._meter.device_done(item.run, seconds), seconds=seconds)
 
     def _recorded(self) -> "torch.cuda.Event":
         event = torch.cuda.Event(enable_timing=True, blocking=True)  # type: ignore[no-untyped-call]

@@ -2,11 +2,15 @@
 
 import random
 import sys
-from collections.abc import Callable, Iterable, Sequence
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from headrace.core.messages.orders import PlanRow
@@ -18,11 +22,11 @@ from headrace.core.types.requests.request import TokenLogprob
 from headrace.engine.dtypes import DTYPE_NAMES
 from headrace.engine.grammar.compiler import GrammarCompiler
 from headrace.engine.grammar.states import GrammarStates
-from headrace.engine.kv.device_copies import select_rows
+from headrace.engine.kv.device_copies import begin_copy, place, select_rows
 from headrace.engine.layers.vocabulary import Best
 from headrace.engine.sampling.adjusted import LogitAdjustments
 from headrace.engine.sampling.constrained import accept_tokens, mask_logits
-from headrace.engine.sampling.logprobs import draft_tokens, prompt_logprobs, wanted_logprobs
+from headrace.engine.sampling.logprobs import draft_tokens, no_logprobs, prompt_logprobs, sampled_logprobs
 from headrace.engine.sampling.sampler import NO_TOKEN, Sampler, SampleRow, greedy_tokens, needs_logits
 
 PLACEHOLDER = 0  # in place of the token of a nonfinite row, for rows of its request that are planned already
@@ -63,8 +67,77 @@ class Head(Protocol):
         ...
 
 
+class FedTokens(NamedTuple):
+    """Tokens that were sampled elsewhere."""
+
+    places: dict[int, int]
+    """By request, where its token is."""
+    tokens: Tensor
+    """int64, on the device."""
+
+
+class Sampling:
+    """The sampling of a plan: queued on the device, and finished by result()."""
+
+    def __init__(self, requests: Sequence[int], tokens: Tensor, finish: Callable[[], None]) -> None:
+        """requests: of the rows that sample. tokens: theirs, int64 [rows] on the device; empty on shards that do not
+        sample. finish: sets outcome, when the device is done."""
+        self.requests = requests
+        self.tokens = tokens
+        self.outcome: PlanResult | None = None
+        """The result, once it is finished."""
+        self.released: set[int] = set()
+        """Requests that have ended before."""
+        self._finish = finish
+        self._ended: torch.cuda.Event | None = None
+        if tokens.device.type == "cuda":
+            self._ended = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+            self._ended.record(torch.cuda.current_stream(tokens.device))
+
+    def fed(self, requests: Sequence[int]) -> Tensor:
+        """Tokens of these requests for later rows, int64 [requests]: PLACEHOLDER where there is none."""
+        places = {request: place for place, request in enumerate(self.requests)}
+        return select_rows(self.tokens, [places[request] for request in requests]).clamp(min=PLACEHOLDER)
+
+    def wait(self) -> None:
+        """Wait for the device."""
+        if self._ended is not None:
+            self._ended.synchronize()
+
+    def result(self) -> PlanResult:
+        """The result; waits for the device if it is not done. Any thread."""
+        self.wait()
+        self._finish()
+        assert self.outcome is not None
+        return self.outcome
+
+
+def nothing_sampled() -> Sampling:
+    """Of a shard that does not sample."""
+    sampling = Sampling((), torch.empty(0, dtype=torch.int64), lambda: None)
+    sampling.outcome = PlanResult([], [], [])
+    return sampling
+
+
+class _Drawn(NamedTuple):
+    """Tokens that were drawn for rows, and what is read with them when they are in host memory."""
+
+    rows: Sequence[PlanRow]
+    tokens: Tensor
+    on_host: Tensor
+    logprobs: Callable[[Sequence[int]], Sequence[TokenLogprob | None]]
+    drafts: Callable[[Sequence[int]], Sequence[DraftTokens | None]]
+    rejected: dict[int, str]
+    """Requests whose grammar gives no mask."""
+
+
 class RowSampler:
-    """Sampling on one shard of the last stage. All shards call sample() for the same rows; the first one samples."""
+    """Sampling on one shard of the last stage. All shards call sample() for the same rows; the first one samples.
+
+    On a GPU nothing waits for what was sampled: tokens stay there for the next plans, and a plan's result is finished
+    when the device is done with it, by whoever asks first. Only a row whose constraint or penalties follow from tokens
+    before it has the compute thread wait for those.
+    """
 
     def __init__(self, head: Head, shard: int, shards: int, compiler: Callable[[], GrammarCompiler]) -> None:
         """head: of the model. shard: this one's number, of so many. compiler: of constraints."""
@@ -75,77 +148,157 @@ class RowSampler:
         self._grammars = GrammarStates(compiler)
         self._adjustments = LogitAdjustments()
         self._last: dict[int, int] = {}  # request → its last sampled token
+        self._on_device: dict[int, tuple[Tensor, int]] = {}  # request → where that is while the host does not know it
+        self._pending: deque[tuple[Sampling, Callable[[], PlanResult]]] = deque()  # not finished, the oldest first
+        self._lock = threading.RLock()  # results are finished by another thread than the one that computes
 
-    def feed(self, tokens: Iterable[tuple[int, int]]) -> None:
-        """Take (request, token) pairs sampled elsewhere."""
-        self._last.update(tokens)
+    def feed(self, fed: FedTokens) -> None:
+        """Take tokens sampled elsewhere."""
+        with self._lock:
+            if fed.tokens.device.type == "cpu":
+                tokens = fed.tokens.tolist()
+                self._last.update((request, tokens[place]) for request, place in fed.places.items())
+            else:
+                self._on_device.update((request, (fed.tokens, place)) for request, place in fed.places.items())
 
     def last(self, request: int) -> int | None:
-        """The token sampled last for a request."""
+        """The token sampled last for a request, where the host knows it."""
         return self._last.get(request)
+
+    def token_ids(self, rows: Sequence[PlanRow], device: torch.device) -> Tensor:
+        """Token ids of rows, int64 [tokens] on the device: those that rows bring, and those sampled last. Raises
+        ValueError for a row whose tokens do not cover its positions."""
+        ends = np.cumsum([row.count for row in rows]).tolist()
+        with self._lock:
+            late = [
+                (end - 1, *self._on_device[row.request])
+                for row, end in zip(rows, ends, strict=True)
+                if not row.tokens and row.request in self._on_device
+            ]
+            last = {**self._last, **dict.fromkeys(self._on_device, PLACEHOLDER)} if late else self._last
+            ids = np.concatenate([row_ids(row, last.get(row.request)) for row in rows])
+        placed = place(ids.astype(np.int64), device)
+        for tokens in {id(tokens): tokens for _, tokens, _ in late}.values():
+            of = [(at, index) for at, each, index in late if each is tokens]
+            found = select_rows(tokens, [index for _, index in of]).clamp(min=PLACEHOLDER)
+            placed.index_copy_(0, place(np.array([at for at, _ in of], np.int64), device), found)
+        return placed
 
     def begin(self, rows: Sequence[PlanRow]) -> None:
         """Before the forward pass of rows: their constraints are compiled beside it."""
         if self._samples:
-            self._grammars.begin(rows)
+            with self._lock:
+                self._grammars.begin(rows)
 
     def release(self, request: int) -> None:
         """Drop what is kept for a request; unknown requests are ignored."""
-        self._last.pop(request, None)
-        self._grammars.release(request)
-        self._adjustments.release(request)
+        with self._lock:
+            self._last.pop(request, None)
+            self._on_device.pop(request, None)
+            self._grammars.release(request)
+            self._adjustments.release(request)
+            for sampling, _ in self._pending:
+                sampling.released.add(request)
 
-    def sample(self, rows: Sequence[PlanRow], hidden: Tensor) -> PlanResult:
-        """Results of rows, in their order. hidden: states [tokens, hidden size] after the last layer. Empty on shards
-        other than the first, which take part in the gathers of logits.
+    def sample(self, rows: Sequence[PlanRow], hidden: Tensor) -> Sampling:
+        """Sample for rows. hidden: states [tokens, hidden size] after the last layer. Results are in the order of rows;
+        they are empty on shards other than the first, which take part in the gathers of logits.
 
         A row is nonfinite by the logits of its last position, or by its hidden state if it is not sampled. That
         position attends to all positions before it, so a NaN anywhere in their KV, on any stage, shows there.
         """
         ends = np.cumsum([row.count for row in rows]).tolist()
-        with torch.inference_mode():
-            samples, nonfinite, rejected = self._sample(rows, ends, hidden)
-            nonfinite += self._nonfinite_chunks(rows, ends, hidden)
+        with self._lock, torch.inference_mode():
+            self._catch_up(rows)
+            drawn = self._draw(rows, ends, hidden)
+            chunks = self._nonfinite_chunks(rows, ends, hidden)
             logprobs, states = self._prompt_logprobs(rows, ends, hidden), self._hidden_states(rows, ends, hidden)
-            return PlanResult(samples, logprobs, nonfinite, tuple(rejected), states)
 
-    def _sample(
-        self, rows: Sequence[PlanRow], ends: list[int], hidden: Tensor
+            tokens = drawn.tokens if drawn is not None else torch.empty(0, dtype=torch.int64, device=hidden.device)
+            requests = [row.request for row in drawn.rows] if drawn is not None else []
+            sampling = Sampling(requests, tokens, lambda: self._finish_until(sampling))
+            self._pending.append((sampling, lambda: self._read(drawn, sampling.released, chunks, logprobs, states)))
+            if hidden.device.type == "cpu":
+                sampling.result()
+            else:
+                self._on_device.update((request, (tokens, place)) for place, request in enumerate(requests))
+            return sampling
+
+    def _catch_up(self, rows: Sequence[PlanRow]) -> None:
+        """Have the results that constraints and penalties of rows go on from."""
+        depend = {row.request for row in rows if row.sample and (row.sample.grammar or row.sample.penalizes)}
+        late = [sampling for sampling, _ in self._pending if depend.intersection(sampling.requests)]
+        if late:
+            late[-1].result()
+
+    def _finish_until(self, sampling: Sampling) -> None:
+        """Finish this sampling, and those before it first."""
+        with self._lock:
+            while sampling.outcome is None:
+                oldest, read = self._pending.popleft()
+                if oldest is not sampling:
+                    oldest.wait()
+                oldest.outcome = read()
+
+    def _read(
+        self,
+        drawn: _Drawn | None,
+        released: set[int],
+        chunks: list[int],
+        logprobs: Sequence[Callable[[], PromptLogprobs]],
+        states: Sequence[Callable[[], RowHidden]],
+    ) -> PlanResult:
+        """The result of a plan that the device is done with. released: requests that have ended. chunks: those of
+        nonfinite rows that are not sampled."""
+        samples, nonfinite, rejected = self._accept(drawn, released) if drawn is not None else ([], [], [])
+        return PlanResult(
+            samples,
+            [read() for read in logprobs],
+            nonfinite + chunks,
+            tuple(rejected),
+            tuple(read() for read in states),
+        )
+
+    def _accept(
+        self, drawn: _Drawn, released: set[int]
     ) -> tuple[list[SampledToken], list[int], list[GrammarRejection]]:
         """Samples, the requests of rows whose logits are not finite, and those whose grammar cannot go on."""
-        asked = [(row, end) for row, end in zip(rows, ends, strict=True) if row.sample is not None]
-        if not asked:
-            return [], [], []
-        of = [row for row, _ in asked]
-        tokens, logprobs, drafts, rejected = self._draw(select_rows(hidden, [end - 1 for _, end in asked]), of)
-        if not self._samples:
-            return [], [], []
-        samples, nonfinite = _split_samples([row.request for row in of], tokens, logprobs, drafts)
-        samples, rejections = accept_tokens(samples, rejected, self._grammars)
+        tokens = drawn.on_host.tolist()
+        requests = [row.request for row in drawn.rows]
+        samples, nonfinite = _split_samples(requests, tokens, drawn.logprobs(tokens), drawn.drafts(tokens))
+        going_on = [sampled for sampled in samples if sampled.request not in released]
+        samples, rejections = accept_tokens(going_on, drawn.rejected, self._grammars)
         self._adjustments.accept(samples)
-        self._last.update((sampled.request, sampled.token) for sampled in samples)
-        self._last.update(dict.fromkeys((*nonfinite, *rejected), PLACEHOLDER))
+        known = {sampled.request: sampled.token for sampled in samples}
+        known.update(dict.fromkeys((*nonfinite, *drawn.rejected), PLACEHOLDER))
+        self._last.update((request, token) for request, token in known.items() if request not in released)
+        for request in requests:
+            if request in self._on_device and self._on_device[request][0] is drawn.tokens:
+                del self._on_device[request]
         return samples, nonfinite, rejections
 
-    def _draw(
-        self, hidden: Tensor, rows: Sequence[PlanRow]
-    ) -> tuple[list[int], list[TokenLogprob | None], list[DraftTokens | None], dict[int, str]]:
-        """A token per row, NO_TOKEN if its logits are not finite, the logprobs and draft data it asks for, and the
-        requests whose grammar gives no mask; none on shards other than the first. hidden: states of the rows [rows,
-        hidden size]."""
-        wanted = [SampleRow(row.sample, row.start + row.count, row.generated) for row in rows if row.sample is not None]
-        top_k = [row.draft_top_k for row in rows]
+    def _draw(self, rows: Sequence[PlanRow], ends: list[int], hidden: Tensor) -> _Drawn | None:
+        """A token for each row that samples, NO_TOKEN if its logits are not finite, and the logprobs and draft data
+        that it asks for; None without such rows, and on shards other than the first."""
+        asked = [(row, end) for row, end in zip(rows, ends, strict=True) if row.sample is not None]
+        if not asked:
+            return None
+        of = [row for row, _ in asked]
+        hidden = select_rows(hidden, [end - 1 for _, end in asked])
+        wanted = [SampleRow(row.sample, row.start + row.count, row.generated) for row in of if row.sample is not None]
+        top_k = [row.draft_top_k for row in of]
         if self._gathers and not needs_logits(wanted) and not any(top_k):
-            return greedy_tokens(*self._head.best(hidden)), [None] * len(rows), [None] * len(rows), {}
+            tokens = greedy_tokens(*self._head.best(hidden))
+            return _Drawn(of, tokens, begin_copy(tokens), no_logprobs, no_logprobs, {}) if self._samples else None
         logits = self._head.logits(hidden)
         if not self._samples:
-            return [], [], [], {}
+            return None
         rejected: dict[int, str] = {}
         if any(row.params.grammar for row in wanted):
-            wanted, rejected = mask_logits(logits, rows, self._grammars)
-        tokens = self._sampler.sample(self._adjustments.adjust(logits, rows), wanted)
-        logprobs = wanted_logprobs(logits, tokens, [row.params.logprobs for row in wanted])
-        return tokens, logprobs, draft_tokens(logits, tokens, top_k), rejected
+            wanted, rejected = mask_logits(logits, of, self._grammars)
+        tokens = self._sampler.sample(self._adjustments.adjust(logits, of), wanted)
+        logprobs = sampled_logprobs(logits, tokens, [row.params.logprobs for row in wanted])
+        return _Drawn(of, tokens, begin_copy(tokens), logprobs, draft_tokens(logits, top_k), rejected)
 
     def _nonfinite_chunks(self, rows: Sequence[PlanRow], ends: list[int], hidden: Tensor) -> list[int]:
         """Requests of rows that are not sampled and whose hidden states are not finite.
@@ -159,18 +312,21 @@ class RowSampler:
         finite = select_rows(hidden, [end - 1 for _, end in chunks]).isfinite().all(dim=-1).tolist()
         return [row.request for (row, _), good in zip(chunks, finite, strict=True) if not good]
 
-    def _hidden_states(self, rows: Sequence[PlanRow], ends: list[int], hidden: Tensor) -> tuple[RowHidden, ...]:
-        """The hidden states that rows ask for; none on shards other than the first, though all have them."""
+    def _hidden_states(self, rows: Sequence[PlanRow], ends: list[int], hidden: Tensor) -> list[Callable[[], RowHidden]]:
+        """What reads the hidden states that rows ask for; none on shards other than the first, though all have them."""
         if not self._samples:
-            return ()
-        return tuple(
-            reported_states(row, self._head.normed(hidden[end - row.hidden : end]))
+            return []
+        return [
+            partial(_reported_states, row, begin_copy(self._head.normed(hidden[end - row.hidden : end]).contiguous()))
             for row, end in zip(rows, ends, strict=True)
             if row.hidden
-        )
+        ]
 
-    def _prompt_logprobs(self, rows: Sequence[PlanRow], ends: list[int], hidden: Tensor) -> list[PromptLogprobs]:
-        results = []
+    def _prompt_logprobs(
+        self, rows: Sequence[PlanRow], ends: list[int], hidden: Tensor
+    ) -> list[Callable[[], PromptLogprobs]]:
+        """What reads the prompt logprobs that rows ask for."""
+        results: list[Callable[[], PromptLogprobs]] = []
         for row, end in zip(rows, ends, strict=True):
             if row.prompt_logprobs is None:
                 continue
@@ -181,15 +337,32 @@ class RowSampler:
                     self._head.logits(rows_of)  # gathered in the slices in which prompt_logprobs() asks for them
                 continue
             entries = prompt_logprobs(rows_of, targets, row.prompt_logprobs, self._head.logits)
-            results.append(PromptLogprobs(row.request, pack_runs(first, entries)))
+            results.append(partial(_reported_logprobs, row.request, first, entries))
         return results
 
 
-def reported_states(row: PlanRow, last: Tensor) -> RowHidden:
+def row_ids(row: PlanRow, last: int | None) -> NDArray[np.int32]:
+    """Token ids of a row: int32 [count]. last: the token sampled last for its request. Raises ValueError for a row
+    whose tokens do not cover its positions."""
+    if not row.tokens:
+        if row.count != 1 or last is None:
+            raise ValueError(f"request {row.request} has no tokens for {row.count} positions at {row.start}")
+        return np.array([last], dtype=np.int32)
+    ids = np.frombuffer(row.tokens, dtype="<i4")
+    if len(ids) != row.count or row.count < 1:
+        raise ValueError(f"request {row.request} has {len(ids)} tokens for {row.count} positions at {row.start}")
+    return ids
+
+
+def _reported_logprobs(request: int, first: int, entries: Callable[[], list[TokenLogprob]]) -> PromptLogprobs:
+    return PromptLogprobs(request, pack_runs(first, entries()))
+
+
+def _reported_states(row: PlanRow, last: Tensor) -> RowHidden:
     """What a stage reports of a row that asks for hidden states. last: those of its last positions, [row.hidden, hidden
-    size]."""
+    size] in host memory."""
     dtype = DTYPE_NAMES[last.dtype]
-    states = last.contiguous().cpu().view(torch.uint8).numpy()
+    states = last.view(torch.uint8).numpy()
     if sys.byteorder == "big":
         states = states.reshape(-1, last.element_size())[:, ::-1]
     start = row.start + row.count - row.hidden

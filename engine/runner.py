@@ -1,7 +1,7 @@
 """Model runner of one stage: rows of a plan in; hidden states, sampled tokens and prompt logprobs out."""
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import NamedTuple, Protocol
@@ -44,7 +44,7 @@ from headrace.engine.model.fingerprint import fingerprint
 from headrace.engine.model.lora import LoraAdapter, distinct
 from headrace.engine.native.kernel_calls import Kernels, load_kernels
 from headrace.engine.request_images import RequestImages
-from headrace.engine.row_sampler import PlanResult, RowSampler
+from headrace.engine.row_sampler import FedTokens, PlanResult, RowSampler, Sampling
 
 log = logging.getLogger(__name__)
 WARM_UP_REQUEST = -1  # the scheduler numbers requests from 0
@@ -111,9 +111,8 @@ class Runner(Protocol):
         """Run once before the first plan, with so many tokens at most; pages of the pool are overwritten."""
         ...
 
-    def feed(self, tokens: Iterable[tuple[int, int]]) -> None:
-        """Take (request, token) pairs sampled elsewhere, on the last stage or its first shard, for rows without
-        tokens."""
+    def feed(self, fed: FedTokens) -> None:
+        """Take tokens sampled elsewhere, on the last stage or its first shard, for rows without tokens."""
         ...
 
     def join(self, agreement: Agreement) -> None:
@@ -131,11 +130,11 @@ class Runner(Protocol):
         """
         ...
 
-    def sample(self, rows: Sequence[PlanRow], hidden: Tensor) -> PlanResult:
+    def sample(self, rows: Sequence[PlanRow], hidden: Tensor) -> Sampling:
         """Sample tokens and compute prompt logprobs for the rows that ask for them, in row order.
 
         hidden: states [tokens, hidden size] after the last layer. All shards of the last stage call it; the first one
-        samples.
+        samples. On the CPU the result is finished.
         """
         ...
 
@@ -242,16 +241,16 @@ class ModelRunner:
                 incoming = torch.zeros(row.count, form.size, dtype=form.dtype, device=form.device)
             hidden = self.forward([row], incoming)
             if self._part.last:
-                self.sample([row], hidden)
+                self.sample([row], hidden).result()
         self.release(WARM_UP_REQUEST)
 
     def execute(self, rows: Sequence[PlanRow]) -> PlanResult:
         """Forward pass and sampling, where this stage is the only one. Raises what forward() raises."""
-        return self.sample(rows, self.forward(rows))
+        return self.sample(rows, self.forward(rows)).result()
 
-    def feed(self, tokens: Iterable[tuple[int, int]]) -> None:
+    def feed(self, fed: FedTokens) -> None:
         """See Runner."""
-        self._sampler.feed(tokens)
+        self._sampler.feed(fed)
 
     def forward(
         self, rows: Sequence[PlanRow], hidden: Tensor | None = None, agreement: Agreement | None = None
@@ -285,8 +284,7 @@ class ModelRunner:
             ranges = [np.arange(row.start, row.start + row.count) for row in rows]
             positions = place(np.concatenate(ranges), self.hidden_spec.device)
             if hidden is None:
-                ids = np.concatenate([row_ids(row, self._sampler.last(row.request)) for row in rows])
-                hidden = self._decoder.embed(place(ids.astype(np.int64), self.hidden_spec.device))
+                hidden = self._decoder.embed(self._sampler.token_ids(rows, self.hidden_spec.device))
             if agreed.cut:
                 halved = _cut_spans(spans, agreed.cut)
                 return self._decoder.forward_halves(hidden, positions, halved, agreed.cut)
@@ -297,7 +295,7 @@ class ModelRunner:
             raise ValueError(f"request {row.request} goes through adapter {row.adapter}, which is not here")
         return row.adapter
 
-    def sample(self, rows: Sequence[PlanRow], hidden: Tensor) -> PlanResult:
+    def sample(self, rows: Sequence[PlanRow], hidden: Tensor) -> Sampling:
         """See Runner and RowSampler."""
         return self._sampler.sample(rows, hidden)
 
@@ -309,19 +307,6 @@ class ModelRunner:
         """See Runner."""
         self._sampler.release(request)
         self._images.release(request)
-
-
-def row_ids(row: PlanRow, last: int | None) -> NDArray[np.int32]:
-    """Token ids of a row: int32 [count]. last: the token sampled last for its request. Raises ValueError for a row
-    whose tokens do not cover its positions."""
-    if not row.tokens:
-        if row.count != 1 or last is None:
-            raise ValueError(f"request {row.request} has no tokens for {row.count} positions at {row.start}")
-        return np.array([last], dtype=np.int32)
-    ids = np.frombuffer(row.tokens, dtype="<i4")
-    if len(ids) != row.count or row.count < 1:
-        raise ValueError(f"request {row.request} has {len(ids)} tokens for {row.count} positions at {row.start}")
-    return ids
 
 
 def _rotary(row: PlanRow) -> NDArray[np.int64] | None:

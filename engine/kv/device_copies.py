@@ -18,6 +18,14 @@ def place(values: NDArray[Any], device: torch.device) -> Tensor:
     return host if device.type == "cpu" else host.pin_memory().to(device, non_blocking=True)
 
 
+def begin_copy(values: Tensor) -> Tensor:
+    """A tensor in host memory: on the CPU itself, from a GPU a copy that is complete when the current stream is."""
+    if values.device.type == "cpu":
+        return values
+    host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+    return host.copy_(values, non_blocking=True)
+
+
 def select_rows(x: Tensor, rows: Sequence[int]) -> Tensor:
     """These rows of a tensor [n, ...]. An index in a list would make the host wait for the device."""
     return x.index_select(0, place(np.array(rows, np.int64), x.device))

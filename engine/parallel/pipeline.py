@@ -25,12 +25,11 @@ import torch
 import torch.distributed as dist
 
 from headrace.core.messages.orders import Forward, PlanRow
-from headrace.core.messages.stage_events import SampledToken
 from headrace.core.types.ranks.layout import Layout
 from headrace.engine.collectives.operations import breakable
 from headrace.engine.collectives.torch_collectives import begun
 from headrace.engine.parallel.groups import leave_groups
-from headrace.engine.row_sampler import PLACEHOLDER
+from headrace.engine.row_sampler import FedTokens, Sampling
 from headrace.engine.runner import HiddenSpec
 
 RELEASED = -1  # in the place of a released request
@@ -68,7 +67,8 @@ class PipelineLinks:
         self.first = place.stage == 0
         self.last = place.stage == layout.pp - 1
         self._sampler = layout.sampler(place.replica)
-        self._embeds_broadcast = self.first and rank != self._sampler  # the sampler knows its own tokens
+        self._samples = rank == self._sampler
+        self._embeds_broadcast = self.first and not self._samples  # the sampler knows its own tokens
         self._previous = rank - layout.dp * layout.tp  # same replica and shard; meaningless on the first stage
         self._next = rank + layout.dp * layout.tp
         self._hidden = hidden
@@ -103,40 +103,42 @@ class PipelineLinks:
             self._sends.append(_Posted(hidden, begun(dist.isend(hidden, self._next, tag=plan.seq % TAGS))))
         return hidden.numel() * hidden.element_size()
 
-    def broadcast(self, plan: Forward, samples: Sequence[SampledToken]) -> None:
-        """Start this rank's part of the broadcast of a plan's sampled tokens, without waiting for it.
+    def broadcast(self, plan: Forward, sampling: Sampling | None) -> None:
+        """Start this rank's part of the broadcast of a plan's sampled tokens, without waiting for it or for them.
 
-        samples: the plan's samples on the rank that samples, elsewhere empty. Only rows with `feeds` are broadcast,
-        PLACEHOLDER for those without a sample: their requests have failed.
+        sampling: of the plan on the last stage, elsewhere None. Only rows with `feeds` are broadcast, PLACEHOLDER for
+        those without a sample: their requests have failed.
         """
         feeding = [row.request for row in plan.rows if row.feeds]
         if not feeding or self._token_group is None:
             return
-        by_request = {sample.request: sample.token for sample in samples}
-        values = [by_request.get(request, PLACEHOLDER) for request in feeding]
-        tokens = torch.tensor(values, dtype=torch.int64, device=self._hidden.device)
+        if self._samples and sampling is not None:
+            tokens = sampling.fed(feeding)
+        else:
+            tokens = torch.empty(len(feeding), dtype=torch.int64, device=self._hidden.device)
         with breakable():
             while not self._embeds_broadcast and len(self._tokens) >= self._credits:
                 self._tokens.popleft().work.wait()
             work = begun(dist.broadcast(tokens, src=self._sampler, group=self._token_group, async_op=True))
             self._tokens.append(_PendingTokens(feeding, tokens, work))
 
-    def tokens_for(self, rows: Sequence[PlanRow]) -> list[tuple[int, int]]:
-        """(request, token) of every broadcast up to the newest one that these rows need, oldest first.
+    def tokens_for(self, rows: Sequence[PlanRow]) -> list[FedTokens]:
+        """The tokens of every broadcast up to the newest one that these rows need, oldest first.
 
-        Waits for them. Empty on ranks that embed no tokens, or have sampled them.
+        Waits for them; on a GPU the current stream does. Empty on ranks that embed no tokens, or have sampled them.
         """
         wanted = {row.request for row in rows if not row.tokens}
         if not wanted or not self._embeds_broadcast:
             return []
         newest = max((i for i, pending in enumerate(self._tokens) if wanted.intersection(pending.requests)), default=-1)
-        found: list[tuple[int, int]] = []
+        found: list[FedTokens] = []
         for _ in range(newest + 1):
             pending = self._tokens.popleft()
             with breakable():
                 pending.work.wait()
-            found.extend(zip(pending.requests, pending.tokens.tolist(), strict=True))
-        return [(request, token) for request, token in found if request != RELEASED]
+            places = {request: place for place, request in enumerate(pending.requests) if request != RELEASED}
+            found.append(FedTokens(places, pending.tokens))
+        return found
 
     def release(self, request: int) -> None:
         """Drop pending tokens of a request that has ended. Its number is never used again."""

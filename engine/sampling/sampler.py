@@ -39,11 +39,11 @@ class Sampler:
         """entropy: random numbers for requests without a seed."""
         self._entropy = entropy
 
-    def sample(self, logits: Tensor, rows: Sequence[SampleRow]) -> list[int]:
-        """Sample one token per row. logits: float32 [rows, vocabulary], not modified.
+    def sample(self, logits: Tensor, rows: Sequence[SampleRow]) -> Tensor:
+        """Sample one token per row: int64 [rows]. logits: float32 [rows, vocabulary], not modified.
 
-        Returns NO_TOKEN for a row with NaN or positive infinity, or with nothing above negative infinity. This is
-        decided on the device, and is part of the one copy of the tokens to the host.
+        Returns NO_TOKEN for a row with NaN or positive infinity, or with nothing above negative infinity. Everything is
+        decided on the device: the host waits for nothing.
         """
         given, logits = logits, _without_early_stops(logits, rows)
         tokens = logits.argmax(dim=-1)  # NaN counts as the largest
@@ -63,7 +63,7 @@ class Sampler:
                     tokens.index_copy_(0, places, draw_filtered(of_chosen, weights, params, uniform))
                 else:
                     tokens.index_copy_(0, places, invert(weights, uniform))
-        return torch.where(finite, tokens, NO_TOKEN).tolist()
+        return torch.where(finite, tokens, NO_TOKEN)
 
     def _uniform(self, row: SampleRow) -> float:
         if row.params.seed is None:
@@ -84,10 +84,10 @@ def needs_logits(rows: Sequence[SampleRow]) -> bool:
     )
 
 
-def greedy_tokens(logits: Tensor, tokens: Tensor) -> list[int]:
+def greedy_tokens(logits: Tensor, tokens: Tensor) -> Tensor:
     """What Sampler.sample() returns for rows that do not need their logits. logits, tokens: the largest logit of each
     row [rows], and its token."""
-    return torch.where(logits.isfinite(), tokens, NO_TOKEN).tolist()
+    return torch.where(logits.isfinite(), tokens, NO_TOKEN)
 
 
 def seeded_uniform(seed: int, position: int) -> float:

@@ -12,7 +12,7 @@ Every dtype of hidden states represents a byte exactly.
 
 import random
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Literal
 
@@ -36,8 +36,8 @@ from headrace.engine.layers.moe import ExpertRows
 from headrace.engine.layers.vocabulary import Best, best_of
 from headrace.engine.load_plan import LoadPlan
 from headrace.engine.model.stub import END, parse_stub
-from headrace.engine.row_sampler import PlanResult, RowSampler
-from headrace.engine.runner import WARM_UP_REQUEST, HiddenSpec, row_ids
+from headrace.engine.row_sampler import FedTokens, PlanResult, RowSampler, Sampling, nothing_sampled, row_ids
+from headrace.engine.runner import WARM_UP_REQUEST, HiddenSpec
 from headrace.engine.stub.experts import StubExperts, StubTime, mixed
 from headrace.engine.stub.states import StubStates, to_bytes, to_words
 
@@ -122,11 +122,11 @@ class StubRunner:
 
     def execute(self, rows: Sequence[PlanRow]) -> PlanResult:
         """Forward pass and sampling, where this stage is the only one. Raises what forward() raises."""
-        return self.sample(rows, self.forward(rows))
+        return self.sample(rows, self.forward(rows)).result()
 
-    def feed(self, tokens: Iterable[tuple[int, int]]) -> None:
+    def feed(self, fed: FedTokens) -> None:
         """See Runner."""
-        self._sampler.feed(tokens)
+        self._sampler.feed(fed)
 
     def release(self, request: int) -> None:
         """See Runner."""
@@ -198,9 +198,9 @@ class StubRunner:
             digest = digest + (yield from took)
         result[:, :16] = to_bytes(torch.stack((torch.cat(states), digest), 1)).to(self.hidden_spec.dtype)
 
-    def sample(self, rows: Sequence[PlanRow], hidden: Tensor) -> PlanResult:
+    def sample(self, rows: Sequence[PlanRow], hidden: Tensor) -> Sampling:
         """See Runner. Results are never nonfinite: all arithmetic is on integers."""
-        return PlanResult([], [], []) if self._tp.rank else self._sampler.sample(rows, hidden)
+        return nothing_sampled() if self._tp.rank else self._sampler.sample(rows, hidden)
 
     def _take_time(self, started: float, rows: Sequence[PlanRow]) -> None:
         """Sleep until the configured time since started has passed."""

@@ -2,7 +2,7 @@
 
 import os
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
@@ -37,6 +37,7 @@ from headrace.engine.collectives.operations import ALONE, Collectives
 from headrace.engine.layers.exchange import Exchange
 from headrace.engine.load_plan import plan_rank
 from headrace.engine.model.source import resolve_source
+from headrace.engine.row_sampler import FedTokens
 from headrace.engine.runner import ModelRunner
 from headrace.server.config.load import find_cpuinfo
 
@@ -274,3 +275,8 @@ def slots_of(model: PreTrainedModel, latents: torch.Tensor, rotated: torch.Tenso
     if model.config.model_type == "deepseek_v3":
         rotated = torch.stack(rotated.chunk(2, dim=-1), dim=-1).flatten(-2)
     return torch.cat((latents, rotated), dim=-1)
+
+
+def fed_tokens(tokens: Mapping[int, int]) -> FedTokens:
+    """Tokens by request, as another rank has sampled them."""
+    return FedTokens({request: place for place, request in enumerate(tokens)}, torch.tensor(list(tokens.values())))

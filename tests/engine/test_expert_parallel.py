@@ -60,7 +60,7 @@ def compute(runner: ModelRunner, replica: int, counts: Sequence[Sequence[int]]) 
     for rows, tokens in zip(plans_of(replica), counts, strict=True):
         hidden = runner.forward(rows, None, Agreement(tuple(tokens), max(tokens)) if tokens else None)
         if rows:
-            logprobs += [reported_logprobs(sample) for sample in runner.sample(rows, hidden).samples]
+            logprobs += [reported_logprobs(sample) for sample in runner.sample(rows, hidden).result().samples]
         else:
             assert hidden.shape == (0, runner.hidden_spec.size)
     prompts = prompts_of(replica)

@@ -55,7 +55,7 @@ def compute(stages: Sequence[ModelRunner], rows: Sequence[PlanRow]) -> tuple[Row
     for stage in stages:
         hidden = stage.forward(rows, hidden)
     assert hidden is not None
-    return stages[-1].sample(rows, hidden).hidden
+    return stages[-1].sample(rows, hidden).result().hidden
 
 
 def expected(saved: Saved) -> Tensor:

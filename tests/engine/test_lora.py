@@ -228,7 +228,7 @@ def test_stages_have_the_adapters_of_their_layers(sites: Sites, decoder: str) ->
     assert first.adapters == last.adapters
     rows = ["some", "", "all"]
     plan = [prompt.row(0, len(prompt.tokens), adapter=of) for prompt, of in prompts_of(first, rows)]
-    found = last.sample(plan, last.forward(plan, first.forward(plan))).samples
+    found = last.sample(plan, last.forward(plan, first.forward(plan))).result().samples
     close([reported_logprobs(sampled) for sampled in found], expected(site, rows))
 
 

@@ -117,7 +117,7 @@ def test_the_last_stage_reports_nan_of_the_first(saved: Models) -> None:
     good, bad = prompts([40, 40])
 
     def compute(rows: list[PlanRow]) -> list[int]:
-        return last.sample(rows, last.forward(rows, first.forward(rows))).nonfinite
+        return last.sample(rows, last.forward(rows, first.forward(rows))).result().nonfinite
 
     assert compute([good.row(0, 39), bad.row(0, 39)]) == []
     first.pool.tensor[bad.pages[0], 1, 0, 0, 0, 0] = torch.nan

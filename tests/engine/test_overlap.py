@@ -91,7 +91,7 @@ def compute(runner: ModelRunner, replica: int, agreed: Sequence[Agreement]) -> t
     for rows, each in zip(passes_of(replica), agreed, strict=True):
         hidden = runner.forward(rows, None, each)
         if rows:
-            logprobs += [reported_logprobs(sample) for sample in runner.sample(rows, hidden).samples]
+            logprobs += [reported_logprobs(sample) for sample in runner.sample(rows, hidden).result().samples]
     return logprobs, [pool_tokens(runner, prompt.pages, len(prompt.tokens)) for prompt in prompts_of(replica)]
 
 
@@ -195,7 +195,7 @@ def compute_stub(runner: StubRunner, virtual: VirtualTime, replica: int, agreed:
         began = virtual.now
         if rows:
             hidden = runner.forward(rows, None, each)
-            tokens += [sample.token for sample in runner.sample(rows, hidden).samples]
+            tokens += [sample.token for sample in runner.sample(rows, hidden).result().samples]
         else:
             runner.join(each)
         seconds.append(virtual.now - began)

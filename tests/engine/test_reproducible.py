@@ -237,7 +237,7 @@ def staged(runners: list[ModelRunner]) -> Execute:
         for runner in runners:
             hidden = runner.forward(rows, hidden)
         assert hidden is not None
-        return runners[-1].sample(rows, hidden)
+        return runners[-1].sample(rows, hidden).result()
 
     return execute
 

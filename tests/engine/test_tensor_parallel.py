@@ -23,6 +23,7 @@ from tests.engine.models import (
     VOCABULARY,
     Prompt,
     Saved,
+    fed_tokens,
     make_runner,
     pool_tokens,
     random_tokens,
@@ -74,7 +75,7 @@ class Texts:
         found = {sampled.request: sampled.token for sampled in result.samples}
         mine = torch.tensor([found.get(row.request, -1) for row in rows])
         tokens = dict(zip((row.request for row in rows), self._tp.broadcast(mine, 0).wait().tolist(), strict=True))
-        self._runner.feed((request, token) for request, token in tokens.items() if token >= 0)
+        self._runner.feed(fed_tokens({request: token for request, token in tokens.items() if token >= 0}))
         return result, tokens
 
     def decode(self, prompts: Sequence[Prompt], count: int, params: Sequence[SamplingParams]) -> list[list[int]]:
@@ -104,7 +105,7 @@ def compute(tp: Collectives, folder: Path, chunk: int, **options: Any) -> Comput
         following = {"next_token": prompt.tokens[end]} if end < LENGTH else {}
         row = prompt.row(start, end - start, prompt_logprobs=VOCABULARY, **following)
         hidden = runner.forward([row])
-        result = runner.sample([row], hidden)
+        result = runner.sample([row], hidden).result()
         seen += result.samples
         entries += _entries(result.prompt_logprobs)
     kv = pool_tokens(runner, prompt.pages, LENGTH).clone()
@@ -272,7 +273,7 @@ def test_stages_of_shards_equal_one_rank(reshaped: Models) -> None:
         hidden = runners[1].forward(rows, runners[0].forward(rows))
         geometries = [runner.geometry for runner in runners]
         shapes = [(each.layer_start, each.layers, each.head_start, each.kv_heads) for each in geometries]
-        return runners[1].sample(rows, hidden).samples, shapes
+        return runners[1].sample(rows, hidden).result().samples, shapes
 
     (samples, first), (_, second) = run_ranks(2, work)
     assert_close(reported_logprobs(samples[0]), reference(saved.model, prompt.tokens)[0][-1])

@@ -141,7 +141,7 @@ def decoded(runners: list[ModelRunner], given: Example, tokens: list[int], cuts:
         for runner in runners:
             hidden = runner.forward([*beside, row], hidden)
         assert hidden is not None
-        samples = {each.request: each for each in runners[-1].sample([*beside, row], hidden).samples}
+        samples = {each.request: each for each in runners[-1].sample([*beside, row], hidden).result().samples}
         if 1 in samples:
             found.append(reported_logprobs(samples[1]))
     return torch.stack(found)

@@ -120,7 +120,7 @@ def passed(runners: Sequence[ModelRunner], batches: Iterable[Sequence[PlanRow]])
         for runner in runners:
             hidden = runner.forward(rows, hidden)
         assert hidden is not None
-        samples = {each.request: each for each in runners[-1].sample(rows, hidden).samples}
+        samples = {each.request: each for each in runners[-1].sample(rows, hidden).result().samples}
         if 1 in samples:
             found.append(reported_logprobs(samples[1]))
     return torch.stack(found) if found else torch.empty(0)

@@ -16,7 +16,7 @@ from headrace.core.types.kv.geometry import Geometry
 from headrace.engine.kv.device_copies import place
 from headrace.engine.kv.device_pages import BLOCK_BYTES, DevicePages
 from headrace.engine.kv.pool import KVPool
-from headrace.engine.outbox import ComputedPlan, DeviceOutbox, EventOutbox, PlanOutbox
+from headrace.engine.outbox import ComputedPlan, DeviceOutbox, EventOutbox, PlanOutbox, QueuedPlan
 from headrace.engine.telemetry.meter import Meter
 from headrace.transfer.protocol.page_store import PageSlice
 from tests.engine.cuda.fake_gpu import FakeGpu
@@ -246,7 +246,7 @@ class Reports:
         self._bench.compute(page)
         self._meter.mark()
         run, seconds = self._meter.end()
-        self._reports.post(ComputedPlan(run, PlanDone(stage=0, seq=1, duration_s=seconds)))
+        self._reports.post(QueuedPlan(run, 0, seconds))
         assert self._outbox.reader.poll(DEADLINE_MS)
         item = self._outbox.drain()[0]
         assert isinstance(item, ComputedPlan)

@@ -53,12 +53,12 @@ def test_logits_and_greedy_tokens_of_any_split(data: st.DataObject) -> None:
     def work(tp: Collectives) -> tuple[Tensor, list[int]]:
         shard, head = parts[tp.rank]
         made = Vocabulary(vocabulary, head, head, GivenLogits(), shard, tp)
-        return made.logits(logits), greedy_tokens(*made.best(logits))
+        return made.logits(logits), greedy_tokens(*made.best(logits)).tolist()
 
     (gathered, tokens), *others = run_ranks(tp, work)
     assert torch.equal(gathered.nan_to_num(7.0), logits.nan_to_num(7.0))
     greedy = [SampleRow(SamplingParams(temperature=0.0), 1, 0)] * rows
-    assert tokens == Sampler(random.Random(0)).sample(logits, greedy)
+    assert tokens == Sampler(random.Random(0)).sample(logits, greedy).tolist()
     assert all(len(elsewhere) == 0 and found == [] for elsewhere, found in others)
 
 

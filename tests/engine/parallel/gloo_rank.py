@@ -17,7 +17,7 @@ from headrace.core.types.ranks.layout import Layout
 from headrace.engine.collectives.torch_collectives import make_group
 from headrace.engine.parallel.pipeline import PipelineLinks
 from headrace.engine.runner import HiddenSpec
-from tests.engine.parallel.test_pipeline_links import plan, sampled, taking
+from tests.engine.parallel.test_pipeline_links import plan, sampled, taken
 from tests.usage import usage
 
 TIMEOUT_S = 60.0
@@ -63,14 +63,14 @@ def _pass(links: PipelineLinks, number: int, kept: Kept) -> None:
     """One plan on this rank. The first stage takes the token of the plan that has to be done before."""
     each = plan(number, number, count=ROWS)
     if links.first and (done := number - CREDITS) > 0:
-        assert links.tokens_for(taking(done)) == [(done, done)]
+        assert taken(links, done) == [(done, done)]
     links.post_receive(each)
     received = links.receive(each)
     hidden = torch.full((ROWS, WIDTH), float(number)) if received is None else received + 1
     if not links.last:
         kept.add(hidden)
         links.send(each, hidden)
-    links.broadcast(each, sampled((number, number)) if links.last else [])
+    links.broadcast(each, sampled((number, number)) if links.last else None)
 
 
 @contextmanager

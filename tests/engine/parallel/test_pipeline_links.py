@@ -10,13 +10,13 @@ import pytest
 import torch
 
 from headrace.core.messages.orders import Forward, PlanRow
-from headrace.core.messages.stage_events import SampledToken
 from headrace.core.types.packed import pack
 from headrace.core.types.ranks.layout import Layout
 from headrace.engine.collectives.operations import LinkBroken
 from headrace.engine.parallel.pipeline import PipelineLinks
-from headrace.engine.row_sampler import PLACEHOLDER
+from headrace.engine.row_sampler import PLACEHOLDER, Sampling
 from headrace.engine.runner import HiddenSpec
+from headrace.engine.sampling.sampler import NO_TOKEN
 from tests.engine.parallel.thread_world import World
 
 SPEC = HiddenSpec(2, torch.float32, torch.device("cpu"))
@@ -55,14 +55,22 @@ def taking(*requests: int) -> list[PlanRow]:
     return [PlanRow(request, 1, 1, pack([0])) for request in requests]
 
 
-def sampled(*pairs: tuple[int, int]) -> Sequence[SampledToken]:
-    return [SampledToken(*pair) for pair in pairs]
+def sampled(*pairs: tuple[int, int]) -> Sampling:
+    return Sampling([request for request, _ in pairs], torch.tensor([token for _, token in pairs]), lambda: None)
+
+
+def taken(links: PipelineLinks, *requests: int) -> list[tuple[int, int]]:
+    """Tokens that rows of these requests get, and those before them."""
+    return [
+        (each, int(fed.tokens[at])) for fed in links.tokens_for(taking(*requests)) for each, at in fed.places.items()
+    ]
 
 
 def broadcast(ranks: Sequence[Rank], seq: int, requests: Sequence[int], *pairs: tuple[int, int]) -> None:
     """One plan's tokens: the last rank has sampled them."""
+    drawn = sampled(*((request, dict(pairs).get(request, NO_TOKEN)) for request in requests))
     for rank in reversed(ranks):
-        rank.links.broadcast(plan(seq, *requests), sampled(*pairs) if rank is ranks[-1] else [])
+        rank.links.broadcast(plan(seq, *requests), drawn if rank is ranks[-1] else None)
 
 
 @pytest.fixture
@@ -93,27 +101,27 @@ def test_tokens_come_oldest_first_up_to_the_newest_that_is_needed(ranks: list[Ra
     assert first.tokens_for([PlanRow(5, 0, 1, pack([0]), pack([1]))]) == [], (
         "a row with tokens of its own waits for none"
     )
-    assert first.tokens_for(taking(11)) == [(10, 100), (11, 110)]
-    assert first.tokens_for(taking(10)) == [(12, 120), (10, 101)]
-    assert first.tokens_for(taking(10)) == [], "each comes once"
+    assert taken(first, 11) == [(10, 100), (11, 110)]
+    assert taken(first, 10) == [(12, 120), (10, 101)]
+    assert taken(first, 10) == [], "each comes once"
 
 
 def test_only_ranks_that_embed_and_do_not_sample_take_tokens(ranks: list[Rank]) -> None:
     broadcast(ranks, 1, [10], (10, 100))
-    assert [rank.links.tokens_for(taking(10)) for rank in ranks] == [[(10, 100)], [], []]
+    assert [taken(rank.links, 10) for rank in ranks] == [[(10, 100)], [], []]
 
 
 def test_what_feeds_no_later_row_is_not_broadcast(ranks: list[Rank], world: World) -> None:
     for rank in reversed(ranks):
-        rank.links.broadcast(plan(1, 10, feeds=False), sampled((10, 100)) if rank is ranks[-1] else [])
-    assert ranks[0].links.tokens_for(taking(10)) == []
+        rank.links.broadcast(plan(1, 10, feeds=False), sampled((10, 100)) if rank is ranks[-1] else None)
+    assert taken(ranks[0].links, 10) == []
     assert not world.has(("tokens", 1))
 
 
 def test_a_request_without_a_sample_is_fed_a_placeholder(ranks: list[Rank]) -> None:
     """Its row came out NaN: rows that are planned already have to have some token."""
     broadcast(ranks, 1, [10, 11], (11, 110))
-    assert ranks[0].links.tokens_for(taking(10)) == [(10, PLACEHOLDER), (11, 110)]
+    assert taken(ranks[0].links, 10) == [(10, PLACEHOLDER), (11, 110)]
 
 
 def test_a_request_that_is_released_while_its_token_is_pending_has_none(ranks: list[Rank]) -> None:
@@ -123,20 +131,20 @@ def test_a_request_that_is_released_while_its_token_is_pending_has_none(ranks: l
     broadcast(ranks, 3, [12], (12, 120))
     first = ranks[0].links
     first.release(10)
-    assert first.tokens_for(taking(11)) == [(11, 110)]
+    assert taken(first, 11) == [(11, 110)]
     first.release(99)
-    assert first.tokens_for(taking(12)) == [(12, 120)]
+    assert taken(first, 12) == [(12, 120)]
 
 
 def test_a_release_before_the_sampler_has_come_to_the_plan_waits_for_nothing(ranks: list[Rank]) -> None:
     """The first stage runs ahead: it has begun its part of the broadcasts, and no token of them exists yet."""
     first = ranks[0].links
-    first.broadcast(plan(1, 10), [])
-    first.broadcast(plan(2, 11), [])
+    first.broadcast(plan(1, 10), None)
+    first.broadcast(plan(2, 11), None)
     first.release(10)
     for seq, request in ((1, 10), (2, 11)):
         ranks[2].links.broadcast(plan(seq, request), sampled((request, 10 * request)))
-    assert ranks[0].links.tokens_for(taking(11)) == [(11, 110)], "the first broadcast keeps its turn"
+    assert taken(ranks[0].links, 11) == [(11, 110)], "the first broadcast keeps its turn"
 
 
 def test_only_plans_in_flight_are_remembered(ranks: list[Rank], world: World) -> None:
@@ -159,7 +167,7 @@ def test_only_plans_in_flight_are_remembered(ranks: list[Rank], world: World) ->
                 rank.links.send(done, torch.zeros(1, 2))
         for rank in (last, middle):
             rank.links.broadcast(done, sampled((number, 7)) if rank is last else [])
-        assert first.links.tokens_for(taking(number)) == [(number, 7)]
+        assert taken(first.links, number) == [(number, 7)]
 
 
 def test_a_single_rank_has_nothing_to_send_or_wait_for(world: World) -> None:
@@ -167,7 +175,7 @@ def test_a_single_rank_has_nothing_to_send_or_wait_for(world: World) -> None:
     alone.post_receive(plan(1, 10))
     assert alone.receive(plan(1, 10)) is None
     alone.broadcast(plan(1, 10), sampled((10, 100)))
-    assert alone.tokens_for(taking(10)) == []
+    assert taken(alone, 10) == []
     alone.release(10)
 
 

@@ -45,7 +45,7 @@ from headrace.engine.load_plan import plan_rank
 from headrace.engine.loop import StageLoop
 from headrace.engine.model.source import load_spec, resolve_source
 from headrace.engine.orders import OrderCheck
-from headrace.engine.outbox import ComputedPlan
+from headrace.engine.outbox import QueuedPlan
 from headrace.engine.parallel.layer_split import ranges
 from headrace.engine.parallel.offers import offer
 from headrace.engine.parallel.pipeline import PipelineLinks
@@ -274,7 +274,7 @@ class ThreadServer:
     def _take(self, item: Any) -> None:
         if isinstance(item, BaseException):
             return  # see failures
-        event = item.done if isinstance(item, ComputedPlan) else item
+        event = item.computed().done if isinstance(item, QueuedPlan) else item
         self._do(self._scheduler.handle(event, time.monotonic()))
 
     def _do(self, effects: Sequence[Effect]) -> list[Order]:

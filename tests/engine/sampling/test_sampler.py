@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headrace.core.types.requests.request import SamplingParams
-from headrace.engine.sampling.logprobs import token_logprobs
+from headrace.engine.sampling.logprobs import sampled_logprobs
 from headrace.engine.sampling.sampler import NO_TOKEN, Sampler, SampleRow, seeded_uniform
 
 SIZE = 23
@@ -56,7 +56,7 @@ def random_logits(rows: int, seed: int) -> torch.Tensor:
 
 
 def sample(logits: torch.Tensor, rows: list[SampleRow], seed: int = 0) -> list[int]:
-    return Sampler(random.Random(seed)).sample(logits, rows)
+    return Sampler(random.Random(seed)).sample(logits, rows).tolist()
 
 
 @settings(max_examples=150, deadline=None)
@@ -181,14 +181,16 @@ def test_a_forbidden_stop_token_with_nan_is_found_too() -> None:
 
 
 def test_logprobs_that_are_infinite_are_told_as_the_lowest_number() -> None:
-    (entry,) = token_logprobs(torch.tensor([[0.0, -math.inf, 1.0]]), [1], [3])
+    (entry,) = sampled_logprobs(torch.tensor([[0.0, -math.inf, 1.0]]), torch.tensor([1]), [3])([1])
+    assert entry is not None
     lowest = torch.finfo(torch.float32).min
     assert (entry.logprob, entry.top_ids[2], entry.top_logprobs[2]) == (lowest, 1, lowest)
 
 
 def test_logprobs_are_of_the_unscaled_logits() -> None:
     logits = random_logits(3, 7)
-    entries = token_logprobs(logits, [5, 0, 22], [0, 2, SIZE + 9])
+    tokens = [5, 0, 22]
+    entries = sampled_logprobs(logits, torch.tensor(tokens), [0, 2, SIZE + 9])(tokens)
     expected = torch.log_softmax(logits, -1)
     assert [entry.token for entry in entries] == [5, 0, 22]
     for row, entry in enumerate(entries):

@@ -25,6 +25,7 @@ from headrace.engine.model.stub import parse_stub
 from headrace.engine.runner import Runner
 from headrace.engine.stub.runner import StubRunner, fault_in
 from tests.engine.collectives.threads import run_ranks
+from tests.engine.models import fed_tokens
 
 PAGES = 110
 GREEDY = SamplingParams(temperature=0.0)
@@ -49,9 +50,9 @@ def through(stages: Sequence[Runner], rows: Sequence[PlanRow]) -> dict[int, int]
     for stage in stages:
         hidden = stage.forward(rows, hidden)
     assert hidden is not None
-    samples = stages[-1].sample(rows, hidden)[0]
+    samples = stages[-1].sample(rows, hidden).result()[0]
     for stage in stages:
-        stage.feed((sample.request, sample.token) for sample in samples)
+        stage.feed(fed_tokens({sample.request: sample.token for sample in samples}))
     return {sample.request: sample.token for sample in samples}
 
 
@@ -251,12 +252,12 @@ def one_shard(tp: Collectives, model: str, work: Callable[[StubRunner], None] | 
     rows = [row(1, 0, PROMPT[:11], pages), row(1, 11, PROMPT[11:], pages, sample=True)]
     rows += [PlanRow(1, len(PROMPT) + step, 1, pack(pages), sample=GREEDY) for step in range(3)]
     for each in rows:
-        samples = made.sample([each], made.forward([each]))[0]
+        samples = made.sample([each], made.forward([each])).result()[0]
         assert tp.rank == 0 or not samples
         if each.sample is not None:
             mine = samples[0].token if samples else 0
             found.append(int(tp.broadcast(torch.tensor([mine]), 0).wait()))
-            made.feed([(1, found[-1])])
+            made.feed(fed_tokens({1: found[-1]}))
         elif work is not None:
             work(made)
     return found
@@ -339,7 +340,7 @@ def test_hidden_states_depend_on_the_prompt_alone() -> None:
             for stage in stages:
                 hidden = stage.forward(rows, hidden)
             assert hidden is not None
-            [report] = stages[-1].sample(rows, hidden).hidden
+            [report] = stages[-1].sample(rows, hidden).result().hidden
             assert (report.states.start, report.states.size) == (start, 16)
             found += [report.states.at(start + index).data for index in range(len(part))]  # type: ignore[union-attr]
         return found
