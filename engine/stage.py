@@ -164,6 +164,7 @@ def _data_sockets(
     offer: Offer,
 ) -> tuple[Sender, Receiver]:
     """The sender and the receiver of this rank's KV. shared: what it offers to peers."""
+    memory.register(runner.pool)
     store = _page_store(config, runner.pool)
     sender = Sender(
         config.transfer,

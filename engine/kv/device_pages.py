@@ -22,8 +22,10 @@ from headrace.core.types.kv.geometry import Geometry, ceil_div
 from headrace.engine.kv.device_copies import DeviceCopies, place
 from headrace.engine.kv.pinned_blocks import PinnedLease, pinned_blocks
 from headrace.engine.kv.pool import KVPool
+from headrace.transfer.backends.device_memory import DeviceMemory
+from headrace.transfer.backends.strided_pool import StridedPool, c_order
 from headrace.transfer.protocol.layout import WHOLE, Box
-from headrace.transfer.protocol.page_store import Completed, Handle, PageSlice
+from headrace.transfer.protocol.page_store import Completed, Handle, PageSlice, PageStore
 
 BLOCK_BYTES = 16 << 20  # a copy of this size takes all of a link's bandwidth
 CHUNKS = 2  # that pinned memory has room for
@@ -124,12 +126,19 @@ def pinned_bytes(geometry: Geometry, chunk_tokens: int) -> int:
     return max(CHUNKS * chunk, LEAST_PINNED_BYTES)
 
 
-class DevicePages:
+def device_memory(pool: KVPool) -> DeviceMemory:
+    """Where the pool of a GPU lies."""
+    return DeviceMemory(pool.memory.data_ptr(), pool.memory.nbytes, pool.memory.device.index or 0)
+
+
+class DevicePages(PageStore):
     """A SourceStore: the pool of a GPU. Used by one thread.
 
     Pages are read when the plans that write them are known to be done (outbox.py), and written while no plan uses them
     that is not done.
     """
+
+    on_device = True
 
     def __init__(self, pool: KVPool, pinned_bytes: int) -> None:
         """pinned_bytes: host memory that copies go through."""
@@ -139,6 +148,7 @@ class DevicePages:
         self._copies = DeviceCopies(self._device)
         largest = max(tensor[0].nbytes for tensor in pool.tensors.values())
         self._blocks = pinned_blocks(pinned_bytes, largest, BLOCK_BYTES)
+        self._in_place: StridedPool | None = None
         self._batch: list[tuple[PageSlice, Bytes]] = []  # to be written by flush()
         self._writes: deque[tuple[DeviceWrite, PinnedLease]] = deque()  # under way, in their order
 
@@ -152,6 +162,13 @@ class DevicePages:
     def read(self, page: int, first_slot: int, count: int, box: Box = WHOLE) -> Bytes:
         """As view()."""
         return self.view(page, first_slot, count, box)
+
+    def in_place(self) -> StridedPool:
+        """See SourceStore."""
+        if self._in_place is None:
+            layout = c_order(self._pool.geometry, self._pool.pages)
+            self._in_place = StridedPool(self._pool.geometry, layout, device_memory(self._pool).array())
+        return self._in_place
 
     def begin_read(self, pieces: Iterable[PageSlice], held: int = 0) -> DeviceRead | None:
         """See SourceStore. Raises what KVPool.check() raises."""

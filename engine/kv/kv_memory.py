@@ -7,7 +7,10 @@ from headrace.core.config import StageConfig
 from headrace.core.types.kv.backends import FAKE, NIXL, SHM, PoolMemory
 from headrace.core.types.kv.geometry import Geometry
 from headrace.core.types.peers.addresses import is_loopback
+from headrace.engine.kv.device_pages import device_memory
+from headrace.engine.kv.pool import KVPool
 from headrace.transfer.backends.base import FakeTransport, RegisteredPool, Transport
+from headrace.transfer.backends.device_memory import DeviceMemory
 from headrace.transfer.backends.shm import SharedPool, ShmTransport, host_token
 from headrace.transfer.backends.strided_pool import c_order
 
@@ -48,14 +51,16 @@ class KvMemory:
 
         None where neither is configured or works: the pool then takes memory of its own.
         """
-        shared = self._share(geometry, pages)
-        if NIXL not in self._configured:
-            return shared
-        if not self._on_cpu:
-            log.warning("NIXL is not used: the KV pool is not on the CPU")
-            return shared
-        size = geometry.pool_bytes(pages)
-        return self._register(geometry, pages, memoryview(mmap.mmap(-1, size)) if shared is None else shared)
+        memory = self._share(geometry, pages)
+        if NIXL in self._configured and self._on_cpu:
+            memory = memory or memoryview(mmap.mmap(-1, geometry.pool_bytes(pages)))
+            self._register(geometry, pages, memory)
+        return memory
+
+    def register(self, pool: KVPool) -> None:
+        """Register the pool of a GPU, which has been allocated there, with NIXL where that is configured."""
+        if NIXL in self._configured and not self._on_cpu:
+            self._register(pool.geometry, pool.pages, device_memory(pool))
 
     def close(self) -> None:
         """Remove the shared memory."""
@@ -75,12 +80,12 @@ class KvMemory:
         self.registered_pools[SHM] = self._pool
         return self._pool.buffer
 
-    def _register(self, geometry: Geometry, pages: int, memory: memoryview) -> memoryview:
+    def _register(self, geometry: Geometry, pages: int, memory: memoryview | DeviceMemory) -> None:
         try:
             from headrace.transfer.backends.nixl import LOOPBACK, VERSION, NixlRegisteredPool, NixlTransport
         except ImportError as error:
             log.warning("NIXL is not used: %s; install headrace[nixl]", error)
-            return memory
+            return
         devices = LOOPBACK if self._loopback else ""
         try:
             if self._decodes:
@@ -91,6 +96,5 @@ class KvMemory:
                 self.transports[NIXL] = NixlTransport(memory, devices)
         except OSError as error:
             log.warning("NIXL is not used: %s", error)
-            return memory
+            return
         self.nixl = VERSION
-        return memory

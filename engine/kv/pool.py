@@ -45,6 +45,8 @@ class KVPool(PageStore):
             memory = torch.frombuffer(buffer, dtype=torch.uint8)
         self.state_slots = geometry.slots_for(pages)
         """Requests that have a state here at a time."""
+        self.memory = memory
+        """All of it: uint8 [bytes]."""
         self.tensors = _views(geometry, pages, memory)
         """By name, each [pages, layers, planes, kv_heads, page_size, head_dim]; states have slots, see Component."""
         self.tensor = next(iter(self.tensors.values()))
@@ -98,6 +100,10 @@ class KVPool(PageStore):
         """Set slots [first_slot, first_slot + count) from bytes of the shape that read() returns. Raises what view()
         raises."""
         self.view(page, first_slot, count, box)[...] = data
+
+    def in_place(self) -> "KVPool":
+        """Itself."""
+        return self
 
     def begin_read(self, pieces: Iterable[PageSlice], held: int = 0) -> ReadInPlace:
         """Done at once."""

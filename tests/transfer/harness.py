@@ -131,6 +131,8 @@ class Pair:
         transports: Mapping[str, Transport] | None = None,
         registered_pools: Mapping[str, RegisteredPool] | None = None,
         memory: PoolMemory | None = None,
+        store: ArrayPageStore | None = None,
+        target: ArrayPageStore | None = None,
     ) -> None:
         self.source, self.destination, self.backend = source, destination, backend
         self.shared = SharedPool(c_order(destination, pages)) if backend == SHM else None
@@ -138,8 +140,10 @@ class Pair:
         self.memory = (memory,) if memory is not None else (shared,) if shared is not None else ()
         self.session = session
         self.window = config.window_bytes
-        self.store = random_store(source, pages, seed=1)
-        self.target = random_store(destination, pages, seed=2, memory=self.shared.buffer if self.shared else None)
+        self.store = store or random_store(source, pages, seed=1)
+        self.target = target or random_store(
+            destination, pages, seed=2, memory=self.shared.buffer if self.shared else None
+        )
         self.sender = Sender(
             config,
             stage=0,

@@ -36,6 +36,11 @@ class CompletedWrite(NamedTuple):
 class RemotePages(Protocol):
     """KV pool of one stage of a peer, writable by a sending stage. Base class of the backends' own."""
 
+    by_address: bool = False
+    """Whether it takes data from where our pool is, in the memory of a GPU."""
+    unchecked: bool = False
+    """Whether chunks have no checksum, since our pool or the peer's is in the memory of a GPU."""
+
     def write(self, page: int, first_slot: int, count: int, data: Bytes, box: Box = WHOLE) -> None:
         """Start copying data into slots, as PageStore.write; data must not change until the handle of the next flush()
         is done. Raises IndexError for a page or slots outside the pool."""

@@ -6,15 +6,19 @@
     session over: that agent is destroyed, and with it        forget the peer
     the memory's key and the endpoint that would execute writes
 
+Either pool may be in the memory of a GPU, which the network card reads or writes by itself where it can (GPUDirect),
+else UCX by way of the host. What is written there has no checksum.
+
 So the owner takes the right to write back by itself, whatever the writer does, even if it is stopped in the middle of
 a write and goes on later. That holds for transports where a write needs the owner's network card or its own process
-(RDMA, TCP). Where the writer's process itself writes into the owner's memory (UCX's cma, xpmem, knem) it does not, so
-those are switched off: on one host there is backends/shm.py.
+(RDMA, TCP). Where the writer's process itself writes into the owner's memory (UCX's cma, xpmem, knem, cuda_ipc) it does
+not, so those are switched off: on one host there is backends/shm.py.
 """
 
 import contextlib
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 from msgspec.structs import asdict
@@ -23,13 +27,15 @@ from nixl import _bindings as nixl
 from headrace.core.types.kv.backends import NixlAccess, NixlMemory, Placement, PoolMemory
 from headrace.core.types.kv.geometry import Geometry
 from headrace.transfer.backends.base import RemotePages
+from headrace.transfer.backends.device_memory import DeviceMemory
 from headrace.transfer.backends.strided_pool import Offsets, c_order, check_slots, page_numbers, placed, runs
 from headrace.transfer.protocol.layout import WHOLE, Box, Bytes
 from headrace.transfer.protocol.page_store import SourcePages
 
 VERSION = "1.5"  # of the agents' metadata; agents of one minor version are compatible
 PROGRESS_US = 10_000  # longest sleep of an agent's progress thread
-UCX_OPTIONS = "SHM_DEVICES="  # no transports between processes of one host
+UCX_OPTIONS = ("SHM_DEVICES=", "TLS=^cuda_ipc")  # no transports between processes of one host
+HOST = -1  # device of host memory
 LOOPBACK = "lo"
 ERRORS = (
     nixl.nixlBackendError,
@@ -54,11 +60,12 @@ class Agent:
     there, or cannot register the memory.
     """
 
-    def __init__(self, memory: memoryview, devices: str, *, same_host: bool = False) -> None:
+    def __init__(self, memory: memoryview | DeviceMemory, devices: str, *, same_host: bool = False) -> None:
         self.name = secrets.token_hex(16)
-        self._memory = np.frombuffer(memory, np.uint8)
+        self.device = memory.device if isinstance(memory, DeviceMemory) else HOST
+        self._memory = memory.array() if isinstance(memory, DeviceMemory) else np.frombuffer(memory, np.uint8)
         self.address = int(self._memory.ctypes.data)
-        options = [] if same_host else [UCX_OPTIONS]
+        options = [] if same_host else [*UCX_OPTIONS]
         options += [f"NET_DEVICES={devices}"] if devices else []
         config = nixl.nixlAgentConfig()
         config.useProgThread = True
@@ -69,7 +76,8 @@ class Agent:
             self._backends = [
                 self.nixl.createBackend("UCX", {"engine_config": ",".join(options), "ucx_error_handling_mode": "peer"})
             ]
-            self._regions = nixl.nixlRegDList(nixl.DRAM_SEG, [(self.address, self._memory.nbytes, 0, "")])
+            region = self.address, self._memory.nbytes, max(0, self.device), ""
+            self._regions = nixl.nixlRegDList(_segment(self.device), [region])
             self.nixl.registerMem(self._regions, self._backends)
 
     def metadata(self) -> bytes:
@@ -87,9 +95,10 @@ class Agent:
 class NixlRegisteredPool:
     """A pool that peers write into by NIXL: a RegisteredPool. memory: of the pool, in C order."""
 
-    def __init__(self, geometry: Geometry, pages: int, memory: memoryview, devices: str = "") -> None:
+    def __init__(self, geometry: Geometry, pages: int, memory: memoryview | DeviceMemory, devices: str = "") -> None:
         """Raises OSError if there is no transport."""
-        self.memory = NixlMemory(version=VERSION, **asdict(c_order(geometry, pages)))
+        device = memory.device if isinstance(memory, DeviceMemory) else HOST
+        self.memory = NixlMemory(version=VERSION, device=device, **asdict(c_order(geometry, pages)))
         self._pool = memory
         self._devices = devices
         self._agents: dict[str, Agent] = {}
@@ -120,10 +129,10 @@ class NixlRegisteredPool:
 
 
 class NixlTransport:
-    """Transport of a stage whose own pool is in host memory."""
+    """Transport of a stage."""
 
-    def __init__(self, memory: memoryview, devices: str = "") -> None:
-        """Raises OSError when there is no transport."""
+    def __init__(self, memory: memoryview | DeviceMemory, devices: str = "") -> None:
+        """memory: of the stage's own pool. Raises OSError when there is no transport."""
         self._agent = Agent(memory, devices)
         self._open: set[str] = set()
 
@@ -206,6 +215,9 @@ class NixlPages(RemotePages):
         }
         self._whole = _dense_place(geometry, memory.pages, places)
         self._names = names
+        self._segments = (agent.device, memory.device)  # ours, theirs
+        self.by_address = agent.device != HOST
+        self.unchecked = self.by_address or memory.device != HOST
         self._batch: list[tuple[Offsets, Offsets, int]] = []
         self._writes: list[NixlRemoteWrite] = []
 
@@ -239,8 +251,11 @@ class NixlPages(RemotePages):
         sources, targets = (np.concatenate([part[side] for part in batch]) for side in (0, 1))
         lengths = np.repeat([length for _, _, length in batch], [len(here) for here, _, _ in batch])
         here, there = (
-            nixl.nixlXferDList(nixl.DRAM_SEG, np.stack([side, lengths, np.zeros_like(side)], axis=1).astype(np.uint64))
-            for side in (sources, targets)
+            nixl.nixlXferDList(
+                _segment(device),
+                np.stack([side, lengths, np.full_like(side, max(0, device))], axis=1).astype(np.uint64),
+            )
+            for side, device in zip((sources, targets), self._segments, strict=True)
         )
         agent = self._agent.nixl
         try:
@@ -269,6 +284,11 @@ class NixlPages(RemotePages):
         self._writes = [write for write in self._writes if not write.done]
         self._writes.append(begun)
         return begun
+
+
+def _segment(device: int) -> Any:
+    """NIXL's kind of memory: of a GPU, or of the host."""
+    return nixl.DRAM_SEG if device == HOST else nixl.VRAM_SEG
 
 
 def _dense_place(geometry: Geometry, pages: int, places: Mapping[str, Placement]) -> Placement | None:

@@ -108,6 +108,10 @@ class StridedPool(PageStore):
         """Copy data into slots. Raises IndexError."""
         self.view(page, first_slot, count, box)[...] = data
 
+    def in_place(self) -> "StridedPool":
+        """Itself."""
+        return self
+
     def begin_read(self, pieces: Iterable[PageSlice], held: int = 0) -> ReadInPlace:
         """Done at once."""
         return ReadInPlace(self)

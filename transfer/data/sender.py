@@ -227,6 +227,9 @@ class Sender:
         if memory is not None and transport is not None:
             try:
                 lane.remote = transport.open(attach.session, self._number, lane.destination, memory, attach.nixl)
+                if lane.remote.unchecked and attach.checksum != checksum.NONE:
+                    _close_pools([lane])
+                    raise ValueError("it asks for checksums, which the memory of a GPU has not (--no-checksum there)")
             except (OSError, ValueError) as error:
                 text = "KV goes to stage %d of a peer in frames: its pool cannot be opened by %s: %s"
                 log.warning(text, lane.stage, lane.backend, error)
@@ -360,7 +363,7 @@ def _attached_lane(session: OutSession | None, stage: int, attach: Attach) -> La
 
 def _checksums(lane: Lane, attach: Attach, config: TransferConfig) -> bool:
     """Whether one of the two sides requires checksums."""
-    if lane.backend == FAKE:
+    if lane.backend == FAKE or (lane.remote is not None and lane.remote.unchecked):
         return False
     if lane.backend == SHM and lane.remote is not None:
         return config.checksum_shm or attach.checksum_shm

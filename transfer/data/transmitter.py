@@ -16,7 +16,7 @@ from headrace.transfer.data.outbound import Lane, Outbound, OutPart
 from headrace.transfer.protocol import checksum
 from headrace.transfer.protocol.layout import Bytes
 from headrace.transfer.protocol.messages import StageMessage
-from headrace.transfer.protocol.page_store import SourcePages, SourceStore
+from headrace.transfer.protocol.page_store import ReadInPlace, SourcePages, SourceStore
 from headrace.transfer.sockets.connections import UNREAD
 from headrace.transfer.sockets.listener import Listener
 
@@ -71,7 +71,10 @@ class Transmitter:
             self._lose(lane, now)
 
     def _begin_read(self, lane: Lane, part: OutPart) -> None:
-        """Start bringing a part's pages to host memory, if there is room."""
+        """Start bringing a part's pages to host memory, if there is room; none where they are written from."""
+        if lane.remote is not None and lane.remote.by_address:
+            part.read = ReadInPlace(self._store.in_place())
+            return
         order = part.chunk.order
         pieces = payload.pieces(self._passage(lane, part), payload.page_list(order.pages, order.slot))
         part.read = self._store.begin_read(pieces, held=lane.unacked_bytes - part.wire_bytes)

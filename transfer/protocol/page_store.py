@@ -1,7 +1,7 @@
 """What the transfer needs of a KV pool: pages that are read and written, at once or by copies that go on beside."""
 
 from collections.abc import Iterable
-from typing import NamedTuple, Protocol
+from typing import ClassVar, NamedTuple, Protocol
 
 from headrace.transfer.protocol.layout import WHOLE, Box, Bytes
 
@@ -47,7 +47,10 @@ class ReadablePages(Protocol):
 
 
 class PageStore(ReadablePages, Protocol):
-    """A KV pool that pages are received into. Base class of those in host memory."""
+    """A KV pool that pages are received into. Base class of all of them."""
+
+    on_device: ClassVar[bool] = False
+    """Whether it is in the memory of a GPU."""
 
     def write(self, page: int, first_slot: int, count: int, data: Bytes, box: Box = WHOLE) -> None:
         """Copy data, of the same shape, into the slots. data may be read-only and strided; it is not kept. What is not
@@ -92,6 +95,10 @@ class ReadInPlace(NamedTuple):
 
 class SourceStore(PageStore, Protocol):
     """A pool whose pages are sent."""
+
+    def in_place(self) -> SourcePages:
+        """The pool where it is. Of a GPU's there are addresses only, for what reads its memory by itself."""
+        ...
 
     def begin_read(self, pieces: Iterable[PageSlice], held: int = 0) -> PendingRead | None:
         """Start bringing pieces of the pool to host memory; in a pool that is there, they stay where they are. They

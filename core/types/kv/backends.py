@@ -65,6 +65,8 @@ class NixlMemory(PoolLayout, frozen=True):
 
     version: Version
     """Version of NIXL; both sides need the same."""
+    device: Annotated[int, Meta(ge=-1, le=1023)] = -1
+    """Number of the GPU whose memory it is, as its owner counts them; -1 for the memory of the host."""
 
 
 class NixlAccess(msgspec.Struct, frozen=True, kw_only=True):
