@@ -7,6 +7,8 @@ Imported where it is chosen: torch's module takes a second to import, and is not
 """
 
 from collections.abc import Sequence
+from inspect import signature
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,6 +23,8 @@ from headrace.engine.kv.device_copies import place
 from headrace.engine.kv.pool import KVPool
 
 CAUSAL = (-1, 0)  # window: all keys to the left; the last query is aligned with the last key
+# Before torch 2.12 the kernel's rule alone says whether heads may share keys and values.
+GROUPED: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in signature(varlen_attn).parameters else {}
 KERNEL_STEP = 8  # elements; the kernel takes heads of multiples of it
 
 
@@ -55,7 +59,7 @@ class VarlenPass:
             self._longest_query,
             self._longest_key,
             window_size=CAUSAL,
-            enable_gqa=query.shape[1] != geometry.kv_heads,
+            **(GROUPED if query.shape[1] != geometry.kv_heads else {}),
         )
         assert isinstance(attended, Tensor)
         return attended

@@ -9,6 +9,10 @@ from torch import Tensor
 
 from headrace.engine.collectives.operations import breakable
 
+# Before torch 2.12 they have other names.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
 
 class _Started(NamedTuple):
     """An operation of torch.distributed under way."""
@@ -41,14 +45,14 @@ class TorchCollectives:
         """See Collectives."""
         gathered = x.new_empty(self.size * x.shape[0], *x.shape[1:])
         with breakable():
-            work = dist.all_gather_single(gathered, x.contiguous(), group=self._group, async_op=True)
+            work = _all_gather(gathered, x.contiguous(), group=self._group, async_op=True)
         return _Started(begun(work), gathered, x)
 
     def reduce_scatter(self, x: Tensor) -> _Started:
         """See Collectives."""
         part = x.new_empty(x.shape[0] // self.size, *x.shape[1:])
         with breakable():
-            work = dist.reduce_scatter_single(part, x.contiguous(), group=self._group, async_op=True)
+            work = _reduce_scatter(part, x.contiguous(), group=self._group, async_op=True)
         return _Started(begun(work), part, x)
 
     def all_to_all(self, x: Tensor, sent: Sequence[int], received: Sequence[int]) -> _Started:

@@ -2,7 +2,8 @@
 
 Eager torch launches a kernel per operation, nine for an RMSNorm in bfloat16; here each function is one launch. A kernel
 is compiled once per row width, for any number of rows, and called without torch.compile's guards: checking them takes
-longer than the launches that are saved, and what they check is the same in every pass of a model.
+longer than the launches that are saved, and what they check is the same in every pass of a model. A torch before 2.12
+has no such call: there they are checked, and one more kernel is compiled for a single row.
 """
 
 import logging
@@ -21,6 +22,7 @@ from headrace.engine.model.rope import rotate
 log = logging.getLogger(__name__)
 
 EXAMPLE_ROWS = 64  # rows that a kernel is tuned for; it takes any number
+GUARDED_KERNELS = 64  # of one function, where there is a limit: for each width, and each again for one row
 LARGEST = (1 << 31) - 1  # elements: kernels index with 32 bits
 
 
@@ -63,6 +65,11 @@ class CompiledArithmetic(TorchArithmetic):
         compiled: Any = torch.compile(
             function, fullgraph=True, dynamic=False, backend=self._backend, options=self._options
         )
+        if not hasattr(compiled, "aot_compile"):
+            torch._dynamo.config.recompile_limit = GUARDED_KERNELS
+            compiled(*examples)
+            guarded: Callable[..., Any] = compiled
+            return guarded
         ahead = compiled.aot_compile((examples, {}))
         ahead.disable_guard_check()
         kernel: Callable[..., Any] = ahead
@@ -80,7 +87,7 @@ def choose_arithmetic(wanted: Compile, device: str, plain: Arithmetic) -> Arithm
     compiled = CompiledArithmetic()
     try:
         compiled.gate(torch.zeros(1, 2, device=device))  # compiling the smallest kernel shows whether a compiler works
-    except (RuntimeError, OSError, AttributeError) as error:  # the last from a torch before 2.12
+    except (RuntimeError, OSError) as error:
         reason = str(error).partition("\n")[0]
         if wanted == "on":
             raise ConfigError(f"nothing can be compiled for {device}: {reason}; write --compile off") from error
