@@ -163,9 +163,9 @@ class StageIoThread(threading.Thread):
             order = self._orders.decode(frame)
             if not isinstance(order, Heartbeat):
                 self._check.add(frame, order)
-            self._handle(order, self._clock.now())
+            self._obey(order, self._clock.now())
 
-    def _handle(self, order: AnyOrder, now: float) -> None:
+    def _obey(self, order: AnyOrder, now: float) -> None:
         match order:
             case BeginEpoch():  # starts the log
                 if self._copies is not None:

@@ -70,17 +70,17 @@ class PeerThread(threading.Thread):
         super().__init__(name="headrace-peer", daemon=True)
         config = transfer or TransferConfig()
         self._clock = LoopClock(clock or SystemClock())  # the process may keep this thread from running for long
-        self._context: Any = zmq.Context()
+        self._zmq_context: Any = zmq.Context()
         self._loader = KvLoader(limits)
         self._control_client = ControlClient(
-            config, self._context, lambda host, port: is_allowed(limits.rules, host, port)
+            config, self._zmq_context, lambda host, port: is_allowed(limits.rules, host, port)
         )
         self._receiver = Receiver(
             config,
             stage=0,
             geometry=staging.geometry,
             store=staging,
-            context=self._context,
+            context=self._zmq_context,
             metadata_rows=METADATA_ROWS,
             registered_pools=staging.registered_pools,
         )
@@ -156,7 +156,7 @@ class PeerThread(threading.Thread):
             self._receiver.close()
             self._wakeup.close()
             self._results.put(ThreadEnded(reason))
-            self._context.term()
+            self._zmq_context.term()
 
     def _turn(self) -> None:
         readable = self._loop.wait([self._wakeup.fileno()], [self._loader.next_deadline()])

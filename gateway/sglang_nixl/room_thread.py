@@ -82,15 +82,15 @@ class RoomThread(threading.Thread):
         self._writes = RoomWrites(pool, PoolRuns(geometry, pages), make_writer)
         self._submit, self._ended = submit, ended
         self._unregistered, self._is_allowed = unregistered, is_allowed
-        self._context: Any = zmq.Context()
+        self._zmq_context: Any = zmq.Context()
         self._connections = Connections(
-            self._context, "sglang", has_session=lambda route: route in self._kept, max_age_s=NO_SESSION_S
+            self._zmq_context, "sglang", has_session=lambda route: route in self._kept, max_age_s=NO_SESSION_S
         )
         self._ranks = limits.ranks
         self._speakers: dict[Address, bytes] = {}  # the last connection of each registered rank, by its number
         self._kept: frozenset[bytes] = frozenset()
         try:
-            self._pull, self.port = _bind(self._context, host, port, self._connections)
+            self._pull, self.port = _bind(self._zmq_context, host, port, self._connections)
         except ConfigError:
             self._connections.close()
             raise
@@ -157,7 +157,7 @@ class RoomThread(threading.Thread):
             self._connections.close()
             self._pull.close()
             self._wakeup.close()
-            self._context.term()
+            self._zmq_context.term()
 
     def _call(self, call: Callable[[float], None] | None) -> None:
         self._calls.put(call)
@@ -261,7 +261,7 @@ class RoomThread(threading.Thread):
         push = self._pushes.pop(address, None)
         try:
             if push is None:
-                push = _connect(self._context, address)
+                push = _connect(self._zmq_context, address)
             push.send_multipart(frames, zmq.NOBLOCK)
         except zmq.Again:
             pass

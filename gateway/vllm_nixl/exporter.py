@@ -129,8 +129,8 @@ class KvExporter(threading.Thread):
         super().__init__(name="headrace-exporter", daemon=True)
         self._engine, self._pool, self._options, self._release = engine, pool, options, release
         self._clock = LoopClock(clock or SystemClock())  # leases do not end while this process is stopped
-        self._context: Any = zmq.Context()
-        self._side_channel = SideChannel(self._context, options.host, options.port)
+        self._zmq_context: Any = zmq.Context()
+        self._side_channel = SideChannel(self._zmq_context, options.host, options.port)
         self._leases = LeaseTable(options.lease_s, options.limit_s)
         self._generations = [self._make_generation(0)]  # the last is the current one
         self._commands: queue.SimpleQueue[LeaseCommand] = queue.SimpleQueue()  # one per offer
@@ -207,7 +207,7 @@ class KvExporter(threading.Thread):
         for generation in self._generations:
             generation.end()
         self._side_channel.close()
-        self._context.term()
+        self._zmq_context.term()
         self._wakeup.close()
 
     def _turn(self) -> None:

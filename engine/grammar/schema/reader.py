@@ -9,6 +9,7 @@ import json
 from collections.abc import Mapping
 from decimal import Decimal
 from fractions import Fraction
+from itertools import chain
 from typing import Any, Literal, NamedTuple
 from urllib.parse import unquote
 
@@ -26,6 +27,7 @@ from headrace.engine.grammar.schema.parts import (
 
 FORMATS = ("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri")
 MAX_NODES = 20_000
+MAX_NESTING = 500  # objects and arrays in each other, whatever the interpreter's own limit
 LARGEST = 2**53  # integers up to here are exact in what the library computes with
 OLD_DRAFTS = tuple(f"http://json-schema.org/draft-0{number}/schema" for number in (3, 4, 6, 7))
 ITEMS_DRAFTS = (*OLD_DRAFTS, "https://json-schema.org/draft/2019-09/schema")  # without prefixItems
@@ -350,11 +352,18 @@ def _parse(text: str) -> Any:
         raise SchemaError(f"{name} is no JSON")
 
     try:
-        return json.loads(text, parse_float=Decimal, object_pairs_hook=pairs, parse_constant=constant)
+        parsed = json.loads(text, parse_float=Decimal, object_pairs_hook=pairs, parse_constant=constant)
     except RecursionError:
         raise SchemaError("it is nested too deeply") from None
     except ValueError as error:
         raise SchemaError(f"it is no JSON: {error}") from None
+    level = [parsed]
+    for _ in range(MAX_NESTING):
+        inner = [each.values() if isinstance(each, dict) else each for each in level if isinstance(each, dict | list)]
+        level = list(chain.from_iterable(inner))
+        if not level:
+            return parsed
+    raise SchemaError("it is nested too deeply")
 
 
 def _escaped(name: str) -> str:

@@ -153,6 +153,8 @@ class FakeGpu(TorchDispatchMode):
             torch.ops.load_library(guard)
         self.clocks = Clocks()
         self.counts = Counts()
+        self.live = self.peak = 0
+        """Bytes of the device's memory that tensors have now, and had at most since it was last set."""
         self.streams = 0
         self._free = free
         self._fakes = FakeTensorMode(allow_non_fake_inputs=True)
@@ -303,9 +305,13 @@ class FakeGpu(TorchDispatchMode):
         self._parts.pop(storage, None)
         if made.device.type == "cuda":
             self._owners[storage] = owner = self.stream.name
-            weakref.finalize(made.untyped_storage(), self._freed, storage, owner)
+            size = made.untyped_storage().nbytes()
+            self.live += size
+            self.peak = max(self.peak, self.live)
+            weakref.finalize(made.untyped_storage(), self._freed, storage, owner, size)
 
-    def _freed(self, storage: int, owner: str) -> None:
+    def _freed(self, storage: int, owner: str, size: int) -> None:
+        self.live -= size
         if self._owners.get(storage) == owner:
             self.clocks.join(owner, self.clocks.clock(HOST))  # it is the host that would use it again
             self.clocks.free(storage, owner)
