@@ -59,6 +59,8 @@ class ModelTerms(NamedTuple):
             int8=self.int8,
             kv_copies=kv_copies,
             adapter_weights=delta_count(part, self.adapters),
+            kv_share=self.engine.kv_memory,
+            pass_tokens=self.engine.pass_tokens,
         )
         plan = LoadPlan(self, part, memory)
         if library is not None and part.shard.offered and plan.offered is None:

@@ -178,7 +178,7 @@ class ModelRunner:
         kv_pages = least(tp, memory.kv_pages, device)  # the same on all shards, whose heads may differ in number
         checkpoint = open_checkpoint(terms.source, spec)
         loading.begin(plan.weights, memory.weight_bytes)
-        self._part, self._max_model_len = part, terms.length
+        self._part, self._max_model_len, self._pass_tokens = part, terms.length, engine.pass_tokens
         precision = Precision(TORCH_DTYPES[dtype], TORCH_DTYPES[memory.weight_dtype], compute, terms.int8)
         arithmetic = choose_arithmetic(engine.compile, device, kernels or TorchArithmetic())
         self._decoder = _make_decoder(plan, checkpoint, loading, precision, arithmetic, kernels, exchanges, tp)
@@ -227,7 +227,8 @@ class ModelRunner:
         )
 
     def warm_up(self, most: int = WARM_UP_TOKENS) -> None:
-        """See Runner. Runs a chunk and a decoding row, so that kernels and threads exist before the first plan."""
+        """See Runner. Runs a chunk and a decoding row, so that kernels and threads exist before the first plan; on a
+        GPU the largest pass, too. Raises ConfigError when memory is too little for that."""
         count = min(most, WARM_UP_TOKENS, self.pool.pages * self.geometry.page_size, self._max_model_len)
         pages = packed.pack(range(self.geometry.pages_for(count)))
         greedy = SamplingParams(temperature=0.0)
@@ -242,7 +243,31 @@ class ModelRunner:
             hidden = self.forward([row], incoming)
             if self._part.last:
                 self.sample([row], hidden).result()
+        if self.hidden_spec.device.type == "cuda":
+            self._try_largest_pass(min(most, self._pass_tokens, self.pool.pages * self.geometry.page_size))
         self.release(WARM_UP_REQUEST)
+
+    def _try_largest_pass(self, tokens: int) -> None:
+        """Raises ConfigError when a pass of so many tokens does not fit beside weights and KV."""
+        device, form = self.hidden_spec.device, self.hidden_spec
+        length = min(tokens, self._max_model_len)
+        pages = packed.pack(range(self.geometry.pages_for(length)))
+        counts = [length] * (tokens // length) + ([tokens % length] if tokens % length else [])
+        rows = [PlanRow(WARM_UP_REQUEST, 0, count, pages, packed.pack([0] * count), slot=0) for count in counts]
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+        try:
+            incoming = None if self._part.first else torch.zeros(tokens, form.size, dtype=form.dtype, device=device)
+            self.forward(rows, incoming)
+            torch.cuda.synchronize(device)
+        except torch.OutOfMemoryError as error:
+            text = f"a pass of {tokens} tokens does not fit on {device} beside weights and KV"
+            raise ConfigError(f"{text}: write a smaller --chunk-tokens or --kv-memory, or fewer --kv-pages") from error
+        taken, free = torch.cuda.max_memory_allocated(device) - before, torch.cuda.mem_get_info(device)[0]
+        log.info(
+            "a pass of %d tokens takes %d MiB beside weights and KV; %d MiB of %s are free",
+            tokens, taken >> 20, free >> 20, device,
+        )  # fmt: skip
 
     def execute(self, rows: Sequence[PlanRow]) -> PlanResult:
         """Forward pass and sampling, where this stage is the only one. Raises what forward() raises."""

@@ -70,6 +70,18 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     page_size: Annotated[int, Flag("page-size", KV_CACHE, "tokens per KV page, a power of two", low=1, high=4096)] = 16
     kv_pages: Annotated[int, Flag("kv-pages", KV_CACHE, "pages in the KV pool; 0: as many as memory allows", low=0)] = 0
+    kv_memory: Annotated[
+        float,
+        Flag(
+            "kv-memory",
+            KV_CACHE,
+            "share of the memory beside weights and activations that the KV pool takes where --kv-pages is 0; 0: 0.9 "
+            "on GPUs, and on CPUs what 65,536 tokens take or 0.4 of all memory, whichever is less",
+            low=0,
+            high=1,
+            unit="share",
+        ),
+    ] = 0.0
     host_pages: Annotated[
         int, Flag("host-pages", KV_CACHE, "KV pages kept in host memory beside the pool; 0: no host tier", low=0)
     ] = 0

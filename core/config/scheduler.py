@@ -11,6 +11,8 @@ from headrace.core.types.ranks.layout import Layout
 Chunking = Literal["fixed", "dynamic"]
 Policy = Literal["srpt", "fcfs", "slo"]
 Eviction = Literal["lru", "turns"]
+CPU_CHUNK_TOKENS = 512  # of a pass, where none are configured
+GPU_CHUNK_TOKENS = 8192
 
 
 class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -55,7 +57,11 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
             high=16,
         ),
     ] = 1
-    chunk_tokens: Annotated[int, Flag("chunk-tokens", SCHEDULING, "token budget of one forward pass", low=1)] = 512
+    chunk_tokens: Annotated[
+        int,
+        Flag("chunk-tokens", SCHEDULING, "token budget of one forward pass; 0: 512 on CPUs, 8192 on GPUs", low=0),
+    ] = 0
+    """Resolved, never 0, when a scheduler gets it."""
     chunking: Annotated[
         Chunking,
         Flag(

@@ -10,6 +10,8 @@ from headrace.engine.model.sharding import RankPart, attention_weights
 DEFAULT_KV_TOKENS = 65536
 WIDE_SHARE = 0.25  # of the available memory, at most, for 16-bit weights held in float32
 KV_SHARE = 0.4  # of the available memory, at most, for a KV pool whose size is not configured
+GPU_KV_SHARE = 0.9  # the same on a GPU, of what weights and activations leave
+SAMPLED_ROWS = 64  # whose logits are in memory at a time
 
 
 class MemoryPlan(msgspec.Struct, frozen=True, kw_only=True):
@@ -121,13 +123,17 @@ def plan_memory(
     int8: bool = False,
     kv_copies: float = 1.0,
     adapter_weights: int = 0,
+    kv_share: float = 0.0,
+    pass_tokens: int = 0,
 ) -> MemoryPlan:
     """Decide in which dtype a rank holds its weights and how many KV pages it allocates.
 
     computation: where it is not native, weights are held in float32 if there is room, so that no forward pass converts
-    them. kv_pages: 0 takes pages for 65,536 tokens or 40% of the available memory, whichever is less. max_model_len: 0
-    takes the model's limit. int8: linear layers are in 8 bits. kv_copies: how often the memory holds each page, in
-    ranks that share it. adapter_weights: number of those of LoRA adapters, in the dtype of computation.
+    them. kv_pages: 0 takes kv_share of the memory that is left. max_model_len: 0 takes the model's limit. int8: linear
+    layers are in 8 bits. kv_copies: how often the memory holds each page, in ranks that share it. adapter_weights:
+    number of those of LoRA adapters, in the dtype of computation. kv_share: 0 takes, on a GPU, 90%, on a CPU pages for
+    65,536 tokens or 40% of the available memory, whichever is less. pass_tokens: of the largest forward pass, whose
+    activations a GPU keeps room for.
 
     Raises ConfigError when the weights and one request of max_model_len do not fit, or the configured pages do not.
     """
@@ -135,9 +141,13 @@ def plan_memory(
     geometry = stage_geometry(part, computation.dtype, page_size)
     weights, weight_dtype = _weights(part, computation, available_bytes, int8=int8)
     adapters = adapter_weights * ITEM_BYTES[computation.compute_dtype]
-    room = int((available_bytes - weights - adapters - exchange_bytes) / kv_copies)
+    on_gpu = computation.device != "cpu"
+    activations = activation_bytes(part, computation.dtype, pass_tokens, length) if on_gpu else 0
+    room = int((available_bytes - weights - adapters - exchange_bytes - activations) / kv_copies)
     if room < geometry.page_bytes:
         taken = f"the weights take {_mib(weights)}"
+        if activations:
+            taken += f", activations of {pass_tokens} tokens {_mib(activations)},"
         if adapters:
             taken += f", adapters {_mib(adapters)},"
         if exchange_bytes:
@@ -146,7 +156,10 @@ def plan_memory(
     least = geometry.pages_for(length)
     pages, reason = kv_pages, "a set number"
     if not kv_pages:
-        pages, reason = _default_pages(geometry, least, int(available_bytes / kv_copies), room)
+        if share := kv_share or (GPU_KV_SHARE if on_gpu else 0.0):
+            pages, reason = geometry.pages_within(int(share * room)), f"{share:.0%} of what is left"
+        else:
+            pages, reason = _default_pages(geometry, least, int(available_bytes / kv_copies), room)
     elif kv_pages < least:
         raise ConfigError(
             f"{kv_pages} KV pages of {page_size} tokens hold less than one request of max_model_len {length}; "
@@ -174,6 +187,7 @@ def plan_memory(
         explanation=(
             f"weights {_mib(weights)} ({'int8 and ' if int8 else ''}{weight_dtype}); "
             f"{f'adapters {_mib(adapters)}; ' if adapters else ''}"
+            f"{f'activations of {pass_tokens} tokens {_mib(activations)}; ' if activations else ''}"
             f"{_pool(geometry, pages, reason)}"
             f"{f'exchange {_mib(exchange_bytes)}; ' if exchange_bytes else ''}"
             f"{_mib(available_bytes)} available; longest request {length} tokens = {least} pages"
@@ -192,6 +206,27 @@ def _weights(part: RankPart, computation: Computation, available_bytes: int, *, 
     weights = (count - in_8_bits) * item_bytes + in_8_bits
     weights += 0 if native else kept * (4 - item_bytes)
     return weights, "float32" if wide else dtype
+
+
+def activation_bytes(part: RankPart, dtype: str, tokens: int, length: int) -> int:
+    """Memory of a forward pass of so many tokens in 16 bits on a GPU, beside weights and KV: an estimate from above.
+
+    Hidden states and their norms and sums, the widest MLP, the gathered keys and values of one layer for a sequence of
+    this length, and logits.
+    """
+    spec, shard = part.spec, part.shard
+    hidden, kinds = spec.hidden_size, {spec.layer_kinds[layer] for layer in part.layers}
+    wide = 0
+    if spec.library:  # all that its products give, if no experts are among them
+        wide = min(spec.library.linear_count(part.layers, shard.count) // (len(part.layers) * hidden), 24 * hidden)
+    elif "dense" in kinds:
+        wide = 3 * len(shard.columns)
+    if spec.moe is not None and "moe" in kinds:
+        routed = spec.moe.top_k * (3 * hidden + 2 * spec.moe.intermediate_size)
+        wide = max(wide, routed + 3 * spec.moe.shared_size // shard.count)
+    gathered = length * 2 * len(shard.kv_heads) * spec.head_dim if spec.mla is None else 0
+    logits = 3 * SAMPLED_ROWS * spec.vocab_size * ITEM_BYTES["float32"] if part.last else 0
+    return ITEM_BYTES[dtype] * (tokens * (8 * hidden + wide) + gathered) + logits
 
 
 def _default_pages(geometry: Geometry, least: int, available_bytes: int, room: int) -> tuple[int, str]:

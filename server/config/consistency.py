@@ -224,7 +224,7 @@ def _check_overlap(config: Config) -> None:
             "--expert-parallel beside it, or leave it out"
         )
     threshold, budget = scheduler.overlap_prefill_tokens, scheduler.chunk_tokens
-    if config.server.role == "prefill" and budget < threshold:
+    if config.server.role == "prefill" and 0 < budget < threshold:  # 0: not decided yet
         raise ConfigError(
             f"--overlap cuts passes of {threshold} tokens or more and --chunk-tokens {budget} allows none: write "
             f"--chunk-tokens {threshold} or more, or --overlap-prefill-tokens {max(2, budget)} or less"

@@ -5,10 +5,12 @@ from collections.abc import Sequence
 import msgspec
 
 from headrace.core.config import Config, DecoderChoice, EngineConfig, ModelConfig
+from headrace.core.config.scheduler import CPU_CHUNK_TOKENS, GPU_CHUNK_TOKENS
 from headrace.core.runtime.cpu import usable_cores
 from headrace.core.types.errors import ConfigError
 from headrace.core.types.ranks.coordinate import Rules
 from headrace.core.types.requests.images import ImageTerms
+from headrace.engine.device import resolve_device
 from headrace.engine.kv.memory_plan import MemoryPlan
 from headrace.engine.load_plan import model_spec, model_terms
 from headrace.engine.model.config import ModelSpec
@@ -17,6 +19,7 @@ from headrace.engine.model.sharding import split_model
 from headrace.engine.model.source import resolve_source
 from headrace.engine.parallel.layer_split import stage_layers
 from headrace.engine.parallel.offers import check_offers
+from headrace.server.config.consistency import check
 from headrace.server.config.curve_keys import check_keys
 from headrace.server.config.load import copy_shared
 from headrace.server.config.rank_memory import plan_ranks, rank_parts
@@ -51,6 +54,7 @@ def resolve(config: Config, memory_bytes: int = 0) -> Resolved:
         return _resolve_external(
             config, model_spec(resolve_source(config.model.model), config.model.decoder, config.server.cache_dir)
         )
+    config = _with_chunk(config, resolve_device(config.model.device))
     terms = model_terms(config.model, config.engine)
     spec, device, dtype = terms.spec, terms.computation.device, terms.computation.dtype
     layers = _layers(config, spec)
@@ -79,6 +83,7 @@ def resolve(config: Config, memory_bytes: int = 0) -> Resolved:
 
 def _resolve_external(config: Config, spec: ModelSpec) -> Resolved:
     """Resolve what depends on the model only; each external stage sizes its pool on its own machine."""
+    config = _with_chunk(config, "cuda" if config.model.device.startswith("cuda") else "cpu")
     model = msgspec.structs.replace(config.model, max_model_len=spec.resolve_length(config.model.max_model_len))
     engine = msgspec.structs.replace(config.engine, pp_layers=_layers(config, spec))
     layout, shards = config.scheduler.layout, split_model(spec, config.scheduler.tp)
@@ -87,6 +92,17 @@ def _resolve_external(config: Config, spec: ModelSpec) -> Resolved:
     experts = plan_experts(msgspec.structs.replace(model, device="cpu"), engine, layout, spec)
     completed = _completed(_coordinated(config, experts), spec, model, engine)
     return Resolved(completed, (), rank_parts(layout, engine.pp_layers, shards, experts), _decoder(spec))
+
+
+def _with_chunk(config: Config, device: str) -> Config:
+    """With the tokens of a pass that suit the device, where none are configured. Raises ConfigError."""
+    if config.scheduler.chunk_tokens:
+        return config
+    chunk = CPU_CHUNK_TOKENS if device == "cpu" else GPU_CHUNK_TOKENS
+    scheduler = msgspec.structs.replace(config.scheduler, chunk_tokens=chunk)
+    with_chunk = copy_shared(msgspec.structs.replace(config, scheduler=scheduler))
+    check(with_chunk)
+    return with_chunk
 
 
 def _coordinated(config: Config, experts: ExpertPlan | None) -> Config:

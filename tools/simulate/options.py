@@ -14,6 +14,7 @@ import msgspec
 
 from headrace.core.config import SchedulerConfig
 from headrace.core.config.flag import KV_CACHE, SCHEDULING, STAGES
+from headrace.core.config.scheduler import CPU_CHUNK_TOKENS
 from headrace.core.types.errors import ConfigError
 from headrace.scheduler.costs.chunking import Cost
 from headrace.server.config.flags import add_flag
@@ -174,6 +175,7 @@ def points(given: Mapping[str, Any], environ: Mapping[str, str], longest_prompt:
     for values in product(*lists.values()):
         chosen = dict(zip(lists, values, strict=True))
         changed = {BY_KEY[key].field: chosen[key] for key in settings if key != HOST_PAGES}
+        changed["chunk_tokens"] = changed.get("chunk_tokens") or fixed.chunk_tokens or CPU_CHUNK_TOKENS
         found.append(
             Point(
                 swept={key: chosen[key] for key in swept if key != "load"},

@@ -401,6 +401,13 @@ def _patches(gpu: FakeGpu) -> Iterator[Any]:
     yield patch.object(torch.cuda, "stream", stream)
     yield patch.object(torch.cuda, "current_stream", lambda *_: gpu.stream)
     yield patch.object(torch.cuda, "synchronize", synchronize)
+
+    def reset_peak(*_: object) -> None:
+        gpu.peak = gpu.live
+
+    yield patch.object(torch.cuda, "memory_allocated", lambda *_: gpu.live)
+    yield patch.object(torch.cuda, "max_memory_allocated", lambda *_: gpu.peak)
+    yield patch.object(torch.cuda, "reset_peak_memory_stats", reset_peak)
     yield patch.object(torch.cuda, "device_count", lambda: 8)
     yield patch.object(torch.cuda, "mem_get_info", lambda *_: (gpu._free, TOTAL_BYTES))
 

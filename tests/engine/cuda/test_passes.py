@@ -1,5 +1,6 @@
 """What forward passes of large models cost on a GPU: launches, bytes and waits, held to budgets.toml."""
 
+import logging
 import tomllib
 from pathlib import Path
 
@@ -7,9 +8,11 @@ import pytest
 import torch
 
 from headrace.core.messages.orders import PlanRow
+from headrace.core.types.errors import ConfigError
 from headrace.core.types.ranks.coordinate import Agreement
+from headrace.engine.kv.memory_plan import activation_bytes
 from tests.engine.cuda.fake_gpu import FakeGpu
-from tests.engine.cuda.models import MODELS, fake_runner, incoming, pass_cost, row
+from tests.engine.cuda.models import LONGEST, MODELS, fake_runner, incoming, pass_cost, row
 
 BUDGETS = tomllib.loads(Path(__file__).with_name("budgets.toml").read_text(encoding="utf-8"))
 BATCHES: dict[str, list[PlanRow]] = {
@@ -54,3 +57,33 @@ def test_halves_of_a_pass_wait_for_nothing(gpu: FakeGpu, tmp_path: Path, name: s
 def test_a_mistake_in_devices_is_an_error_here(gpu: FakeGpu) -> None:
     with gpu, pytest.raises(RuntimeError, match=r"two( different)? devices,? cuda:0(,| and) cpu"):
         torch.ones(3, device="cuda") + torch.ones(3)
+
+
+@pytest.mark.parametrize("tokens", [2048, 8192])
+@pytest.mark.parametrize("name", MODELS)
+def test_activations_are_estimated_from_above(gpu: FakeGpu, tmp_path: Path, name: str, tokens: int) -> None:
+    """Beside which the KV pool is sized."""
+    with fake_runner(gpu, tmp_path, name) as made:
+        before = gpu.peak = gpu.live
+        rows = [row(1, 0, tokens)]
+        made.forward(rows, incoming(made, rows))
+        estimate = activation_bytes(made._part, "bfloat16", tokens, LONGEST)
+        assert gpu.peak - before <= estimate <= 1.6 * (gpu.peak - before)
+
+
+def test_a_start_tries_the_largest_pass(
+    gpu: FakeGpu, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with fake_runner(gpu, tmp_path, "llama-3.1-8b", whole=True) as made, caplog.at_level(logging.INFO):
+        made._pass_tokens = LONGEST + 5
+        made.warm_up(LONGEST + 1000)
+        assert f"a pass of {LONGEST + 5} tokens takes" in caplog.text
+
+        def short(rows: list[PlanRow], *_: object) -> None:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+        monkeypatch.setattr(made, "forward", short)
+        with pytest.raises(
+            ConfigError, match=r"^a pass of 100 tokens does not fit on cuda:0 .* smaller --chunk-tokens"
+        ):
+            made._try_largest_pass(100)

@@ -13,7 +13,7 @@ from headrace.engine.device import (
     resolve_device,
     resolve_dtype,
 )
-from headrace.engine.kv.memory_plan import add_host_tier, plan_memory, stage_geometry, weight_count
+from headrace.engine.kv.memory_plan import activation_bytes, add_host_tier, plan_memory, stage_geometry, weight_count
 from headrace.engine.model.config import spec_from_config
 from headrace.engine.model.sharding import part_of
 from tests.cpus import cpuinfo
@@ -136,3 +136,20 @@ def test_devices() -> None:
     with pytest.raises(ConfigError, match="'tpu' is not supported; supported are auto, cpu"):
         resolve_device("tpu")
     assert 0 < available_memory("cpu") < 1 << 50
+
+
+def test_a_gpus_pool_takes_a_share_of_what_weights_and_activations_leave() -> None:
+    spec = spec_from_config(CONFIGS["llama"].to_dict() | {"architectures": ["LlamaForCausalLM"]})
+    part, gpu = part_of(spec), Computation("cuda:0", "bfloat16", native=True)
+    available, tokens = 100 * MIB, 8192
+    activations = activation_bytes(part, "bfloat16", tokens, 64)
+    for share, expected in ((0.0, 0.9), (0.5, 0.5)):
+        plan = plan_memory(part, gpu, 16, 0, available, max_model_len=64, pass_tokens=tokens, kv_share=share)
+        left = available - plan.weight_bytes - activations
+        assert expected * left - plan.page_bytes < plan.kv_bytes <= expected * left
+        assert f"({expected:.0%} of what is left)" in plan.explanation
+        assert f"activations of 8192 tokens {activations / MIB:.1f} MiB" in plan.explanation
+    on_cpu = plan_memory(part, FLOAT32, 16, 0, available, max_model_len=64, pass_tokens=tokens, kv_share=0.5)
+    assert on_cpu.kv_bytes == pytest.approx(0.5 * (available - on_cpu.weight_bytes), rel=0.01)
+    with pytest.raises(ConfigError, match=r"activations of 8192 tokens .* MiB, and 1.0 MiB are available"):
+        plan_memory(part, gpu, 16, 0, MIB, max_model_len=64, pass_tokens=tokens)

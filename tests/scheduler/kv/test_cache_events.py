@@ -148,4 +148,4 @@ def test_without_kv_events_nothing_is_collected() -> None:
     assert lease is not None
     cache.publish(lease, pack([1, 2]), 2)
     assert [node.digest for node in lease.path] == [None, None]
-    assert Scheduler(SchedulerConfig(kv_pages=4))._state.replicas[0].cache_events is None
+    assert Scheduler(SchedulerConfig(kv_pages=4, chunk_tokens=16))._state.replicas[0].cache_events is None

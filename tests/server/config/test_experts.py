@@ -61,14 +61,15 @@ def test_only_replicas_that_share_experts_are_in_lockstep(
 @pytest.mark.parametrize(("dp", "tp"), [(2, 1), (2, 2), (3, 2), (1, 2)])
 def test_ranks_of_a_stage_hold_each_expert_once_and_plan_their_memory(folder: Path, dp: int, tp: int) -> None:
     flags = ("--pp", "2", "--dp", str(dp), "--tp", str(tp), "--expert-parallel")
-    config = configured(folder, flags)
+    config = resolve(configured(folder, flags)).config
     layout = config.scheduler.layout
     plan = plan_experts(config.model, config.engine, layout, load_spec(resolve_source(str(folder))))
     assert plan is not None
     for stage in range(2):
         held = [plan.own(layout.place(rank)) for rank in layout.stage_ranks(stage)]
         assert [expert for each in held for expert in each] == list(range(6))
-    memory, parts = resolve(config).memory, resolve(config).parts
+    found = resolve(configured(folder, flags))
+    memory, parts = found.memory, found.parts
     assert "expert 5" in parts[-1] or "to 5" in parts[-1]
     assert all(f"exchange {plan.exchange_bytes / (1 << 20):.1f} MiB" in each.explanation for each in memory)
     everything = resolved(folder, "--pp", "2", "--tp", str(tp)).memory

@@ -56,6 +56,7 @@ def test_every_toml_key_is_a_flag_with_the_same_meaning(tmp_path: Path) -> None:
     samples["dp-external"] = ('"1/3@[::1]:9000"', ["--dp-external", "1/3@[::1]:9000"])
     samples["pipeline-depth"] = ("3", ["--pipeline-depth", "3"])
     samples["policy-reserve"] = ("0.5", ["--policy-reserve", "0.5"])
+    samples["kv-memory"] = ("0.5", ["--kv-memory", "0.5"])
     samples["trace-sample-ratio"] = ("0.5", ["--trace-sample-ratio", "0.5"])
     samples["otlp-traces-endpoint"] = ('"http://a:1"', ["--otlp-traces-endpoint", "http://a:1"])
     samples["otlp-header"] = ('["a=k"]', ["--otlp-header", "a=k"])

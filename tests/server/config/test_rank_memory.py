@@ -24,8 +24,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("tp", [1, 2, 4])
 def test_latents_count_once_per_shard(folder: Path, tp: int, monkeypatch: pytest.MonkeyPatch) -> None:
     flags = ("--model", str(folder), "--device", "cpu", "--dtype", "float32", "--tp", str(tp))
-    config = configure(*flags, "--kv-pages", "64")
-    plans = resolve(config).memory
+    found = resolve(configure(*flags, "--kv-pages", "64"))
+    config, plans = found.config, found.memory
     page = tp * plans[0].page_bytes
     assert sum(plan.page_bytes for plan in plans) == page
     experts = plan_experts(config.model, config.engine, config.scheduler.layout, load_spec(resolve_source(str(folder))))

@@ -39,7 +39,7 @@ class Behind:
         self._events: deque[Event] = deque()
         self._computing: list[Forward] = []
         self._prompts: dict[int, int] = {}
-        config = SchedulerConfig(page_size=PAGE, kv_pages=64, max_model_len=LENGTH, vocab_size=1000)
+        config = SchedulerConfig(page_size=PAGE, chunk_tokens=512, kv_pages=64, max_model_len=LENGTH, vocab_size=1000)
         self.scheduler = Scheduler(config)
         ready = StageReady(
             stage=0, geometry=Geometry("float32", 1, 1, 1, PAGE), fingerprint="f", data_port=1, kv_pages=64,
