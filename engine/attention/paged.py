@@ -78,7 +78,7 @@ class SlotWriter:
         """Write a layer's keys and values. keys_values: [tokens, 2 * kv_heads, head_dim], keys before values, in the
         pool's dtype or a wider one."""
         rows = keys_values.reshape(-1, keys_values.shape[-1]).to(self._slots.dtype)
-        self._slots.index_copy_(0, self._index + layer * self._layer_stride, rows)
+        self._slots[layer * self._layer_stride :].index_copy_(0, self._index, rows)
 
 
 def slot_index(pool: KVPool, spans: Sequence[AttentionSpan], *, prefixes: bool) -> Tensor:
@@ -86,7 +86,8 @@ def slot_index(pool: KVPool, spans: Sequence[AttentionSpan], *, prefixes: bool) 
     device.
 
     prefixes: positions before each span are included. Spans in order; position by position, K heads before V heads. The
-    rows of layer n are n * blocks_per_layer * page_size further on.
+    rows of layer n are n * blocks_per_layer * page_size further on: the same rows of pool.slots without as many first
+    ones, so that no layer computes an index.
     """
     size = pool.geometry.page_size
     heads = torch.arange(0, pool.blocks_per_layer * size, size, device=pool.tensor.device)

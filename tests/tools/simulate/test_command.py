@@ -148,7 +148,7 @@ MISTAKES = [
     (["--cost", "0,0.1,0"], "--kv-pages is needed beside --cost"),
     (["--preset", "gpt"], "--preset: expected one of llama-3-70b-8xh100, got 'gpt'"),
     (["--policy", "fcfs,lifo"], "--policy: expected one of srpt, fcfs, slo"),
-    (["--chunk-tokens", "512,-1"], "--chunk-tokens: expected a whole number, at least 1, got '0'"),
+    (["--chunk-tokens", "512,-1"], "--chunk-tokens: expected a whole number, at least 0, got '-1'"),
     (["--plot", "x.svg"], "--plot: expected a file name that ends in .png, got 'x.svg'"),
     (["--json", "/nowhere/x.json"], "--json: /nowhere/x.json is in no folder that exists"),
     (["--json", "/"], "--json: / is a folder"),
