@@ -1,0 +1,438 @@
+"""What is to be run first on a GPU: the machine, kernels, whole passes, KV on its way, in ten minutes at the most.
+
+`python -m benchmarks.first_gpu_minutes`, one process, no network and no model files: weights of published shapes are
+made on the device. Every part goes on when another fails or its time is over; what is worth keeping is printed again at
+the end. `--device cpu --tiny` runs every part that a CPU can.
+"""
+
+import contextlib
+import json
+import multiprocessing
+import statistics
+import sys
+import tempfile
+import time
+import traceback
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from benchmarks.arguments import add_threads, make_parser
+from benchmarks.profile import PAGE, rows_of
+from benchmarks.report import console, run
+from benchmarks.utilisation import chunk_flops, device_name, peak, seconds, synchronize
+from headrace.core.config import EngineConfig, ModelConfig
+from headrace.core.messages.orders import PlanRow
+from headrace.core.types import packed
+from headrace.core.types.kv.geometry import Geometry, ceil_div
+from headrace.core.types.requests.request import SamplingParams
+from headrace.engine import runner as runner_module
+from headrace.engine.device import resolve_device
+from headrace.engine.kv.device_pages import DevicePages, pinned_bytes
+from headrace.engine.kv.pool import KVPool
+from headrace.engine.load_plan import plan_rank
+from headrace.engine.runner import ModelRunner
+from headrace.transfer.data.payload import Passage, frames, pieces, write_frames
+from headrace.transfer.protocol.layout import copies
+from headrace.transfer.protocol.page_store import SourceStore
+
+ROUNDS = 3
+WEIGHTS = 0.02  # their standard deviation
+_LLAMA: dict[str, Any] = {
+    "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_act": "silu", "rms_norm_eps": 1e-5,
+    "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32,
+    "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 128256, "max_position_embeddings": 131072,
+    "tie_word_embeddings": False, "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0},
+}  # fmt: skip
+_QWEN3_MOE: dict[str, Any] = {
+    "model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"], "hidden_act": "silu", "rms_norm_eps": 1e-6,
+    "hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 12, "num_attention_heads": 32,
+    "num_key_value_heads": 4, "head_dim": 128, "vocab_size": 151936, "max_position_embeddings": 40960,
+    "tie_word_embeddings": False, "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0},
+    "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768, "norm_topk_prob": True,
+    "decoder_sparse_step": 1, "mlp_only_layers": [],
+}  # fmt: skip
+_DEEPSEEK: dict[str, Any] = {
+    "model_type": "deepseek_v3", "architectures": ["DeepseekV3ForCausalLM"], "hidden_act": "silu",
+    "rms_norm_eps": 1e-6, "hidden_size": 7168, "intermediate_size": 18432, "num_hidden_layers": 4,
+    "num_attention_heads": 128, "num_key_value_heads": 128, "vocab_size": 129280, "max_position_embeddings": 163840,
+    "tie_word_embeddings": False, "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+    "first_k_dense_replace": 3, "moe_layer_freq": 1, "n_routed_experts": 64, "num_experts_per_tok": 8,
+    "n_shared_experts": 1, "moe_intermediate_size": 2048, "n_group": 8, "topk_group": 4, "norm_topk_prob": True,
+    "scoring_func": "sigmoid", "topk_method": "noaux_tc", "routed_scaling_factor": 2.5, "q_lora_rank": 1536,
+    "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128,
+}  # fmt: skip
+SHAPES = {"Llama-3.1-8B": _LLAMA, "Qwen3-30B-A3B, 12 layers": _QWEN3_MOE, "DeepSeek-V3, 4 layers": _DEEPSEEK}
+_TINY = {
+    "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 199,
+    "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 512,
+}  # fmt: skip
+TINY_SHAPES = {
+    "Llama, tiny": _LLAMA | _TINY,
+    "Qwen3-MoE, tiny": _QWEN3_MOE | _TINY | {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
+    "DeepSeek, tiny": _DEEPSEEK
+    | _TINY
+    | {
+        "num_hidden_layers": 4,
+        "num_key_value_heads": 4,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "n_group": 2,
+        "topk_group": 1,
+        "q_lora_rank": 32,
+        "kv_lora_rank": 16,
+        "qk_nope_head_dim": 16,
+        "qk_rope_head_dim": 8,
+        "v_head_dim": 16,
+    },
+}
+
+
+@dataclass
+class Minutes:
+    """What the parts share: the device, the time, and what is printed again at the end."""
+
+    device: torch.device
+    tiny: bool
+    until: float
+    """time.perf_counter() at which no further part begins."""
+    peak: float = 1.0
+    """FLOP/s of one large matrix product in bfloat16."""
+    kept: list[str] = field(default_factory=list)
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether the device is a GPU."""
+        return self.device.type == "cuda"
+
+    @property
+    def shapes(self) -> dict[str, dict[str, Any]]:
+        """Configurations of the models."""
+        return TINY_SHAPES if self.tiny else SHAPES
+
+    def keep(self, text: str) -> None:
+        """Print a line, and again at the end."""
+        console.print(text, highlight=False, soft_wrap=True)
+        self.kept.append(text)
+
+    def time(self, compute: Callable[[], object]) -> float:
+        """Median seconds of some rounds, after one to warm up."""
+        return statistics.median([seconds(self.device, compute) for _ in range(ROUNDS + 1)][1:])
+
+    def share(self, flops: float, taken: float) -> str:
+        """FLOPs in so many seconds as a share of the peak."""
+        return f"{flops / taken / self.peak:.2f} of the peak"
+
+
+class DeviceWeights:
+    """A checkpoint of random weights, made on the device when they are asked for; the same for the same name."""
+
+    def __init__(self, device: torch.device) -> None:
+        """device: of the model."""
+        self._device = device
+
+    def read(
+        self, name: str, shape: Sequence[int], rows: Sequence[int] | None = None, columns: Sequence[int] | None = None
+    ) -> Tensor:
+        """As SafetensorsCheckpoint."""
+        height, width = len(rows) if rows is not None else shape[0], list(shape[1:])
+        width = [len(columns)] if columns is not None else width
+        if not width:
+            return torch.ones(height, dtype=torch.bfloat16, device=self._device)
+        random = torch.Generator(self._device).manual_seed(zlib.crc32(name.encode()))
+        return (torch.randn(height, *width, generator=random, device=self._device) * WEIGHTS).bfloat16()
+
+    def read_int8(self, *_: object, **__: object) -> None:
+        """None of them is in 8 bits."""
+
+
+@contextlib.contextmanager
+def model(at: Minutes, config: dict[str, Any], positions: int, dtype: str = "bfloat16") -> Iterator[ModelRunner]:
+    """A runner of such a model for sequences of so many positions, twice of which fit."""
+    pages = 2 * ceil_div(positions, PAGE)
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        patch.object(runner_module, "open_checkpoint", lambda *_: DeviceWeights(at.device)),
+        patch.object(runner_module, "fingerprint", lambda *_: "random"),
+    ):
+        Path(folder, "config.json").write_text(json.dumps(config))
+        chosen = ModelConfig(model=folder, dtype=dtype, device=str(at.device))  # type: ignore[arg-type]
+        engine = EngineConfig(page_size=PAGE, kv_pages=pages, threads=torch.get_num_threads())
+        yield ModelRunner(plan_rank(chosen, engine, positions))
+    if at.on_gpu:
+        torch.cuda.empty_cache()
+
+
+def machine(at: Minutes) -> None:
+    """Rates of the device: a product, its memory, and its link to the host."""
+    at.keep(f"{device_name(at.device)}, torch {torch.__version__}, Python {sys.version.split()[0]}")
+    at.peak = peak(at.device, torch.bfloat16)
+    at.keep(f"peak: {at.peak / 1e12:,.2f} TFLOP/s, one product in bfloat16")
+    size = 1 << (24 if at.tiny else 30)
+    one = torch.ones(size, dtype=torch.uint8, device=at.device)
+    other, host = torch.empty_like(one), torch.empty(size, dtype=torch.uint8, pin_memory=at.on_gpu)
+    for name, moved, target, source in (
+        ("memory", 2 * size, other, one), ("to the host", size, host, one), ("from the host", size, one, host),
+    ):  # fmt: skip
+        taken = at.time(lambda target=target, source=source: target.copy_(source))  # type: ignore[misc]
+        at.keep(f"{name}: {moved / taken / 1e9:,.1f} GB/s")
+
+
+def kernels(at: Minutes) -> None:
+    """Attention and experts by themselves, as shares of the peak, beside a float32 reference."""
+    heads, kv, dim = (4, 2, 16) if at.tiny else (32, 8, 128)
+    for tokens in (64,) if at.tiny else (2048, 8192, 32768):
+        query, key, value = (
+            torch.randn(1, count, tokens, dim, device=at.device, dtype=torch.bfloat16) for count in (heads, kv, kv)
+        )
+        flops = 2.0 * heads * 2 * dim * tokens * (tokens + 1) / 2
+        for name, attend in attentions(at, query, key, value).items():
+            try:
+                taken = at.time(attend)
+                at.keep(f"attention, {tokens:,} tokens, {name}: {at.share(flops, taken)}")
+            except (RuntimeError, TypeError) as error:
+                at.keep(f"attention, {tokens:,} tokens, {name}: {first_line(error)}")
+    count, top, width, inner = (4, 2, 64, 32) if at.tiny else (128, 8, 2048, 768)
+    for tokens in (16,) if at.tiny else (512, 2048, 8192):
+        x = torch.randn(tokens, width, device=at.device, dtype=torch.bfloat16)
+        weights = torch.randn(count, width, 2 * inner, device=at.device, dtype=torch.bfloat16) * 0.02
+        chosen = torch.rand(tokens, count, device=at.device).topk(top).indices.flatten()
+        order = chosen.argsort(stable=True)
+        ends = torch.bincount(chosen, minlength=count).cumsum(0).to(torch.int32)
+        rows = x[order // top]
+        found = F.grouped_mm(rows, weights, offs=ends)
+        expected = torch.bmm(rows[:64, None].float(), weights[chosen[order[:64]]].float())[:, 0]
+        gap = float((found[:64].float() - expected).norm() / expected.norm())
+        taken = at.time(lambda rows=rows, weights=weights, ends=ends: F.grouped_mm(rows, weights, offs=ends))  # type: ignore[misc]
+        flops = 2.0 * tokens * top * width * 2 * inner
+        at.keep(f"experts, {tokens:,} tokens, grouped_mm: {at.share(flops, taken)}; differs by {gap:.1e} of float32")
+
+
+def attentions(at: Minutes, query: Tensor, key: Tensor, value: Tensor) -> dict[str, Callable[[], object]]:
+    """Ways of causal attention that this torch has, each [1, heads, tokens, head_dim]."""
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    def by(backend: SDPBackend) -> Callable[[], object]:
+        def attend() -> object:
+            with sdpa_kernel(backend):
+                return F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
+
+        return attend
+
+    if not at.on_gpu:
+        return {"math": by(SDPBackend.MATH)}
+    from torch.nn.attention.varlen import varlen_attn
+
+    from headrace.engine.attention.varlen import CAUSAL, GROUPED
+
+    variable: Any = varlen_attn
+    tokens = query.shape[2]
+    flat = [each[0].transpose(0, 1).contiguous() for each in (query, key, value)]
+    ends = torch.tensor([0, tokens], dtype=torch.int32, device=at.device)
+    return {
+        "cuDNN": by(SDPBackend.CUDNN_ATTENTION),
+        "flash": by(SDPBackend.FLASH_ATTENTION),
+        "varlen, as here": lambda: variable(*flat, ends, ends, tokens, tokens, window_size=CAUSAL, **GROUPED),
+    }
+
+
+def correctness(at: Minutes) -> None:
+    """A prompt in one chunk, in three, and in float32: the last hidden state."""
+    tokens = 48 if at.tiny else 384
+    ids = [(7 * number + 3) % 100 for number in range(tokens)]
+    for name, config in at.shapes.items():
+        small = config | {"num_hidden_layers": 2 if "deepseek" not in config["model_type"] else 4}
+        last: dict[str, Tensor] = {}
+        for dtype in ("bfloat16", "float32"):
+            with model(at, small, 512, dtype) as made:
+                whole = made.forward(rows_of(ids, tokens))[-1].float().cpu()
+                third = [made.forward([row]) for row in rows_of(ids, tokens // 3)][-1][-1].float().cpu()
+            last[dtype] = whole
+            at.keep(f"{name}, {dtype}: three chunks differ from one by {gap_of(third, whole):.1e}")
+        at.keep(f"{name}: bfloat16 differs from float32 by {gap_of(last['bfloat16'], last['float32']):.1e}")
+
+
+def passes(at: Minutes) -> None:
+    """Whole passes: tokens/s, share of the peak, and how long the host takes to queue them."""
+    lengths = (32, 128) if at.tiny else (512, 2048, 8192, 32768)
+    for name, config in at.shapes.items():
+        with model(at, config, max(lengths) + PAGE) as made:
+            made.warm_up()
+            for tokens in lengths:
+                rows = rows_of([(7 * number + 3) % 100 for number in range(tokens)], tokens)
+                taken = at.time(lambda rows=rows: made.execute(rows))  # type: ignore[misc]
+                started = time.perf_counter()
+                made.forward(rows)
+                queued = time.perf_counter() - started
+                synchronize(at.device)
+                flops = chunk_flops(made._part.spec, tokens)
+                at.keep(
+                    f"{name}, {tokens:,} tokens: {tokens / taken:,.0f} tokens/s, {at.share(flops, taken)}; queued in "
+                    f"{1e3 * queued:.1f} of {1e3 * taken:.1f} ms"
+                )
+            if at.on_gpu:
+                at.keep(f"{name}: {launches(made)}")
+
+
+def launches(made: ModelRunner) -> str:
+    """Launches and waits of a pass of 2,048 tokens, by torch's profiler."""
+    from torch.profiler import ProfilerActivity, profile
+
+    rows = rows_of([5] * 2048, 2048)
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as found:
+        made.forward(rows)
+    table = found.key_averages()
+    count = sum(each.count for each in table if "LaunchKernel" in each.key)
+    waits = sum(each.count for each in table if "Synchronize" in each.key)
+    return f"{count:,} launches, {count / made._part.spec.layers:.0f} a layer; {waits} waits"
+
+
+def pages(at: Minutes) -> None:
+    """KV of 2,048 tokens of Llama-3.1-8B out of the device and into it, as handoffs move it."""
+    geometry = Geometry("bfloat16", 2, 2, 16, 16) if at.tiny else Geometry("bfloat16", 32, 8, 128, 16)
+    pool = KVPool(geometry, 512, str(at.device))
+    store = store_of(pool)
+    passage = Passage(geometry, geometry, 0, 2048)
+    numbers = list(range(128, 256))
+    size = 2048 * geometry.token_bytes
+
+    def out() -> list[Any]:
+        read = store.begin_read(pieces(passage, numbers))
+        assert read is not None
+        while not read.done:
+            pass
+        return frames(read.pages, passage, numbers)
+
+    at.keep(f"KV out of the device: {size / at.time(out) / 1e9:.1f} GB/s")
+    sent = [bytes(frame) for frame in out()]
+
+    def back() -> None:
+        written = write_frames(store, copies(*passage), numbers, [memoryview(frame) for frame in sent])
+        while not written.done:
+            pass
+
+    at.keep(f"KV into the device: {size / at.time(back) / 1e9:.1f} GB/s")
+
+
+def store_of(pool: KVPool) -> SourceStore:
+    """A pool as handoffs see it."""
+    if pool.tensor.device.type == "cpu":
+        return pool
+    return DevicePages(pool, pinned_bytes(pool.geometry, 2048))
+
+
+def handoff(at: Minutes) -> None:
+    """A prompt's KV from one model to another on this device, which then generates as one model alone."""
+    tokens, more = (40, 8) if at.tiny else (1000, 32)
+    name, config = next(iter(at.shapes.items()))
+    small = config | {"num_hidden_layers": 2}
+    ids = [(11 * number + 5) % 150 for number in range(tokens)]
+    with model(at, small, 2048 if not at.tiny else 256) as one, model(at, small, 2048 if not at.tiny else 256) as other:
+        alone = generated(one, ids, one.execute(rows_of(ids, tokens)).samples[0].token, more)
+        first = one.execute(rows_of(ids, tokens)).samples[0].token
+        passage = Passage(one.geometry, other.geometry, 0, tokens)
+        numbers = list(range(ceil_div(tokens, PAGE)))
+        read = store_of(one.pool).begin_read(pieces(passage, numbers))
+        assert read is not None
+        while not read.done:
+            pass
+        payload = [frame.data for frame in frames(read.pages, passage, numbers)]
+        written = write_frames(store_of(other.pool), copies(*passage), numbers, payload)
+        while not written.done:
+            pass
+        handed = generated(other, ids, first, more)
+    same = sum(mine == theirs for mine, theirs in zip(handed, alone, strict=True))
+    at.keep(f"{name}, 2 layers, handed over after {tokens:,} tokens: {same} of {more} tokens as alone")
+
+
+def generated(made: ModelRunner, ids: list[int], token: int, more: int) -> list[int]:
+    """Greedy tokens behind a prompt whose KV is in the pool, and its first token."""
+    found = []
+    for at in range(len(ids), len(ids) + more):
+        held = packed.pack(range(ceil_div(at + 1, PAGE)))
+        row = PlanRow(1, at, 1, held, packed.pack([token]), sample=SamplingParams(temperature=0.0))
+        token = made.execute([row]).samples[0].token
+        found.append(token)
+    return found
+
+
+def second_process(at: Minutes) -> None:
+    """Memory of this process's GPU written by another one, by CUDA IPC: what a way between two servers could reach."""
+    if not at.on_gpu:
+        at.keep("CUDA IPC: needs a GPU")
+        return
+    import torch.multiprocessing as torch_processes
+
+    context = multiprocessing.get_context("spawn")
+    pool = torch.zeros(1 << 30, dtype=torch.uint8, device=at.device)
+    answers = context.SimpleQueue()
+    child = torch_processes.get_context("spawn").Process(target=write_half, args=(pool, answers))
+    child.start()
+    child.join(60)
+    if child.is_alive() or answers.empty():
+        child.kill()
+        at.keep("CUDA IPC: the other process gave no answer")
+        return
+    at.keep(f"CUDA IPC: {answers.get():.1f} GB/s; arrived: {bool((pool[: 1 << 29] == 7).all())}")
+
+
+def write_half(pool: Tensor, answers: Any) -> None:
+    """The other process: write half of the memory, and say how fast."""
+    source = torch.full((1 << 29,), 7, dtype=torch.uint8, device=pool.device)
+    taken = min(seconds(pool.device, pool[: 1 << 29].copy_, source) for _ in range(3))
+    answers.put((1 << 29) / taken / 1e9)
+
+
+def gap_of(found: Tensor, expected: Tensor) -> float:
+    """Norm of the difference, as a share of what was expected."""
+    return float((found - expected).norm() / expected.norm())
+
+
+def first_line(error: BaseException) -> str:
+    """An error in a line."""
+    return f"{type(error).__name__}: {str(error).partition(chr(10))[0][:160]}"
+
+
+PARTS: tuple[Callable[[Minutes], None], ...] = (
+    machine, correctness, handoff, pages, second_process, kernels, passes,
+)  # fmt: skip
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the parts. Returns 1 if one has failed. Raises ConfigError for a device that is not there."""
+    parser = make_parser("first_gpu_minutes", __doc__)
+    parser.add_argument("--device", default="cuda", help="cuda, cuda:N or cpu")
+    parser.add_argument("--tiny", action="store_true", help="small shapes, to see that it runs")
+    parser.add_argument("--seconds", type=float, default=560.0, metavar="S", help="after which no part begins")
+    add_threads(parser)
+    given = parser.parse_args(arguments)
+    torch.set_num_threads(given.threads)
+    at = Minutes(torch.device(resolve_device(given.device)), given.tiny, time.perf_counter() + given.seconds)
+    failed = 0
+    for part in PARTS:
+        if time.perf_counter() > at.until:
+            at.keep(f"{part.__name__}: no time is left")
+            continue
+        console.rule(part.__name__)
+        try:
+            part(at)
+        except Exception as error:  # every part goes on when another has failed
+            failed += 1
+            where = traceback.extract_tb(error.__traceback__)[-1]
+            at.keep(f"{part.__name__}: failed at {Path(where.filename).name}:{where.lineno}: {first_line(error)}")
+    console.rule("in short")
+    for text in at.kept:
+        console.print(text, highlight=False, soft_wrap=True)
+    return int(failed > 0)
+
+
+if __name__ == "__main__":
+    run(main)

@@ -1,0 +1,42 @@
+"""The script that is to be run first on a GPU runs to its end on a CPU, and survives parts that fail."""
+
+from unittest.mock import patch
+
+import pytest
+
+from benchmarks import first_gpu_minutes
+from benchmarks.first_gpu_minutes import Minutes
+
+ON_CPU = ["--device", "cpu", "--tiny", "--threads", "1"]
+
+
+def in_short(printed: str) -> list[str]:
+    """The lines of the summary."""
+    return printed.partition("in short")[2].splitlines()[1:]
+
+
+def test_every_part_runs_on_a_cpu(capsys: pytest.CaptureFixture[str]) -> None:
+    assert first_gpu_minutes.main(ON_CPU) == 0
+    found = in_short(capsys.readouterr().out)
+    assert "Llama, tiny, 2 layers, handed over after 40 tokens: 8 of 8 tokens as alone" in found
+    for name in first_gpu_minutes.TINY_SHAPES:
+        [gap] = [line.split()[-1] for line in found if line.startswith(f"{name}: bfloat16 differs")]
+        assert float(gap) < 0.02
+    assert len(found) <= 100
+
+
+def test_a_part_that_fails_costs_the_others_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    def broken(_: Minutes) -> None:
+        raise RuntimeError("no kernel image is available\nfor execution on the device")
+
+    def last(at: Minutes) -> None:
+        at.keep("the last part")
+
+    with patch.object(first_gpu_minutes, "PARTS", (broken, last)):
+        assert first_gpu_minutes.main(ON_CPU) == 1
+        found = in_short(capsys.readouterr().out)
+        assert found[0].startswith("broken: failed at test_first_gpu_minutes.py:")
+        assert found[0].endswith(": RuntimeError: no kernel image is available")
+        assert found[1] == "the last part"
+        assert first_gpu_minutes.main([*ON_CPU, "--seconds", "-1"]) == 0
+        assert in_short(capsys.readouterr().out) == ["broken: no time is left", "last: no time is left"]
