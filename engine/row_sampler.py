@@ -68,36 +68,34 @@ class Head(Protocol):
 
 
 class FedTokens(NamedTuple):
-    """Tokens that were sampled elsewhere."""
+    """Sampled tokens on the device, for rows of later plans."""
 
     places: dict[int, int]
     """By request, where its token is."""
     tokens: Tensor
-    """int64, on the device."""
+    """int64; NO_TOKEN where there is none."""
+
+    def of(self, requests: Sequence[int]) -> Tensor:
+        """Tokens of these requests, int64 [requests]: PLACEHOLDER where there is none."""
+        return select_rows(self.tokens, [self.places[request] for request in requests]).clamp(min=PLACEHOLDER)
 
 
 class Sampling:
     """The sampling of a plan: queued on the device, and finished by result()."""
 
-    def __init__(self, requests: Sequence[int], tokens: Tensor, finish: Callable[[], None]) -> None:
-        """requests: of the rows that sample. tokens: theirs, int64 [rows] on the device; empty on shards that do not
-        sample. finish: sets outcome, when the device is done."""
-        self.requests = requests
-        self.tokens = tokens
+    def __init__(self, fed: FedTokens, finish: Callable[[], None]) -> None:
+        """fed: the tokens of rows that sample; none on shards that do not. finish: sets outcome, when the device is
+        done."""
+        self.fed = fed
         self.outcome: PlanResult | None = None
         """The result, once it is finished."""
         self.released: set[int] = set()
         """Requests that have ended before."""
         self._finish = finish
         self._ended: torch.cuda.Event | None = None
-        if tokens.device.type == "cuda":
+        if fed.tokens.device.type == "cuda":
             self._ended = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
-            self._ended.record(torch.cuda.current_stream(tokens.device))
-
-    def fed(self, requests: Sequence[int]) -> Tensor:
-        """Tokens of these requests for later rows, int64 [requests]: PLACEHOLDER where there is none."""
-        places = {request: place for place, request in enumerate(self.requests)}
-        return select_rows(self.tokens, [places[request] for request in requests]).clamp(min=PLACEHOLDER)
+            self._ended.record(torch.cuda.current_stream(fed.tokens.device))
 
     def wait(self) -> None:
         """Wait for the device."""
@@ -114,7 +112,7 @@ class Sampling:
 
 def nothing_sampled() -> Sampling:
     """Of a shard that does not sample."""
-    sampling = Sampling((), torch.empty(0, dtype=torch.int64), lambda: None)
+    sampling = Sampling(FedTokens({}, torch.empty(0, dtype=torch.int64)), lambda: None)
     sampling.outcome = PlanResult([], [], [])
     return sampling
 
@@ -135,8 +133,8 @@ class RowSampler:
     """Sampling on one shard of the last stage. All shards call sample() for the same rows; the first one samples.
 
     On a GPU nothing waits for what was sampled: tokens stay there for the next plans, and a plan's result is finished
-    when the device is done with it, by whoever asks first. Only a row whose constraint or penalties follow from tokens
-    before it has the compute thread wait for those.
+    when the device is done with it, for the first thread that asks. Only a row whose constraint or penalties follow
+    from tokens before it has the compute thread wait for those.
     """
 
     def __init__(self, head: Head, shard: int, shards: int, compiler: Callable[[], GrammarCompiler]) -> None:
@@ -148,7 +146,7 @@ class RowSampler:
         self._grammars = GrammarStates(compiler)
         self._adjustments = LogitAdjustments()
         self._last: dict[int, int] = {}  # request → its last sampled token
-        self._on_device: dict[int, tuple[Tensor, int]] = {}  # request → where that is while the host does not know it
+        self._on_device: dict[int, FedTokens] = {}  # request → where that is while the host does not know it
         self._pending: deque[tuple[Sampling, Callable[[], PlanResult]]] = deque()  # not finished, the oldest first
         self._lock = threading.RLock()  # results are finished by another thread than the one that computes
 
@@ -159,7 +157,7 @@ class RowSampler:
                 tokens = fed.tokens.tolist()
                 self._last.update((request, tokens[place]) for request, place in fed.places.items())
             else:
-                self._on_device.update((request, (fed.tokens, place)) for request, place in fed.places.items())
+                self._on_device.update(dict.fromkeys(fed.places, fed))
 
     def last(self, request: int) -> int | None:
         """The token sampled last for a request, where the host knows it."""
@@ -170,18 +168,17 @@ class RowSampler:
         ValueError for a row whose tokens do not cover its positions."""
         ends = np.cumsum([row.count for row in rows]).tolist()
         with self._lock:
-            late = [
-                (end - 1, *self._on_device[row.request])
+            late = {
+                end - 1: (row.request, self._on_device[row.request])
                 for row, end in zip(rows, ends, strict=True)
                 if not row.tokens and row.request in self._on_device
-            ]
-            last = {**self._last, **dict.fromkeys(self._on_device, PLACEHOLDER)} if late else self._last
-            ids = np.concatenate([row_ids(row, last.get(row.request)) for row in rows])
+            }
+            known = (PLACEHOLDER if row.request in self._on_device else self._last.get(row.request) for row in rows)
+            ids = np.concatenate([row_ids(row, last) for row, last in zip(rows, known, strict=True)])
         placed = place(ids.astype(np.int64), device)
-        for tokens in {id(tokens): tokens for _, tokens, _ in late}.values():
-            of = [(at, index) for at, each, index in late if each is tokens]
-            found = select_rows(tokens, [index for _, index in of]).clamp(min=PLACEHOLDER)
-            placed.index_copy_(0, place(np.array([at for at, _ in of], np.int64), device), found)
+        for fed in {id(fed): fed for _, fed in late.values()}.values():
+            at = {position: request for position, (request, each) in late.items() if each is fed}
+            placed.index_copy_(0, place(np.array(list(at), np.int64), device), fed.of(list(at.values())))
         return placed
 
     def begin(self, rows: Sequence[PlanRow]) -> None:
@@ -213,21 +210,21 @@ class RowSampler:
             drawn = self._draw(rows, ends, hidden)
             chunks = self._nonfinite_chunks(rows, ends, hidden)
             logprobs, states = self._prompt_logprobs(rows, ends, hidden), self._hidden_states(rows, ends, hidden)
-
             tokens = drawn.tokens if drawn is not None else torch.empty(0, dtype=torch.int64, device=hidden.device)
-            requests = [row.request for row in drawn.rows] if drawn is not None else []
-            sampling = Sampling(requests, tokens, lambda: self._finish_until(sampling))
+            sampled = drawn.rows if drawn is not None else ()
+            fed = FedTokens({row.request: place for place, row in enumerate(sampled)}, tokens)
+            sampling = Sampling(fed, lambda: self._finish_until(sampling))
             self._pending.append((sampling, lambda: self._read(drawn, sampling.released, chunks, logprobs, states)))
             if hidden.device.type == "cpu":
                 sampling.result()
             else:
-                self._on_device.update((request, (tokens, place)) for place, request in enumerate(requests))
+                self.feed(fed)
             return sampling
 
     def _catch_up(self, rows: Sequence[PlanRow]) -> None:
         """Have the results that constraints and penalties of rows go on from."""
         depend = {row.request for row in rows if row.sample and (row.sample.grammar or row.sample.penalizes)}
-        late = [sampling for sampling, _ in self._pending if depend.intersection(sampling.requests)]
+        late = [sampling for sampling, _ in self._pending if depend.intersection(sampling.fed.places)]
         if late:
             late[-1].result()
 
@@ -273,7 +270,7 @@ class RowSampler:
         known.update(dict.fromkeys((*nonfinite, *drawn.rejected), PLACEHOLDER))
         self._last.update((request, token) for request, token in known.items() if request not in released)
         for request in requests:
-            if request in self._on_device and self._on_device[request][0] is drawn.tokens:
+            if request in self._on_device and self._on_device[request].tokens is drawn.tokens:
                 del self._on_device[request]
         return samples, nonfinite, rejections
 

@@ -236,11 +236,7 @@ class ModelRunner:
             PlanRow(WARM_UP_REQUEST, 0, count, pages, packed.pack([0] * count), sample=greedy, slot=0),
             PlanRow(WARM_UP_REQUEST, count - 1, 1, pages, packed.pack([0]), sample=greedy, slot=0),
         ):
-            incoming = None
-            if not self._part.first:
-                form = self.hidden_spec
-                incoming = torch.zeros(row.count, form.size, dtype=form.dtype, device=form.device)
-            hidden = self.forward([row], incoming)
+            hidden = self.forward([row], self._zeros(row.count))
             if self._part.last:
                 self.sample([row], hidden).result()
         if self.hidden_spec.device.type == "cuda":
@@ -249,7 +245,7 @@ class ModelRunner:
 
     def _try_largest_pass(self, tokens: int) -> None:
         """Raises ConfigError when a pass of so many tokens does not fit beside weights and KV."""
-        device, form = self.hidden_spec.device, self.hidden_spec
+        device = self.hidden_spec.device
         length = min(tokens, self._max_model_len)
         pages = packed.pack(range(self.geometry.pages_for(length)))
         counts = [length] * (tokens // length) + ([tokens % length] if tokens % length else [])
@@ -257,8 +253,7 @@ class ModelRunner:
         torch.cuda.reset_peak_memory_stats(device)
         before = torch.cuda.memory_allocated(device)
         try:
-            incoming = None if self._part.first else torch.zeros(tokens, form.size, dtype=form.dtype, device=device)
-            self.forward(rows, incoming)
+            self.forward(rows, self._zeros(tokens))
             torch.cuda.synchronize(device)
         except torch.OutOfMemoryError as error:
             text = f"a pass of {tokens} tokens does not fit on {device} beside weights and KV"
@@ -268,6 +263,11 @@ class ModelRunner:
             "a pass of %d tokens takes %d MiB beside weights and KV; %d MiB of %s are free",
             tokens, taken >> 20, free >> 20, device,
         )  # fmt: skip
+
+    def _zeros(self, tokens: int) -> Tensor | None:
+        """What a stage before this one could have sent; None on the first."""
+        form = self.hidden_spec
+        return None if self._part.first else torch.zeros(tokens, form.size, dtype=form.dtype, device=form.device)
 
     def execute(self, rows: Sequence[PlanRow]) -> PlanResult:
         """Forward pass and sampling, where this stage is the only one. Raises what forward() raises."""

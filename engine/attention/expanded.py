@@ -61,7 +61,7 @@ class ExpandedPass:
         first = 0
         for span, slots in zip(self._spans, self._slots, strict=True):
             tokens = slice(first, first + span.count)
-            rows = self._pool.slots[layer * self._pool.page_size * self._pool.blocks_per_layer :].index_select(0, slots)
+            rows = self._pool.slots_from(layer).index_select(0, slots)
             rows = rows.to(query.dtype)
             for part in self._tiles(heads, rows):
                 expanded = expand(rows[:, : mla.kv_rank], part)

@@ -51,7 +51,7 @@ class LatentSdpaPass:
         parts = []
         first = 0
         for span, slots in zip(self._spans, self._slots, strict=True):
-            rows = self._pool.slots[layer * self._pool.page_size * self._pool.blocks_per_layer :].index_select(0, slots)
+            rows = self._pool.slots_from(layer).index_select(0, slots)
             parts.append(self._row(query[first : first + span.count], rows.to(query.dtype)))
             first += span.count
         return torch.cat(parts)

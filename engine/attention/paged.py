@@ -70,24 +70,22 @@ class SlotWriter:
 
     def __init__(self, pool: KVPool, spans: Sequence[AttentionSpan]) -> None:
         """Prepare the indices of the spans' positions."""
-        self._slots = pool.slots
-        self._layer_stride = pool.blocks_per_layer * pool.geometry.page_size
+        self._pool = pool
         self._index = slot_index(pool, spans, prefixes=False)
 
     def write(self, layer: int, keys_values: Tensor) -> None:
         """Write a layer's keys and values. keys_values: [tokens, 2 * kv_heads, head_dim], keys before values, in the
         pool's dtype or a wider one."""
-        rows = keys_values.reshape(-1, keys_values.shape[-1]).to(self._slots.dtype)
-        self._slots[layer * self._layer_stride :].index_copy_(0, self._index, rows)
+        rows = keys_values.reshape(-1, keys_values.shape[-1]).to(self._pool.slots.dtype)
+        self._pool.slots_from(layer).index_copy_(0, self._index, rows)
 
 
 def slot_index(pool: KVPool, spans: Sequence[AttentionSpan], *, prefixes: bool) -> Tensor:
     """Rows of pool.slots that hold layer 0 of the spans' positions: int64 [positions * 2 * kv_heads], on the pool's
     device.
 
-    prefixes: positions before each span are included. Spans in order; position by position, K heads before V heads. The
-    rows of layer n are n * blocks_per_layer * page_size further on: the same rows of pool.slots without as many first
-    ones, so that no layer computes an index.
+    prefixes: positions before each span are included. Spans in order; position by position, K heads before V heads. For
+    other layers see KVPool.slots_from().
     """
     size = pool.geometry.page_size
     heads = torch.arange(0, pool.blocks_per_layer * size, size, device=pool.tensor.device)

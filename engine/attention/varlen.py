@@ -47,8 +47,7 @@ class VarlenPass:
         """See AttentionPass."""
         self._writer.write(layer, keys_values)
         geometry = self._pool.geometry
-        stride = self._pool.blocks_per_layer * geometry.page_size
-        rows = self._pool.slots[layer * stride :].index_select(0, self._slots)
+        rows = self._pool.slots_from(layer).index_select(0, self._slots)
         keys, values = rows.view(-1, 2 * geometry.kv_heads, geometry.head_dim).chunk(2, dim=1)
         attended = varlen_attn(
             query,

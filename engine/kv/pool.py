@@ -73,6 +73,11 @@ class KVPool(PageStore):
         """Token positions of a page."""
         return self.geometry.page_size
 
+    def slots_from(self, layer: int) -> Tensor:
+        """pool.slots without the rows before this layer of the first page: what is row n of layer 0 in pool.slots is
+        row n here, so that no index is computed for a layer."""
+        return self.slots[layer * self.blocks_per_layer * self.page_size :]
+
     @property
     def rows(self) -> NDArray[np.uint8] | None:
         """All pages as bytes [pages, page bytes]; None on a GPU and in a pool of several tensors, or of states."""

@@ -113,7 +113,7 @@ class PipelineLinks:
         if not feeding or self._token_group is None:
             return
         if self._samples and sampling is not None:
-            tokens = sampling.fed(feeding)
+            tokens = sampling.fed.of(feeding)
         else:
             tokens = torch.empty(len(feeding), dtype=torch.int64, device=self._hidden.device)
         with breakable():

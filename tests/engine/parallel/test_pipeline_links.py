@@ -14,7 +14,7 @@ from headrace.core.types.packed import pack
 from headrace.core.types.ranks.layout import Layout
 from headrace.engine.collectives.operations import LinkBroken
 from headrace.engine.parallel.pipeline import PipelineLinks
-from headrace.engine.row_sampler import PLACEHOLDER, Sampling
+from headrace.engine.row_sampler import PLACEHOLDER, FedTokens, Sampling
 from headrace.engine.runner import HiddenSpec
 from headrace.engine.sampling.sampler import NO_TOKEN
 from tests.engine.parallel.thread_world import World
@@ -56,7 +56,8 @@ def taking(*requests: int) -> list[PlanRow]:
 
 
 def sampled(*pairs: tuple[int, int]) -> Sampling:
-    return Sampling([request for request, _ in pairs], torch.tensor([token for _, token in pairs]), lambda: None)
+    places = {request: place for place, (request, _) in enumerate(pairs)}
+    return Sampling(FedTokens(places, torch.tensor([token for _, token in pairs])), lambda: None)
 
 
 def taken(links: PipelineLinks, *requests: int) -> list[tuple[int, int]]:
