@@ -1,6 +1,6 @@
 """Paged KV pool of one stage: keys and values, and further tensors such as a latent."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -10,13 +10,13 @@ from torch import Tensor
 from headrace.core.types.kv.geometry import Geometry
 from headrace.engine.dtypes import TORCH_DTYPES
 from headrace.transfer.protocol.layout import WHOLE, Box
-from headrace.transfer.protocol.page_store import PageSlice, PageStore, ReadInPlace
+from headrace.transfer.protocol.page_store import HostPool
 
 _DTYPES = {**TORCH_DTYPES, "uint8": torch.uint8}  # as in ITEM_BYTES
 Allocate = Callable[[Geometry, int], memoryview | None]  # memory for so many pages; None: the pool allocates its own
 
 
-class KVPool(PageStore):
+class KVPool(HostPool):
     """KV of all requests: one memory with a view of it per tensor of the geometry, such as keys and values or a latent.
 
     Memory is not initialised: read only slots that were written. Each tensor is contiguous, one after the other
@@ -37,7 +37,7 @@ class KVPool(PageStore):
         allocate: provides CPU memory, such as shared memory; None, or when it returns None, torch allocates.
         """
         self.geometry = geometry
-        self.pages = pages
+        self.pages, self.page_size = pages, geometry.page_size
         buffer = allocate(geometry, pages) if allocate is not None else None
         if buffer is None:
             memory = torch.empty(geometry.pool_bytes(pages), dtype=torch.uint8, device=device)
@@ -67,11 +67,6 @@ class KVPool(PageStore):
     def blocks_per_page(self) -> int:
         """Blocks of one page, over all layers."""
         return self._first.layers * self.blocks_per_layer
-
-    @property
-    def page_size(self) -> int:
-        """Token positions of a page."""
-        return self.geometry.page_size
 
     def slots_from(self, layer: int) -> Tensor:
         """pool.slots without the rows before this layer of the first page: what is row n of layer 0 in pool.slots is
@@ -105,14 +100,6 @@ class KVPool(PageStore):
         """Set slots [first_slot, first_slot + count) from bytes of the shape that read() returns. Raises what view()
         raises."""
         self.view(page, first_slot, count, box)[...] = data
-
-    def in_place(self) -> "KVPool":
-        """Itself."""
-        return self
-
-    def begin_read(self, pieces: Iterable[PageSlice], held: int = 0) -> ReadInPlace:
-        """Done at once."""
-        return ReadInPlace(self)
 
     def check(self, page: int, first_slot: int, count: int, tensor: str) -> None:
         """Raises IndexError for a page or slots outside the pool, KeyError for a tensor that it has not."""

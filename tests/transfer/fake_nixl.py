@@ -7,6 +7,7 @@ mapped there: a program that reads or writes it by itself is killed.
 import ctypes
 import importlib.util
 import sys
+from itertools import product
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -119,9 +120,8 @@ class Network:
 
     def __init__(self) -> None:
         self.agents: dict[str, Agent] = {}
-        self.written: dict[tuple[str, str], int] = {}
+        self.written = dict.fromkeys(product(("DRAM", "VRAM"), repeat=2), 0)
         """Bytes by kinds of memory, from and to."""
-        self.written = {(here, there): 0 for here in ("DRAM", "VRAM") for there in ("DRAM", "VRAM")}
 
     def module(self) -> Any:
         """transfer/backends/nixl.py over these agents."""

@@ -8,12 +8,12 @@ Each is used by one thread, the stage's I/O thread, and no call waits for the ot
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 from headrace.core.types.kv.backends import NixlAccess, PoolMemory
 from headrace.core.types.kv.geometry import Geometry
 from headrace.transfer.protocol.layout import WHOLE, Box, Bytes
-from headrace.transfer.protocol.page_store import Handle, SourcePages
+from headrace.transfer.protocol.page_store import Completed, Handle, SourcePages
 
 
 class RemoteWrite(Handle, Protocol):
@@ -24,13 +24,6 @@ class RemoteWrite(Handle, Protocol):
         """Why they cannot complete within this session, although some of their bytes may still be in flight; "" if
         they can."""
         ...
-
-
-class CompletedWrite(NamedTuple):
-    """A RemoteWrite that is done already."""
-
-    done: bool = True
-    lost: str = ""
 
 
 class RemotePages(Protocol):
@@ -96,9 +89,9 @@ class FakePages(RemotePages):
     def write(self, page: int, first_slot: int, count: int, data: Bytes, box: Box = WHOLE) -> None:
         """Does nothing."""
 
-    def flush(self) -> CompletedWrite:
+    def flush(self) -> Completed:
         """Done at once."""
-        return CompletedWrite()
+        return Completed()
 
     def close(self) -> None:
         """Does nothing."""

@@ -16,14 +16,11 @@ class DeviceMemory(NamedTuple):
     device: int
     """Number of the GPU, as this process counts them."""
 
+    @property
+    def __array_interface__(self) -> dict[str, Any]:
+        return {"data": (self.address, False), "shape": (self.nbytes,), "typestr": "|u1", "version": 3}
+
     def array(self) -> Bytes:
         """An array uint8 [nbytes] whose views have the addresses and strides of what lies there. None of its elements
         may be read or written."""
-        return np.asarray(_Range(self))
-
-
-class _Range:
-    def __init__(self, memory: DeviceMemory) -> None:
-        self.__array_interface__: dict[str, Any] = {
-            "data": (memory.address, False), "shape": (memory.nbytes,), "typestr": "|u1", "version": 3,
-        }  # fmt: skip
+        return np.asarray(self)

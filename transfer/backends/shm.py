@@ -27,11 +27,11 @@ from msgspec.structs import asdict
 
 from headrace.core.types.kv.backends import NixlAccess, PoolLayout, PoolMemory, SharedMemory
 from headrace.core.types.kv.geometry import Geometry
-from headrace.transfer.backends.base import CompletedWrite, RemotePages
+from headrace.transfer.backends.base import RemotePages
 from headrace.transfer.backends.copying import copy, copy_rows
 from headrace.transfer.backends.strided_pool import StridedPool
 from headrace.transfer.protocol.layout import WHOLE, Box, Bytes
-from headrace.transfer.protocol.page_store import SourcePages
+from headrace.transfer.protocol.page_store import Completed, SourcePages
 
 FOLDER = Path("/dev/shm")
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
@@ -162,9 +162,9 @@ class ShmPages(RemotePages):
         else:
             copy_rows(target, pages, source, own)
 
-    def flush(self) -> CompletedWrite:
+    def flush(self) -> Completed:
         """Done at once."""
-        return CompletedWrite()
+        return Completed()
 
     def close(self) -> None:
         """Unmap and release the writer's lock. Removes pools whose owners have ended."""

@@ -1,6 +1,6 @@
 """KV pools in memory with any strides: numpy views of what a PoolLayout describes, and the byte runs of a copy."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -9,7 +9,7 @@ import numpy.typing as npt
 from headrace.core.types.kv.backends import Placement, PoolLayout, Strides
 from headrace.core.types.kv.geometry import KV, Component, Geometry
 from headrace.transfer.protocol.layout import WHOLE, Box, Bytes, frame_shape
-from headrace.transfer.protocol.page_store import PageSlice, PageStore, ReadInPlace
+from headrace.transfer.protocol.page_store import HostPool
 
 Offsets = npt.NDArray[np.int64]
 
@@ -63,7 +63,7 @@ def check_slots(page: int, first_slot: int, count: int, pages: int, slots: int) 
         raise IndexError(f"slots {first_slot} to {first_slot + count} of page {page}: {pages} pages of {slots}")
 
 
-class StridedPool(PageStore):
+class StridedPool(HostPool):
     """A PageStore over a writable buffer that a layout describes. Raises ValueError if the layout exceeds the
     buffer."""
 
@@ -107,14 +107,6 @@ class StridedPool(PageStore):
     def write(self, page: int, first_slot: int, count: int, data: Bytes, box: Box = WHOLE) -> None:
         """Copy data into slots. Raises IndexError."""
         self.view(page, first_slot, count, box)[...] = data
-
-    def in_place(self) -> "StridedPool":
-        """Itself."""
-        return self
-
-    def begin_read(self, pieces: Iterable[PageSlice], held: int = 0) -> ReadInPlace:
-        """Done at once."""
-        return ReadInPlace(self)
 
 
 class ArrayPageStore(StridedPool):

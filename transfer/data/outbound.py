@@ -355,6 +355,8 @@ class Outbound:
         """Take out parts whose read or write is done, and those that wait for room, to go on with them now."""
         found = []
         for lane in self._by_route.values():
+            if not lane.reading and not lane.writing:
+                continue
             read = [part for part in lane.reading if part.read is None or part.read.done]
             written = [part for part in lane.writing if part.write is not None and part.write.done]
             lane.reading = [part for part in lane.reading if part not in read]

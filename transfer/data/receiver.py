@@ -34,7 +34,7 @@ from headrace.core.messages.stage_events import (
 from headrace.core.runtime.codec import Codec, DecodeError
 from headrace.core.stats import Counters, Sample, Stats
 from headrace.core.types.errors import PEER_GONE
-from headrace.core.types.kv.backends import NIXL, ZMQ, NixlAccess, writes_directly
+from headrace.core.types.kv.backends import ZMQ, NixlAccess, writes_directly
 from headrace.core.types.kv.geometry import Geometry
 from headrace.core.types.peers.session_terms import PrefillTerms
 from headrace.core.types.requests.request import FirstToken
@@ -216,7 +216,7 @@ class Receiver:
 
     def _open_session(self, terms: PrefillTerms, now: float) -> list[StageEvent]:
         self._close_lines(terms.session)
-        kind = checksum.kinds(self._config.checksum and not self._unchecked(terms.backend))[0]
+        kind = checksum.kinds(self._config.checksum and not self._verifier.unchecked(terms.backend))[0]
         timeout_s = self._config.peer_timeout_s
         access = self._grant(terms)
         for stage, (endpoint, whole) in enumerate(zip(terms.endpoints, terms.geometries, strict=True)):
@@ -245,10 +245,6 @@ class Receiver:
             replica = terms.stage_replicas[stage] if terms.stage_replicas else 0
             self._lines.append(DataLine(terms.session, stage, source, terms.backend, connect, attachment, replica))
         return self.tick(now)
-
-    def _unchecked(self, backend: str) -> bool:
-        """Whether KV comes in place to where nothing can read it for a checksum."""
-        return backend == NIXL and self._store.on_device
 
     def _grant(self, terms: PrefillTerms) -> NixlAccess | None:
         """What prefill stages need to write into the pool; None where they send frames."""

@@ -19,6 +19,7 @@ class Completed(NamedTuple):
     """Handle of an operation that was done when it was asked for."""
 
     done: bool = True
+    lost: str = ""
 
 
 class PageSlice(NamedTuple):
@@ -107,3 +108,23 @@ class SourceStore(PageStore, Protocol):
         held: bytes that earlier reads for the same peer still hold. None where there is no room for more of it now.
         """
         ...
+
+
+class HostPool(PageStore, Protocol):
+    """Base class of pools in host memory: a SourceStore whose pages are read where they are."""
+
+    page_size: int
+    """Slots of a page."""
+
+    @property
+    def rows(self) -> Bytes | None:
+        """See SourcePages."""
+        ...
+
+    def in_place(self) -> SourcePages:
+        """Itself."""
+        return self
+
+    def begin_read(self, pieces: Iterable[PageSlice], held: int = 0) -> ReadInPlace:
+        """Done at once."""
+        return ReadInPlace(self)
