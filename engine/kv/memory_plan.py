@@ -1,5 +1,7 @@
 """Memory plan of a stage: bytes of weights, and how many KV pages fit. Pure arithmetic."""
 
+from typing import NamedTuple
+
 import msgspec
 
 from headrace.core.types.errors import ConfigError
@@ -153,28 +155,9 @@ def plan_memory(
         if exchange_bytes:
             taken += f", the exchange of tokens between experts {_mib(exchange_bytes)},"
         raise ConfigError(f"{taken} and {_mib(available_bytes)} are available")
-    least = geometry.pages_for(length)
-    pages, reason = kv_pages, "a set number"
-    if not kv_pages:
-        if share := kv_share or (GPU_KV_SHARE if on_gpu else 0.0):
-            pages, reason = geometry.pages_within(int(share * room)), f"{share:.0%} of what is left"
-        else:
-            pages, reason = _default_pages(geometry, least, int(available_bytes / kv_copies), room)
-    elif kv_pages < least:
-        raise ConfigError(
-            f"{kv_pages} KV pages of {page_size} tokens hold less than one request of max_model_len {length}; "
-            f"write --kv-pages {least} or more, or --max-model-len {kv_pages * page_size} or less"
-        )
-    fitting = geometry.pages_within(room)
-    if pages < least or pages > fitting:
-        advice = f"--max-model-len {max(1, min(pages, fitting)) * page_size} or less"
-        if kv_pages and fitting >= least:  # a request fits, only not so many
-            advice = f"--kv-pages {fitting} or less, or leave it out"
-        needed = _mib(int(geometry.pool_bytes(max(pages, least)) * kv_copies))
-        raise ConfigError(
-            f"{needed} of KV pages do not fit: {_mib(available_bytes)} are available and the weights take "
-            f"{_mib(weights)}; write {advice}"
-        )
+    share = kv_share or (GPU_KV_SHARE if on_gpu else 0.0)
+    available = _Available(available_bytes, room, weights, kv_copies)
+    pages, reason = _pool_pages(geometry, length, kv_pages, share, available)
     return MemoryPlan(
         weight_bytes=weights,
         weight_dtype=weight_dtype,
@@ -190,8 +173,46 @@ def plan_memory(
             f"{f'activations of {pass_tokens} tokens {_mib(activations)}; ' if activations else ''}"
             f"{_pool(geometry, pages, reason)}"
             f"{f'exchange {_mib(exchange_bytes)}; ' if exchange_bytes else ''}"
-            f"{_mib(available_bytes)} available; longest request {length} tokens = {least} pages"
+            f"{_mib(available_bytes)} available; longest request {length} tokens = {geometry.pages_for(length)} pages"
         ),
+    )
+
+
+class _Available(NamedTuple):
+    """Memory of a rank's device, in bytes."""
+
+    whole: int
+    room: int
+    """Of it, for one copy of the KV."""
+    weights: int
+    copies: float
+    """How often each page is held."""
+
+
+def _pool_pages(geometry: Geometry, length: int, kv_pages: int, share: float, available: _Available) -> tuple[int, str]:
+    """KV pages of a pool, and why so many. length: of the longest request. kv_pages: as configured; 0: share of the
+    room, or where that is 0 as _default_pages(). Raises ConfigError when they do not fit, or hold no such request."""
+    size, least, fitting = geometry.page_size, geometry.pages_for(length), geometry.pages_within(available.room)
+    if 0 < kv_pages < least:
+        raise ConfigError(
+            f"{kv_pages} KV pages of {size} tokens hold less than one request of max_model_len {length}; "
+            f"write --kv-pages {least} or more, or --max-model-len {kv_pages * size} or less"
+        )
+    if kv_pages:
+        pages, reason = kv_pages, "a set number"
+    elif share:
+        pages, reason = geometry.pages_within(int(share * available.room)), f"{share:.0%} of what is left"
+    else:
+        pages, reason = _default_pages(geometry, least, int(available.whole / available.copies), available.room)
+    if least <= pages <= fitting:
+        return pages, reason
+    advice = f"--max-model-len {max(1, min(pages, fitting)) * size} or less"
+    if kv_pages and fitting >= least:  # a request fits, only not so many
+        advice = f"--kv-pages {fitting} or less, or leave it out"
+    needed = _mib(int(geometry.pool_bytes(max(pages, least)) * available.copies))
+    raise ConfigError(
+        f"{needed} of KV pages do not fit: {_mib(available.whole)} are available and the weights take "
+        f"{_mib(available.weights)}; write {advice}"
     )
 
 
