@@ -27,6 +27,7 @@ from torch import Tensor
 from benchmarks.arguments import add_threads, make_parser
 from benchmarks.profile import PAGE, rows_of
 from benchmarks.report import console, run
+from benchmarks.shapes import DEEPSEEK_V3, LLAMA_8B, QWEN3_30B_A3B
 from benchmarks.utilisation import chunk_flops, device_name, peak, seconds, synchronize
 from headrace.core.config import EngineConfig, ModelConfig
 from headrace.core.messages.orders import PlanRow
@@ -40,59 +41,31 @@ from headrace.engine.kv.pool import KVPool
 from headrace.engine.load_plan import plan_rank
 from headrace.engine.runner import ModelRunner
 from headrace.transfer.data.payload import Passage, frames, pieces, write_frames
-from headrace.transfer.protocol.layout import copies
+from headrace.transfer.protocol.layout import Bytes, copies
 from headrace.transfer.protocol.page_store import SourceStore
 
 ROUNDS = 3
 WEIGHTS = 0.02  # their standard deviation
-_LLAMA: dict[str, Any] = {
-    "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_act": "silu", "rms_norm_eps": 1e-5,
-    "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32,
-    "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 128256, "max_position_embeddings": 131072,
-    "tie_word_embeddings": False, "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0},
-}  # fmt: skip
-_QWEN3_MOE: dict[str, Any] = {
-    "model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"], "hidden_act": "silu", "rms_norm_eps": 1e-6,
-    "hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 12, "num_attention_heads": 32,
-    "num_key_value_heads": 4, "head_dim": 128, "vocab_size": 151936, "max_position_embeddings": 40960,
-    "tie_word_embeddings": False, "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0},
-    "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768, "norm_topk_prob": True,
-    "decoder_sparse_step": 1, "mlp_only_layers": [],
-}  # fmt: skip
-_DEEPSEEK: dict[str, Any] = {
-    "model_type": "deepseek_v3", "architectures": ["DeepseekV3ForCausalLM"], "hidden_act": "silu",
-    "rms_norm_eps": 1e-6, "hidden_size": 7168, "intermediate_size": 18432, "num_hidden_layers": 4,
-    "num_attention_heads": 128, "num_key_value_heads": 128, "vocab_size": 129280, "max_position_embeddings": 163840,
-    "tie_word_embeddings": False, "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
-    "first_k_dense_replace": 3, "moe_layer_freq": 1, "n_routed_experts": 64, "num_experts_per_tok": 8,
-    "n_shared_experts": 1, "moe_intermediate_size": 2048, "n_group": 8, "topk_group": 4, "norm_topk_prob": True,
-    "scoring_func": "sigmoid", "topk_method": "noaux_tc", "routed_scaling_factor": 2.5, "q_lora_rank": 1536,
-    "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128,
-}  # fmt: skip
-SHAPES = {"Llama-3.1-8B": _LLAMA, "Qwen3-30B-A3B, 12 layers": _QWEN3_MOE, "DeepSeek-V3, 4 layers": _DEEPSEEK}
+SHAPES = {
+    "Llama-3.1-8B": LLAMA_8B,
+    "Qwen3-30B-A3B, 12 layers": QWEN3_30B_A3B | {"num_hidden_layers": 12},
+    "DeepSeek-V3, 4 layers of 64 experts": DEEPSEEK_V3 | {"num_hidden_layers": 4, "n_routed_experts": 64},
+}
 _TINY = {
     "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 199,
     "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 512,
 }  # fmt: skip
+_TINY_MOE = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+_TINY_MLA = {
+    "num_hidden_layers": 4, "num_key_value_heads": 4, "n_routed_experts": 8, "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32, "n_group": 2, "topk_group": 1, "q_lora_rank": 32, "kv_lora_rank": 16,
+    "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+}  # fmt: skip
 TINY_SHAPES = {
-    "Llama, tiny": _LLAMA | _TINY,
-    "Qwen3-MoE, tiny": _QWEN3_MOE | _TINY | {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
-    "DeepSeek, tiny": _DEEPSEEK
-    | _TINY
-    | {
-        "num_hidden_layers": 4,
-        "num_key_value_heads": 4,
-        "n_routed_experts": 8,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 32,
-        "n_group": 2,
-        "topk_group": 1,
-        "q_lora_rank": 32,
-        "kv_lora_rank": 16,
-        "qk_nope_head_dim": 16,
-        "qk_rope_head_dim": 8,
-        "v_head_dim": 16,
-    },
+    "Llama, tiny": LLAMA_8B | _TINY,
+    "Qwen3-MoE, tiny": QWEN3_30B_A3B | _TINY | _TINY_MOE,
+    "DeepSeek, tiny": DEEPSEEK_V3 | _TINY | _TINY_MLA,
 }
 
 
@@ -304,22 +277,25 @@ def pages(at: Minutes) -> None:
     numbers = list(range(128, 256))
     size = 2048 * geometry.token_bytes
 
-    def out() -> list[Any]:
-        read = store.begin_read(pieces(passage, numbers))
-        assert read is not None
-        while not read.done:
-            pass
-        return frames(read.pages, passage, numbers)
+    at.keep(f"KV out of the device: {size / at.time(lambda: taken_out(store, passage, numbers)) / 1e9:.1f} GB/s")
+    sent = taken_out(store, passage, numbers)
+    at.keep(f"KV into the device: {size / at.time(lambda: put_in(store, passage, numbers, sent)) / 1e9:.1f} GB/s")
 
-    at.keep(f"KV out of the device: {size / at.time(out) / 1e9:.1f} GB/s")
-    sent = [bytes(frame) for frame in out()]
 
-    def back() -> None:
-        written = write_frames(store, copies(*passage), numbers, [memoryview(frame) for frame in sent])
-        while not written.done:
-            pass
+def taken_out(store: SourceStore, passage: Passage, pages: list[int]) -> list[Bytes]:
+    """The payload frames of a passage, in host memory."""
+    read = store.begin_read(pieces(passage, pages))
+    assert read is not None
+    while not read.done:
+        pass
+    return frames(read.pages, passage, pages)
 
-    at.keep(f"KV into the device: {size / at.time(back) / 1e9:.1f} GB/s")
+
+def put_in(store: SourceStore, passage: Passage, pages: list[int], payload: list[Bytes]) -> None:
+    """Write the payload frames of a passage into a pool."""
+    written = write_frames(store, copies(*passage), pages, [frame.data for frame in payload])
+    while not written.done:
+        pass
 
 
 def store_of(pool: KVPool) -> SourceStore:
@@ -340,14 +316,7 @@ def handoff(at: Minutes) -> None:
         first = one.execute(rows_of(ids, tokens)).samples[0].token
         passage = Passage(one.geometry, other.geometry, 0, tokens)
         numbers = list(range(ceil_div(tokens, PAGE)))
-        read = store_of(one.pool).begin_read(pieces(passage, numbers))
-        assert read is not None
-        while not read.done:
-            pass
-        payload = [frame.data for frame in frames(read.pages, passage, numbers)]
-        written = write_frames(store_of(other.pool), copies(*passage), numbers, payload)
-        while not written.done:
-            pass
+        put_in(store_of(other.pool), passage, numbers, taken_out(store_of(one.pool), passage, numbers))
         handed = generated(other, ids, first, more)
     same = sum(mine == theirs for mine, theirs in zip(handed, alone, strict=True))
     at.keep(f"{name}, 2 layers, handed over after {tokens:,} tokens: {same} of {more} tokens as alone")

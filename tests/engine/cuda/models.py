@@ -11,6 +11,7 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
+from benchmarks.shapes import DEEPSEEK_V3, LLAMA_8B, QWEN3_30B_A3B
 from headrace.core.config import EngineConfig, ModelConfig
 from headrace.core.messages.orders import PlanRow
 from headrace.core.types import packed
@@ -33,12 +34,6 @@ KV_PAGES = 4096
 LONGEST = KV_PAGES * PAGE_SIZE // 2
 GREEDY = SamplingParams(temperature=0.0)
 
-_LLAMA: dict[str, Any] = {
-    "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_act": "silu", "rms_norm_eps": 1e-5,
-    "max_position_embeddings": 131072, "rope_parameters": {"rope_type": "default", "rope_theta": 5e5},
-    "vocab_size": 128256, "tie_word_embeddings": False, "num_key_value_heads": 8, "head_dim": 128,
-}  # fmt: skip
-
 
 class Model(NamedTuple):
     """A published model, of which a few layers are run."""
@@ -50,33 +45,12 @@ class Model(NamedTuple):
 
 
 MODELS = {
-    "llama-3.1-8b": Model(_LLAMA | {
-        "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32,
-    }),
-    "llama-3.3-70b-tp4": Model(_LLAMA | {
+    "llama-3.1-8b": Model(LLAMA_8B),
+    "llama-3.3-70b-tp4": Model(LLAMA_8B | {
         "hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64,
     }, shards=4),
-    "qwen3-30b-a3b": Model({
-        "model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"], "hidden_act": "silu",
-        "rms_norm_eps": 1e-6, "max_position_embeddings": 40960, "vocab_size": 151936, "tie_word_embeddings": False,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}, "hidden_size": 2048, "intermediate_size": 6144,
-        "num_hidden_layers": 48, "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128,
-        "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768, "norm_topk_prob": True,
-        "decoder_sparse_step": 1, "mlp_only_layers": [],
-    }),
-    "deepseek-v3-tp8": Model({
-        "model_type": "deepseek_v3", "architectures": ["DeepseekV3ForCausalLM"], "hidden_act": "silu",
-        "rms_norm_eps": 1e-6, "max_position_embeddings": 163840, "vocab_size": 129280, "tie_word_embeddings": False,
-        "hidden_size": 7168, "intermediate_size": 18432, "num_hidden_layers": 61, "num_attention_heads": 128,
-        "num_key_value_heads": 128, "first_k_dense_replace": 3, "moe_layer_freq": 1, "n_routed_experts": 256,
-        "num_experts_per_tok": 8, "n_shared_experts": 1, "moe_intermediate_size": 2048, "n_group": 8, "topk_group": 4,
-        "norm_topk_prob": True, "scoring_func": "sigmoid", "topk_method": "noaux_tc", "routed_scaling_factor": 2.5,
-        "q_lora_rank": 1536, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128,
-        "rope_parameters": {
-            "rope_type": "yarn", "rope_theta": 10000.0, "factor": 40.0, "original_max_position_embeddings": 4096,
-            "beta_fast": 32, "beta_slow": 1, "mscale": 1.0, "mscale_all_dim": 1.0,
-        },
-    }, first=3, shards=8),
+    "qwen3-30b-a3b": Model(QWEN3_30B_A3B),
+    "deepseek-v3-tp8": Model(DEEPSEEK_V3, first=3, shards=8),
 }  # fmt: skip
 
 
