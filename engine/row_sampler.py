@@ -110,13 +110,6 @@ class Sampling:
         return self.outcome
 
 
-def nothing_sampled() -> Sampling:
-    """Of a shard that does not sample."""
-    sampling = Sampling(FedTokens({}, torch.empty(0, dtype=torch.int64)), lambda: None)
-    sampling.outcome = PlanResult([], [], [])
-    return sampling
-
-
 class _Drawn(NamedTuple):
     """Tokens that were drawn for rows, and what is read with them when they are in host memory."""
 

@@ -36,7 +36,7 @@ from headrace.engine.layers.moe import ExpertRows
 from headrace.engine.layers.vocabulary import Best, best_of
 from headrace.engine.load_plan import LoadPlan
 from headrace.engine.model.stub import END, parse_stub
-from headrace.engine.row_sampler import FedTokens, PlanResult, RowSampler, Sampling, nothing_sampled, row_ids
+from headrace.engine.row_sampler import FedTokens, PlanResult, RowSampler, Sampling, row_ids
 from headrace.engine.runner import WARM_UP_REQUEST, HiddenSpec
 from headrace.engine.stub.experts import StubExperts, StubTime, mixed
 from headrace.engine.stub.states import StubStates, to_bytes, to_words
@@ -200,7 +200,7 @@ class StubRunner:
 
     def sample(self, rows: Sequence[PlanRow], hidden: Tensor) -> Sampling:
         """See Runner. Results are never nonfinite: all arithmetic is on integers."""
-        return nothing_sampled() if self._tp.rank else self._sampler.sample(rows, hidden)
+        return self._sampler.sample(rows, hidden)
 
     def _take_time(self, started: float, rows: Sequence[PlanRow]) -> None:
         """Sleep until the configured time since started has passed."""
