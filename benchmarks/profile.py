@@ -72,6 +72,7 @@ class TimedPass:
 
     def __init__(self, running: AttentionPass, watch: Stopwatch) -> None:
         """Wrap a pass."""
+        self.slots = running.slots
         self.attend = watch.timed(running.attend)
 
 

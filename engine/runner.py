@@ -39,12 +39,12 @@ from headrace.engine.model.checkpoint import (
     SafetensorsCheckpoint,
     open_checkpoint,
 )
-from headrace.engine.model.compiled import choose_arithmetic
 from headrace.engine.model.fingerprint import fingerprint
 from headrace.engine.model.lora import LoraAdapter, distinct
 from headrace.engine.native.kernel_calls import Kernels, load_kernels
 from headrace.engine.request_images import RequestImages
 from headrace.engine.row_sampler import FedTokens, PlanResult, RowSampler, Sampling
+from headrace.engine.triton import choose_arithmetic
 
 log = logging.getLogger(__name__)
 WARM_UP_REQUEST = -1  # the scheduler numbers requests from 0

@@ -115,7 +115,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         Flag(
             "compile",
             MODEL,
-            "torch.compile for norms, rotary embedding and activation; auto: on CUDA where Triton is installed",
+            "fused kernels for GPUs, compiled by Triton at the start; auto: on a GPU where Triton is installed",
         ),
     ] = "auto"
     mla: Annotated[

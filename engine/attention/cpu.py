@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from headrace.core.types.kv.geometry import ceil_div
-from headrace.engine.attention.paged import AttentionSpan, SlotWriter
+from headrace.engine.attention.paged import AttentionPass, AttentionSpan, SlotWriter
 from headrace.engine.kv.pool import KVPool
 
 DIAGONAL = 128  # larger blocks waste more on masked scores, smaller ones are slower to multiply
@@ -27,7 +27,7 @@ GROUP_BYTES = 64 << 20  # of gathered keys and values of one group of single-tok
 GROUP_SPREAD = 1.5  # longest to shortest row in a group; above it padding costs more than another call
 
 
-class CpuPass:
+class CpuPass(AttentionPass):
     """An AttentionPass by scaled_dot_product flash attention on the CPU, in any dtype: chunks one by one, single-token
     rows in groups."""
 

@@ -6,12 +6,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from headrace.engine.attention.paged import AttentionSpan, SlotWriter
+from headrace.engine.attention.paged import AttentionPass, AttentionSpan, SlotWriter
 from headrace.engine.kv.device_copies import place
 from headrace.engine.kv.pool import KVPool
+from headrace.engine.model.arithmetic import KvSlots
 
 
-class SdpaPass:
+class SdpaPass(AttentionPass):
     """An AttentionPass by torch's scaled_dot_product_attention with an explicit mask, row by row; used for float32 on
     GPUs."""
 
@@ -21,9 +22,12 @@ class SdpaPass:
         self._spans = spans
         self._writer = SlotWriter(pool, spans)
 
+    def slots(self, layer: int) -> KvSlots:
+        """See AttentionPass."""
+        return self._writer.slots(layer)
+
     def attend(self, layer: int, query: Tensor, keys_values: Tensor) -> Tensor:
         """See AttentionPass."""
-        self._writer.write(layer, keys_values)
         parts = []
         offset = 0
         for span in self._spans:

@@ -33,7 +33,7 @@ from headrace.engine.model.mla_spec import MlaSpec
 from headrace.engine.native.kernel_calls import Kernels
 
 
-class LatentSdpaPass:
+class LatentSdpaPass(AttentionPass):
     """An AttentionPass in absorbed form by scaled_dot_product_attention, row by row, for GPUs and CPUs without native
     kernels: latents are keys and values of all heads. See LatentRows.absorbed for shapes."""
 
@@ -78,7 +78,7 @@ class LatentRows(NamedTuple):
     expanded: ExpandedPass | None
 
 
-class LatentPass:
+class LatentPass(AttentionPass):
     """Attention of one forward pass, its rows divided by form."""
 
     def __init__(self, parts: Sequence[LatentRows]) -> None:

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from headrace.core.types.kv.geometry import ceil_div
-from headrace.engine.attention.paged import AttentionSpan, SlotWriter, first_slots
+from headrace.engine.attention.paged import AttentionPass, AttentionSpan, SlotWriter, first_slots
 from headrace.engine.kv.pool import KVPool
 from headrace.engine.native.kernel_calls import (
     ALL_SEGMENTS,
@@ -86,7 +86,7 @@ class Ranges(NamedTuple):
     ends: NDArray[np.int32]
 
 
-class NativePass:
+class NativePass(AttentionPass):
     """An AttentionPass by native kernels, for CPU pools of any dtype: of keys and values, or of latents that are both.
     Work items are planned once, for all layers.
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import numpy as np
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from headrace.engine.kv.device_copies import place
 from headrace.engine.kv.pool import KVPool
+from headrace.engine.model.arithmetic import KvSlots
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,10 +50,18 @@ class AttentionSpan:
 
 
 class AttentionPass(Protocol):
-    """Attention of one forward pass over a fixed set of spans; indices shared by all layers are prepared once."""
+    """Attention of one forward pass over a fixed set of spans; indices shared by all layers are prepared once.
+
+    Keys and values are in the pool before any are read: written to slots(), or by attend() where there are none. Base
+    class of the implementations.
+    """
+
+    def slots(self, layer: int) -> KvSlots | None:
+        """Where keys and values are to be written before attend() is called; None where it writes them itself."""
+        return None
 
     def attend(self, layer: int, query: Tensor, keys_values: Tensor) -> Tensor:
-        """Write this pass's keys and values to the pool, then compute causal attention over each request's positions.
+        """Causal attention over each request's positions.
 
         layer: counted from the stage's first. query: [tokens, heads, head_dim]. keys_values: [tokens, 2 * kv_heads,
         head_dim], keys before values. Rotary embedding is applied already; tokens are in the order of the spans.
@@ -71,11 +81,19 @@ class SlotWriter:
     def __init__(self, pool: KVPool, spans: Sequence[AttentionSpan]) -> None:
         """Prepare the indices of the spans' positions."""
         self._pool = pool
-        self._index = slot_index(pool, spans, prefixes=False)
+        self._first = first_slots(pool, spans, prefixes=False)
+        self._index: Tensor | None = None  # made by the first layer that writes
+
+    def slots(self, layer: int) -> KvSlots:
+        """See AttentionPass."""
+        size = self._pool.geometry.page_size
+        return KvSlots(self._pool.slots_from(layer), self._first, size, partial(self.write, layer))
 
     def write(self, layer: int, keys_values: Tensor) -> None:
         """Write a layer's keys and values. keys_values: [tokens, 2 * kv_heads, head_dim], keys before values, in the
         pool's dtype or a wider one."""
+        if self._index is None:
+            self._index = _with_heads(self._pool, self._first)
         rows = keys_values.reshape(-1, keys_values.shape[-1]).to(self._pool.slots.dtype)
         self._pool.slots_from(layer).index_copy_(0, self._index, rows)
 
@@ -87,9 +105,7 @@ def slot_index(pool: KVPool, spans: Sequence[AttentionSpan], *, prefixes: bool) 
     prefixes: positions before each span are included. Spans in order; position by position, K heads before V heads. For
     other layers see KVPool.slots_from().
     """
-    size = pool.geometry.page_size
-    heads = torch.arange(0, pool.blocks_per_layer * size, size, device=pool.tensor.device)
-    return (first_slots(pool, spans, prefixes=prefixes)[:, None] + heads).reshape(-1)
+    return _with_heads(pool, first_slots(pool, spans, prefixes=prefixes))
 
 
 def first_slots(pool: KVPool, spans: Sequence[AttentionSpan], *, prefixes: bool) -> Tensor:
@@ -97,6 +113,13 @@ def first_slots(pool: KVPool, spans: Sequence[AttentionSpan], *, prefixes: bool)
     # Computed on the host: on a GPU each span would take half a dozen kernel launches.
     firsts = np.concatenate([_first_slots(pool, span, 0 if prefixes else span.start) for span in spans])
     return place(firsts, pool.tensor.device)
+
+
+def _with_heads(pool: KVPool, firsts: Tensor) -> Tensor:
+    """Slots of all heads of the positions whose first K heads are in these."""
+    size = pool.geometry.page_size
+    heads = torch.arange(0, pool.blocks_per_layer * size, size, device=firsts.device)
+    return (firsts[:, None] + heads).reshape(-1)
 
 
 def _first_slots(pool: KVPool, span: AttentionSpan, first: int) -> NDArray[np.int64]:

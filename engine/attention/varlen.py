@@ -18,9 +18,10 @@ from torch.nn.attention.varlen import varlen_attn
 
 from headrace.core.types.kv.geometry import ceil_div
 from headrace.engine.attention.expanded import split_heads
-from headrace.engine.attention.paged import AttentionSpan, SlotWriter, slot_index
+from headrace.engine.attention.paged import AttentionPass, AttentionSpan, SlotWriter, slot_index
 from headrace.engine.kv.device_copies import place
 from headrace.engine.kv.pool import KVPool
+from headrace.engine.model.arithmetic import KvSlots
 
 CAUSAL = (-1, 0)  # window: all keys to the left; the last query is aligned with the last key
 # Before torch 2.12 the kernel's rule alone says whether heads may share keys and values.
@@ -28,7 +29,7 @@ GROUPED: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in signature(varl
 KERNEL_STEP = 8  # elements; the kernel takes heads of multiples of it
 
 
-class VarlenPass:
+class VarlenPass(AttentionPass):
     """An AttentionPass by torch.nn.attention.varlen, for float16 and bfloat16 on CUDA: gathers all keys and values of
     the batch, then one kernel call per layer."""
 
@@ -43,9 +44,12 @@ class VarlenPass:
         self._key_ends = _ends([span.start + span.count for span in spans], device)
         self._slots = slot_index(pool, spans, prefixes=True)
 
+    def slots(self, layer: int) -> KvSlots:
+        """See AttentionPass."""
+        return self._writer.slots(layer)
+
     def attend(self, layer: int, query: Tensor, keys_values: Tensor) -> Tensor:
         """See AttentionPass."""
-        self._writer.write(layer, keys_values)
         geometry = self._pool.geometry
         rows = self._pool.slots_from(layer).index_select(0, self._slots)
         keys, values = rows.view(-1, 2 * geometry.kv_heads, geometry.head_dim).chunk(2, dim=1)

@@ -5,26 +5,16 @@ experts exchanges nothing.
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from headrace.engine.collectives.operations import Collectives
 from headrace.engine.collectives.steps import Steps
+from headrace.engine.model.expert_choice import NO_EXPERT, ExpertChoice
 from headrace.engine.model.expert_plan import TILE_TOKENS, WORD, Way, own_experts
 from headrace.engine.model.moe_spec import MoeSpec
-
-NO_EXPERT = -1  # in place of an expert that another rank computes, or of a padded row; never computed
-
-
-class ExpertChoice(NamedTuple):
-    """Experts of the rows of a forward pass."""
-
-    experts: Tensor
-    """int64 [tokens, k]: each row's experts differ from one another, except for NO_EXPERT."""
-    weights: Tensor
-    """float32 [tokens, k]: factors of the experts' results."""
 
 
 class Mixture(Protocol):

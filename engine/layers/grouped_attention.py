@@ -6,7 +6,7 @@ from headrace.engine.attention.paged import AttentionPass
 from headrace.engine.collectives.operations import Collectives, Pending
 from headrace.engine.layers.base import Rotary
 from headrace.engine.layers.lora import AdaptedLinear, Groups
-from headrace.engine.model.arithmetic import Arithmetic
+from headrace.engine.model.arithmetic import Arithmetic, HeadRules
 from headrace.engine.model.config import ModelSpec
 from headrace.engine.model.sharding import Shard
 from headrace.engine.model.weights import LayerReader
@@ -28,15 +28,14 @@ class GroupedAttention:
         of_query, of_kv = _rows(shard.heads, spec.head_dim), _rows(shard.kv_heads, spec.head_dim)
         rows = {"self_attn.q_proj": of_query, "self_attn.k_proj": of_kv, "self_attn.v_proj": of_kv}
         output = {"self_attn.o_proj": spec.hidden_size}
-        self._heads, self._kv_heads = len(shard.heads), len(shard.kv_heads)
-        self._head_dim, self._eps = spec.head_dim, spec.norm_eps
+        self._head_dim = spec.head_dim
         self._arithmetic = arithmetic
         self._tp = tp
         qkv = read.matrix(projections, spec.hidden_size, rows=rows)  # [(heads + 2 * kv_heads) * head_dim, hidden]
         qkv_bias = read.vector(projections, "bias", rows=rows) if spec.qkv_bias else None
         self._qkv = AdaptedLinear(arithmetic, qkv, qkv_bias, read.deltas(projections, rows=rows))
-        self._q_norm = read.vector({"self_attn.q_norm": spec.head_dim}) if spec.qk_norm else None
-        self._k_norm = read.vector({"self_attn.k_norm": spec.head_dim}) if spec.qk_norm else None
+        norms = [read.vector({f"self_attn.{name}": spec.head_dim}) for name in ("q_norm", "k_norm") if spec.qk_norm]
+        self._rules = HeadRules(len(shard.heads), len(shard.kv_heads), *norms or (None, None), spec.norm_eps)
         matrix = read.matrix(output, query, columns=of_query)  # [hidden, heads * head_dim]
         bias = read.vector(output, "bias") if spec.output_bias and shard.first else None  # added once
         self._output = AdaptedLinear(arithmetic, matrix, bias, read.deltas(output, columns=of_query))
@@ -45,19 +44,11 @@ class GroupedAttention:
         self, layer: int, normed: Tensor, rotary: Rotary, attention: AttentionPass, groups: Groups = ()
     ) -> Pending:
         """See AttentionBlock."""
-        query_heads, kv_heads = self._heads, self._kv_heads
-        heads = self._qkv(normed, groups).view(-1, query_heads + 2 * kv_heads, self._head_dim)
-        query, keys = heads[:, :query_heads], heads[:, query_heads : query_heads + kv_heads]
-        if self._q_norm is not None and self._k_norm is not None:
-            query.copy_(self._norm(query.flatten(0, 1), self._q_norm).view_as(query))
-            keys.copy_(self._norm(keys.flatten(0, 1), self._k_norm).view_as(keys))
-        self._arithmetic.rotate(heads[:, : query_heads + kv_heads], rotary.cos, rotary.sin)
-        attended = attention.attend(layer, query, heads[:, query_heads:])
+        query, kv = self._rules.query_heads, self._rules.kv_heads
+        heads = self._qkv(normed, groups).view(-1, query + 2 * kv, self._head_dim)
+        self._arithmetic.place_heads(heads, self._rules, rotary.cos, rotary.sin, attention.slots(layer))
+        attended = attention.attend(layer, heads[:, :query], heads[:, query:])
         return self._tp.all_reduce(self._output(attended.flatten(1), groups))
-
-    def _norm(self, rows: Tensor, weight: Tensor) -> Tensor:
-        # Rows of a single head are still a view of all heads, which the kernels do not take.
-        return self._arithmetic.add_norm(rows.contiguous(), None, weight, self._eps)
 
 
 def _rows(heads: range, head_dim: int) -> range:

@@ -1,9 +1,9 @@
 """Experts of an MoE layer on a GPU: one grouped matrix product for all of them, without a copy to the host.
 
-    choice ──► rows sorted by expert ──► grouped_mm: gate and up ──► gate ──► grouped_mm: down ─┐
-    weighted sums ◄── results in order of tokens ◄──────────────────────────────────────────────┘
+    choice ──► rows sorted by expert ──► grouped_mm: gate and up ──► gate ──► grouped_mm: down ──► weighted sums
 
-How many rows an expert has is known to the device alone, so the number of launches is the same for any pass.
+How many rows an expert has is known to the device alone (model/expert_rows.py), so the number of launches is the same
+for any pass.
 """
 
 from collections.abc import Mapping
@@ -12,8 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from headrace.engine.layers.exchange import ExpertChoice
 from headrace.engine.model.arithmetic import Arithmetic
+from headrace.engine.model.expert_choice import ExpertChoice
 from headrace.engine.model.moe_spec import MoeSpec
 from headrace.engine.model.weights import LayerReader
 
@@ -34,15 +34,9 @@ class GroupedExperts:
         or misshapen tensor."""
         self._arithmetic = arithmetic
         self._own = own
-        self._all = len(own) == moe.experts
         self._gate_up, self._down = read_stacked(moe, hidden, own, read)
-        device = self._down.device
-        self._numbers = torch.arange(len(own), device=device)
-        self._one = torch.ones(1, dtype=torch.int64, device=device)
-        # The last one counts rows of other ranks' experts.
-        self._counted = torch.zeros(len(own) + 1, dtype=torch.int64, device=device)
-        self.rows = torch.zeros(len(own), dtype=torch.int64, pin_memory=device.type == "cuda")
-        """Rows computed by each own expert, as of the last publish() that the device has come to."""
+        self.counts = torch.zeros(len(own), dtype=torch.int64, device=self._down.device)
+        """Rows computed by each own expert, on the device."""
 
     def compute(self, x: Tensor, choice: ExpertChoice) -> Tensor:
         """Weighted sums of the own experts' results for rows x [tokens, hidden size], in their dtype: [tokens, hidden
@@ -50,28 +44,14 @@ class GroupedExperts:
 
         Summed over a token's choices in float32, each rounded once.
         """
-        tokens, k = choice.experts.shape
-        if not tokens:
+        if not len(x):
             return torch.zeros_like(x)
-        numbers = choice.experts.flatten()
-        if not self._all:
-            numbers = numbers - self._own.start
-            elsewhere = (numbers < 0) | (numbers >= len(self._own))
-            numbers = numbers.masked_fill_(elsewhere, len(self._own))
-        self._counted.index_add_(0, numbers, self._one.expand(len(numbers)))
-        ordered, order = numbers.sort(stable=True)
-        ends = torch.searchsorted(ordered, self._numbers, right=True, out_int32=True)
-        rows = x.index_select(0, order // k)
-        gated = self._arithmetic.gate(F.grouped_mm(rows, self._gate_up.transpose(1, 2), offs=ends))
-        results = F.grouped_mm(gated, self._down.transpose(1, 2), offs=ends)
-        if not self._all:  # what no expert has computed is memory of others
-            results.masked_fill_((ordered == len(self._own))[:, None], 0)
-        back = torch.empty_like(results).index_copy_(0, order, results).view(tokens, k, -1)
-        return torch.bmm(choice.weights.to(x.dtype)[:, None], back)[:, 0]
-
-    def publish(self) -> None:
-        """Have the rows that were counted copied to the host, without waiting for it."""
-        self.rows.copy_(self._counted[:-1], non_blocking=True)
+        rows = self._arithmetic.sort_rows(choice.experts, self._own, self.counts)
+        taken = self._arithmetic.take_rows(x, rows, choice.experts.shape[1])
+        gate_up = F.grouped_mm(taken, self._gate_up.transpose(1, 2), offs=rows.ends)
+        gated = self._arithmetic.gate_rows(gate_up, rows)
+        results = F.grouped_mm(gated, self._down.transpose(1, 2), offs=rows.ends)
+        return self._arithmetic.combine_rows(results, rows, choice)
 
 
 def read_stacked(moe: MoeSpec, hidden: int, own: range, read: LayerReader) -> tuple[Tensor, Tensor]:

@@ -3,9 +3,8 @@
 No expert has a capacity and no token is dropped. The exchange decides which rank computes which expert (exchange.py).
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -13,30 +12,41 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from headrace.engine.collectives.steps import Steps, finish
-from headrace.engine.layers.exchange import Exchange, ExpertChoice
+from headrace.engine.layers.exchange import Exchange
 from headrace.engine.layers.grouped_experts import GroupedExperts, can_group
 from headrace.engine.layers.lora import Groups
 from headrace.engine.layers.router import Router
 from headrace.engine.model.arithmetic import Arithmetic
+from headrace.engine.model.expert_choice import ExpertChoice
 from headrace.engine.model.expert_plan import TILE_ROWS
 from headrace.engine.model.moe_spec import MoeSpec
 from headrace.engine.model.weights import LayerReader
 
 
-class ExpertRows(NamedTuple):
-    """Rows computed by each expert of a rank in each of its layers that has experts. The compute thread counts; other
-    threads may read."""
+class ExpertRows:
+    """Rows computed by each expert of a rank in each of its layers that has experts. The compute thread counts, on the
+    device; other threads may read."""
 
-    layers: tuple[int, ...]
-    """Counted from the model's first."""
-    first: int
-    """The first of this rank's experts."""
-    by_layer: tuple[Tensor, ...]
-    """The counters: int64 [experts] for each layer."""
+    def __init__(self, first: int, mixtures: Mapping[int, "MoeMlp"]) -> None:
+        """first: of this rank's experts. mixtures: by layer, counted from the model's first; one or more."""
+        self.layers = tuple(mixtures)
+        """Counted from the model's first."""
+        self.first = first
+        """The first of this rank's experts."""
+        self._counted = torch.stack([mixture.counts for mixture in mixtures.values()])
+        for mixture, counts in zip(mixtures.values(), self._counted, strict=True):
+            mixture.count_in(counts)
+        on_host = self._counted.device.type == "cpu"
+        self._host = self._counted if on_host else torch.zeros(self._counted.shape, dtype=torch.int64, pin_memory=True)
+
+    def publish(self) -> None:
+        """Have what was counted copied to the host, without waiting for it: at the end of a pass."""
+        if self._host is not self._counted:
+            self._host.copy_(self._counted, non_blocking=True)
 
     def counts(self) -> NDArray[np.int64]:
-        """A copy: int64 [layers, experts]."""
-        return np.stack([rows.numpy() for rows in self.by_layer])
+        """A copy: int64 [layers, experts]; as of the last publish() that the device has come to."""
+        return self._host.numpy().copy()
 
 
 class Experts:
@@ -65,8 +75,8 @@ class Experts:
             self._gate_up.append(read.matrix({f"{name}.{gate}": inner, f"{name}.{up}": inner}, hidden))
             self._down.append(read.matrix({f"{name}.{down}": hidden}, inner))
         self._edges: Tensor | None = None  # own experts' numbers and the next, on the device of the rows
-        self.rows = torch.zeros(len(own), dtype=torch.int64)
-        """Rows computed by each own expert; written by the compute thread, may be read by others."""
+        self.counts = torch.zeros(len(own), dtype=torch.int64)
+        """Rows computed by each own expert, on the host."""
 
     def compute(self, x: Tensor, choice: ExpertChoice) -> Tensor:
         """Weighted sums of the own experts' results for rows x [tokens, hidden size]: float32 [tokens, hidden size].
@@ -86,15 +96,12 @@ class Experts:
                 sums.index_add_(0, rows, result.mul_(weights[tile]))
         return sums
 
-    def publish(self) -> None:
-        """Nothing: the rows are counted on the host."""
-
     def _sorted(self, choice: ExpertChoice) -> tuple[Tensor, Tensor, list[int]]:
         """Tokens and weights [rows, 1] in the order of experts, and where each own expert's rows begin and end."""
         if self._edges is None:
             self._edges = torch.arange(self._own.start, self._own.stop + 1, device=choice.experts.device)
         tokens, weights, bounds = rows_by_expert(choice, self._edges)
-        self.rows += bounds.diff()
+        self.counts += bounds.diff()
         return tokens, weights, bounds.tolist()
 
 
@@ -126,9 +133,14 @@ class MoeMlp:
         self._shared = SharedExperts(moe, hidden, read, arithmetic) if moe.shared_size else None
 
     @property
-    def rows(self) -> Tensor:
-        """Rows computed by each expert of this rank: int64."""
-        return self._experts.rows
+    def counts(self) -> Tensor:
+        """Rows computed by each expert of this rank: int64 [experts], where rows are computed without a copy to the
+        host on the device."""
+        return self._experts.counts
+
+    def count_in(self, counts: Tensor) -> None:
+        """Count them there from now on."""
+        self._experts.counts = counts
 
     def forward(self, normed: Tensor) -> Tensor:
         """The result of steps() in a pass that is not cut."""
@@ -137,7 +149,6 @@ class MoeMlp:
     def steps(self, normed: Tensor, half: int = 0, groups: Groups = ()) -> Steps[Tensor]:
         """See MlpBlock. No adapter changes it."""
         sums = yield from self._exchanges[half].run(normed, self)
-        self._experts.publish()
         return sums.to(normed.dtype)
 
     def route(self, x: Tensor) -> ExpertChoice:

@@ -91,6 +91,9 @@ class NativeDecoder:
         self._device = device
         mixtures = [(number, layer.mlp) for number, layer in zip(layers, self._layers, strict=True)]
         self._mixtures = {number: mlp for number, mlp in mixtures if isinstance(mlp, MoeMlp)}
+        first = self._exchanges[0].own.start
+        self.expert_rows = ExpertRows(first, self._mixtures) if self._mixtures else None
+        """See Decoder."""
         weights = load_head(
             spec,
             checkpoint,
@@ -112,14 +115,6 @@ class NativeDecoder:
         else:
             self._attention = choose_attention(pool, native_units=self._native_units, kernels=self._kernels)
 
-    @property
-    def expert_rows(self) -> ExpertRows | None:
-        """See Decoder."""
-        if not self._mixtures:
-            return None
-        counters = tuple(mixture.rows for mixture in self._mixtures.values())
-        return ExpertRows(tuple(self._mixtures), self._exchanges[0].own.start, counters)
-
     def begin(self, tokens: Sequence[int], padded: int, cut: int = 0) -> None:
         """See Decoder and begin_pass()."""
         begin_pass(self._exchanges, tokens, padded, cut)
@@ -130,6 +125,7 @@ class NativeDecoder:
         for mixture in self._mixtures.values():
             self.progress.step()
             mixture.forward(nothing)
+        self._publish()
         return nothing
 
     def embed(self, ids: Tensor) -> Tensor:
@@ -144,6 +140,7 @@ class NativeDecoder:
         """See Decoder."""
         hidden = hidden.clone()  # the residual stream, added to in place
         finish(self._steps(hidden, positions, self._begun(spans), 0, self._groups(spans)))
+        self._publish()
         return hidden
 
     def forward_halves(
@@ -157,7 +154,12 @@ class NativeDecoder:
             self._steps(hidden[of], positions[of], self._begun(each), half, self._groups(each))
             for half, (of, each) in enumerate(zip(rows, spans, strict=True))
         )
+        self._publish()
         return hidden
+
+    def _publish(self) -> None:
+        if self.expert_rows is not None:
+            self.expert_rows.publish()
 
     def _begun(self, spans: Sequence[AttentionSpan]) -> AttentionPass:
         assert self._attention is not None, "attach() comes first"

@@ -13,12 +13,12 @@ from torch.overrides import TorchFunctionMode
 
 from headrace.core.types.kv.geometry import ceil_div
 from headrace.engine.collectives.operations import ALONE, Collectives
-from headrace.engine.layers.exchange import ExpertChoice
 from headrace.engine.layers.lora import Groups, add_deltas
 from headrace.engine.layers.moe import rows_by_expert
 from headrace.engine.library.recognition import MLP_PARTS, epsilon_of, is_gated_mlp, is_silu_gate, norm_weight
 from headrace.engine.library.shards import part_of
 from headrace.engine.model.arithmetic import Arithmetic, Weight
+from headrace.engine.model.expert_choice import ExpertChoice
 from headrace.engine.model.weights import Deltas
 
 ROUTERS = ("gate", "router", "shared_expert_gate")

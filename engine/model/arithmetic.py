@@ -1,21 +1,52 @@
 """Layer arithmetic apart from attention: linear layers, RMSNorm with residual, rotary embedding, SwiGLU gate."""
 
-from typing import Protocol
+from collections.abc import Callable
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from headrace.engine.model import int8
+from headrace.engine.model import expert_choice, expert_rows, int8
+from headrace.engine.model.expert_choice import ExpertChoice
+from headrace.engine.model.expert_rows import SortedRows
 from headrace.engine.model.int8 import Int8Weight
+from headrace.engine.model.moe_spec import MoeSpec
 from headrace.engine.model.rope import rotate
 
 Weight = Tensor | Int8Weight
 """A matrix [out, in] of a linear layer."""
 
 
+class HeadRules(NamedTuple):
+    """How query, key and value heads that one product has made become those of attention."""
+
+    query_heads: int
+    kv_heads: int
+    q_norm: Tensor | None = None
+    """Weights [width] of RMSNorms of query and of key heads; both or neither."""
+    k_norm: Tensor | None = None
+    eps: float = 0.0
+
+
+class KvSlots(NamedTuple):
+    """Where the keys and values of a pass's tokens go in one layer of a pool."""
+
+    slots: Tensor
+    """[slots, width], of the layer and all that follow."""
+    first: Tensor
+    """int64 [tokens]: the slot of each token's first key head."""
+    step: int
+    """Slots from one head to the next; value heads follow key heads."""
+    write: Callable[[Tensor], None]
+    """Writes keys and values [tokens, 2 * kv_heads, width] there."""
+
+
 class Arithmetic(Protocol):
-    """The operations of a layer; implemented in torch, in compiled kernels (compiled.py) and in C (engine/native)."""
+    """The operations of a layer; implemented in torch, in Triton for GPUs (engine/triton) and in C (engine/native).
+
+    Operations of several steps are here as those steps; an implementation may have a kernel for all of them.
+    """
 
     def pack(self, weight: Weight) -> Weight:
         """A weight [out, in] in the layout that linear() multiplies fastest, for rows of the same dtype if it is not in
@@ -47,8 +78,40 @@ class Arithmetic(Protocol):
         second half [rows, width], with the bits of gate(linear()). gate_up: from pack()."""
         ...
 
+    def place_heads(self, heads: Tensor, rules: HeadRules, cos: Tensor, sin: Tensor, slots: KvSlots | None) -> None:
+        """Norm and rotate query and key heads of [tokens, query_heads + 2 * kv_heads, width] in place, then write keys
+        and values to slots, if any. Keys and values in heads have no meaning then."""
+        query, keys = heads[:, : rules.query_heads], heads[:, rules.query_heads : -rules.kv_heads]
+        for part, weight in ((query, rules.q_norm), (keys, rules.k_norm)):
+            if weight is not None:
+                # Rows of a single head are still a view of all heads, which the kernels do not take.
+                part.copy_(self.add_norm(part.flatten(0, 1).contiguous(), None, weight, rules.eps).view_as(part))
+        self.rotate(heads[:, : -rules.kv_heads], cos, sin)
+        if slots is not None:
+            slots.write(heads[:, rules.query_heads :])
 
-class TorchArithmetic:
+    def choose(self, logits: Tensor, moe: MoeSpec, bias: Tensor | None = None) -> ExpertChoice:
+        """The best k experts by the router's logits. See expert_choice.choose()."""
+        return expert_choice.choose(logits, moe, bias)
+
+    def sort_rows(self, experts: Tensor, own: range, counts: Tensor) -> SortedRows:
+        """Rows of a rank's experts, in their order. See expert_rows.sort_rows()."""
+        return expert_rows.sort_rows(experts, own, counts)
+
+    def take_rows(self, x: Tensor, rows: SortedRows, k: int) -> Tensor:
+        """See expert_rows.take_rows()."""
+        return expert_rows.take_rows(x, rows, k)
+
+    def gate_rows(self, gate_up: Tensor, rows: SortedRows) -> Tensor:
+        """gate() of the rows that have a meaning."""
+        return self.gate(gate_up)
+
+    def combine_rows(self, results: Tensor, rows: SortedRows, choice: ExpertChoice) -> Tensor:
+        """See expert_rows.combine_rows()."""
+        return expert_rows.combine_rows(results, rows, choice)
+
+
+class TorchArithmetic(Arithmetic):
     """Arithmetic in plain torch, on any device and in any dtype."""
 
     def pack(self, weight: Weight) -> Weight:

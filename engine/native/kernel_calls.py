@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from headrace.core.runtime.native_library import load_library
-from headrace.engine.model.arithmetic import Weight, linear
+from headrace.engine.model.arithmetic import Arithmetic, Weight, linear
 from headrace.engine.model.int8 import Int8Weight
 from headrace.engine.native import onednn
 from headrace.engine.native.int8 import Int8Record, PackedInt8, pack_int8
@@ -74,7 +74,7 @@ class PassRecord(ctypes.Structure):
     )
 
 
-class Kernels:
+class Kernels(Arithmetic):
     """An Arithmetic of native kernels, and attention. All methods but pack() and linear() raise ValueError for a tensor
     of the wrong dtype or strides.
 

@@ -15,7 +15,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from headrace.engine.collectives.steps import Steps
-from headrace.engine.layers.exchange import Exchange, ExpertChoice, begin_pass
+from headrace.engine.layers.exchange import Exchange, begin_pass
+from headrace.engine.model.expert_choice import ExpertChoice
 from headrace.engine.model.expert_plan import TILE_TOKENS
 from headrace.engine.model.moe_spec import MoeSpec
 

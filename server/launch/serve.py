@@ -202,7 +202,7 @@ def _stages(config: Config, door: socket.socket, epoch: int) -> list[Child]:
         group["GLOO_SOCKET_IFNAME"] = "lo"  # local stages connect to each other over loopback only
     caches = {}
     if config.server.cache_dir:
-        caches["TORCHINDUCTOR_CACHE_DIR"] = str(Path(config.server.cache_dir).absolute() / "compiled")
+        caches["TRITON_CACHE_DIR"] = str(Path(config.server.cache_dir).absolute() / "compiled")
     return [
         Child(
             "headrace.engine.stage",

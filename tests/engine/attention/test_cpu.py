@@ -18,6 +18,7 @@ from headrace.engine.device import has_bfloat16_vectors, has_matrix_units, has_w
 from headrace.engine.kv.pool import KVPool
 from headrace.engine.native.kernel_calls import load_kernels
 from tests.cpus import KINDS, cpuinfo
+from tests.engine.attention.passes import attend
 
 HEADS, KV_HEADS, HEAD_DIM, LAYERS, PAGES = 6, 2, 16, 2, 128
 
@@ -60,7 +61,7 @@ def run(attention: Attention, spans: list[AttentionSpan], dtype: torch.dtype = t
     for layer in range(LAYERS):
         query = torch.randn(tokens, HEADS, HEAD_DIM, generator=generator).bfloat16().to(dtype)
         keys_values = torch.randn(tokens, 2 * KV_HEADS, HEAD_DIM, generator=generator).bfloat16().to(dtype)
-        outputs.append(running.attend(layer, query, keys_values))
+        outputs.append(attend(running, layer, query, keys_values))
     return outputs
 
 
@@ -90,7 +91,7 @@ def test_nan_in_a_key_or_value_shows_in_all_that_see_it(kind: str, dtype: str, s
                 pool.tensor[spans[0].pages[position // 16], 0, plane, 0, position % 16, 3] = torch.nan
             else:
                 keys_values[position - start, plane * KV_HEADS, 3] = torch.nan
-        return attention(spans).attend(0, query, keys_values)
+        return attend(attention(spans), 0, query, keys_values)
 
     clean = attended(None)
     for position in {0, start - 1, start, start + count - 1} - {-1}:

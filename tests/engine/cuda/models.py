@@ -22,8 +22,11 @@ from headrace.engine.layers import native_decoder
 from headrace.engine.layers.exchange import NoExchange
 from headrace.engine.load_plan import model_terms
 from headrace.engine.model import arithmetic
-from headrace.engine.model.arithmetic import TorchArithmetic
+from headrace.engine.model.arithmetic import HeadRules, KvSlots, TorchArithmetic
+from headrace.engine.model.expert_choice import ExpertChoice
 from headrace.engine.model.expert_plan import own_experts
+from headrace.engine.model.expert_rows import SortedRows
+from headrace.engine.model.moe_spec import MoeSpec
 from headrace.engine.model.rope import rotate
 from headrace.engine.model.sharding import part_of, split_model
 from headrace.engine.runner import ModelRunner
@@ -116,14 +119,15 @@ class OneShard:
 
 
 class _Fused(TorchArithmetic):
-    """What CompiledArithmetic is: one launch for each function, which inductor would compile for a real GPU."""
+    """What TritonArithmetic is: one launch for each operation, and what that reads and writes."""
 
-    def __init__(self, gpu: FakeGpu) -> None:
+    def __init__(self, gpu: FakeGpu, share: float) -> None:
+        """share: of the experts, that this shard has."""
         self._gpu = gpu
+        self._share = share
 
     def add_norm(self, hidden: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
-        moved = (2 if delta is None else 4) * hidden.nbytes
-        with self._gpu.as_one("add_norm", moved):
+        with self._gpu.as_one("add_norm", (2 if delta is None else 4) * hidden.nbytes):
             return arithmetic.add_norm(hidden, delta, weight, eps)
 
     def rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> None:
@@ -133,6 +137,35 @@ class _Fused(TorchArithmetic):
     def gate(self, gate_up: Tensor) -> Tensor:
         with self._gpu.as_one("gate", gate_up.nbytes * 3 // 2):
             return arithmetic.gate(gate_up)
+
+    def place_heads(self, heads: Tensor, rules: HeadRules, cos: Tensor, sin: Tensor, slots: KvSlots | None) -> None:
+        with self._gpu.as_one("place_heads", 2 * heads.nbytes + cos.nbytes):
+            TorchArithmetic().place_heads(heads, rules, cos, sin, slots)
+
+    def choose(self, logits: Tensor, moe: MoeSpec, bias: Tensor | None = None) -> ExpertChoice:
+        with self._gpu.as_one("choose", logits.nbytes + len(logits) * moe.top_k * 12):
+            return super().choose(logits, moe, bias)
+
+    def sort_rows(self, experts: Tensor, own: range, counts: Tensor) -> SortedRows:
+        ordered, _ = experts.flatten().sort(stable=True)
+        with self._gpu.as_one("place_rows", 2 * ordered.nbytes + len(ordered) * 8):
+            return super().sort_rows(experts, own, counts)
+
+    def take_rows(self, x: Tensor, rows: SortedRows, k: int) -> Tensor:
+        with self._gpu.as_one("take_rows", self._rows(2 * k * x.nbytes)):
+            return super().take_rows(x, rows, k)
+
+    def gate_rows(self, gate_up: Tensor, rows: SortedRows) -> Tensor:
+        with self._gpu.as_one("gate", self._rows(gate_up.nbytes * 3 // 2)):
+            return arithmetic.gate(gate_up)
+
+    def combine_rows(self, results: Tensor, rows: SortedRows, choice: ExpertChoice) -> Tensor:
+        with self._gpu.as_one("combine_rows", self._rows(results.nbytes) + results.nbytes // choice.experts.shape[1]):
+            return super().combine_rows(results, rows, choice)
+
+    def _rows(self, all_bytes: int) -> int:
+        """Of what is moved for all choices, what is moved for those of this shard's experts where choices are even."""
+        return int(all_bytes * self._share)
 
 
 @contextmanager
@@ -156,7 +189,7 @@ def fake_runner(
             patch.object(runner, "fingerprint", lambda *_: "fake"),
             patch.object(runner, "check_equal_sums", lambda *_: None),
             patch.object(runner, "least", lambda _, value, __: value),
-            patch.object(runner, "choose_arithmetic", lambda *_: _Fused(gpu)),
+            patch.object(runner, "choose_arithmetic", lambda *_: _Fused(gpu, 1 / model.shards)),
             gpu,
         ):
             stack.enter_context(patched)

@@ -154,7 +154,7 @@ def test_a_token_goes_once_to_each_rank_that_has_its_experts() -> None:
         ep = groups[2]
         assert isinstance(ep, ThreadCollectives)
         assert len([name for name in ep.operations if name.startswith("all_to_all")]) == 3  # counts, rows, results
-        return [int(mixture.rows.sum())]
+        return [int(mixture.counts.sum())]
 
     computed = run_stage(3, 1, work)
     assert sum(count for (count,) in computed) == moe.top_k * sum(counts)
@@ -170,7 +170,7 @@ def test_padding_and_idle_replicas_are_never_computed(way: str) -> None:
         mixture = make_mixture(moe, exchange)
         exchange.begin(counts, 12)
         mixture.forward(random_rows(counts[replica], 1))
-        return int(mixture.rows.sum())
+        return int(mixture.counts.sum())
 
     assert sum(run_stage(2, 1, work)) == moe.top_k * 3
 

@@ -8,11 +8,10 @@ from torch import Tensor
 
 from headrace.engine.dtypes import Precision
 from headrace.engine.layers import grouped_experts
-from headrace.engine.layers.exchange import NO_EXPERT, ExpertChoice
 from headrace.engine.layers.grouped_experts import GroupedExperts
 from headrace.engine.layers.moe import Experts
-from headrace.engine.layers.router import choose
 from headrace.engine.model.arithmetic import TorchArithmetic
+from headrace.engine.model.expert_choice import NO_EXPERT, ExpertChoice, choose
 from headrace.engine.model.weights import LayerReader
 from tests.engine.layers.mixtures import SPECS, RandomWeights
 
@@ -54,8 +53,7 @@ def test_grouped_experts_give_the_sums_of_the_loop(own: range, tokens: int) -> N
     found, expected = grouped.compute(x, choice), loop.compute(x.float(), choice)
     assert found.dtype == torch.bfloat16
     torch.testing.assert_close(found.float(), expected, atol=0.02 * float(expected.abs().max()) + 1e-6, rtol=0)
-    grouped.publish()
-    assert torch.equal(grouped.rows, loop.rows)
+    assert torch.equal(grouped.counts, loop.counts)
 
 
 def test_rows_are_counted_over_passes_and_none_are_for_no_expert() -> None:
@@ -65,8 +63,7 @@ def test_rows_are_counted_over_passes_and_none_are_for_no_expert() -> None:
     assert not experts.compute(x, nowhere).any()
     for _ in range(2):
         experts.compute(x, choice)
-    experts.publish()
-    assert experts.rows.tolist() == [2 * int((choice.experts == expert).sum()) for expert in range(4)]
+    assert experts.counts.tolist() == [2 * int((choice.experts == expert).sum()) for expert in range(4)]
 
 
 def test_no_tokens() -> None:

@@ -12,12 +12,12 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3MoE
 
 from headrace.core.types.errors import ConfigError
 from headrace.engine.dtypes import Precision
-from headrace.engine.layers import router as router_module
-from headrace.engine.layers.exchange import NO_EXPERT, ExpertChoice
 from headrace.engine.layers.moe import Experts
+from headrace.engine.model import expert_choice
 from headrace.engine.model.arithmetic import Arithmetic, TorchArithmetic
 from headrace.engine.model.checkpoint import SafetensorsCheckpoint
 from headrace.engine.model.config_fields import Fields
+from headrace.engine.model.expert_choice import NO_EXPERT, ExpertChoice
 from headrace.engine.model.families import BY_MODEL_TYPE
 from headrace.engine.model.moe_spec import MoeSpec
 from headrace.engine.model.weights import LayerReader
@@ -101,8 +101,8 @@ def test_the_experts_of_a_model_are_those_that_transformers_chooses(
         chosen.append(choice.experts.sort(-1).values)
         return choice
 
-    choose = router_module.choose
-    monkeypatch.setattr(router_module, "choose", noted)
+    choose = expert_choice.choose
+    monkeypatch.setattr(expert_choice, "choose", noted)
     run_chunks(make_runner(model.folder), Prompt(1, tokens, list(range(5)), 16).chunks(70))
     assert len(chosen) == len(expected)
     for found, wanted in zip(chosen, expected, strict=True):
@@ -164,7 +164,7 @@ def test_all_tokens_at_one_expert_are_computed_in_tiles() -> None:
     choice = ExpertChoice(torch.tensor([[3, 1]] * 100), torch.tensor([[0.25, 0.75]] * 100))
     found = experts.compute(x, choice)
     assert spy.rows == [16, 16, 16, 16, 16, 16, 4] * 2
-    assert experts.rows.tolist() == [0, 100, 0, 100, 0]
+    assert experts.counts.tolist() == [0, 100, 0, 100, 0]
     whole, _ = make_experts(moe, range(5))
     torch.testing.assert_close(found, whole.compute(x, choice), atol=1e-5, rtol=1e-5)
 
@@ -177,7 +177,7 @@ def test_a_rank_computes_its_own_experts_only_and_counts_their_rows() -> None:
     for own, rows in ((range(2), [1, 0]), (range(2, 5), [2, 1, 1])):
         experts, _ = make_experts(moe, own)
         parts.append(experts.compute(x, choice))
-        assert experts.rows.tolist() == rows
+        assert experts.counts.tolist() == rows
     whole, _ = make_experts(moe, range(5))
     torch.testing.assert_close(parts[0] + parts[1], whole.compute(x, choice), atol=1e-5, rtol=1e-5)
     assert not parts[0][1:].any()
@@ -189,7 +189,7 @@ def test_a_rank_computes_its_own_experts_only_and_counts_their_rows() -> None:
 def test_no_rows_are_no_work(name: str) -> None:
     mixture = make_mixture(SPECS[name], arithmetic=KERNELS)
     assert mixture.forward(random_rows(0)).shape == (0, 16)
-    assert not mixture.rows.any()
+    assert not mixture.counts.any()
 
 
 def test_a_missing_expert_is_named(saved: Callable[[str], Saved], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,9 +11,9 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3TopkR
 from transformers.models.mixtral.modeling_mixtral import MixtralTopKRouter
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
-from headrace.engine.layers.router import choose
 from headrace.engine.model.arithmetic import linear
 from headrace.engine.model.config_fields import Fields
+from headrace.engine.model.expert_choice import choose
 from headrace.engine.model.families import BY_MODEL_TYPE
 from headrace.engine.model.moe_spec import MoeSpec
 

@@ -8,9 +8,10 @@ from headrace.engine.collectives.operations import Alone
 from headrace.engine.collectives.steps import finish
 from headrace.engine.device import Computation
 from headrace.engine.kv.memory_plan import plan_memory, weight_count
-from headrace.engine.layers.exchange import AllGather, AllToAll, ExpertChoice, Replicated, make_exchange
+from headrace.engine.layers.exchange import AllGather, AllToAll, Replicated, make_exchange
 from headrace.engine.layers.moe import MoeMlp
 from headrace.engine.model.config import spec_from_config
+from headrace.engine.model.expert_choice import ExpertChoice
 from headrace.engine.model.expert_plan import Way, choose_way, exchange_bytes
 from headrace.engine.model.sharding import part_of
 from tests.engine.collectives.threads import ThreadCollectives

@@ -14,8 +14,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 import headrace.engine.layers.native_decoder
 from headrace.core.types.requests.request import SamplingParams, TokenLogprob
 from headrace.engine.attention.varlen import VarlenPass
+from headrace.engine.model.arithmetic import TorchArithmetic
 from headrace.engine.model.checkpoint import open_checkpoint
-from headrace.engine.model.compiled import CompiledArithmetic
 from headrace.engine.model.fingerprint import fingerprint
 from headrace.engine.model.source import load_spec, resolve_source
 from headrace.engine.runner import ModelRunner
@@ -78,7 +78,7 @@ def gpu(patch: pytest.MonkeyPatch) -> str:
     patch.setattr(
         headrace.engine.layers.native_decoder, "choose_attention", lambda pool, **others: partial(VarlenPass, pool)
     )
-    patch.setattr(headrace.engine.runner, "choose_arithmetic", lambda *others: CompiledArithmetic("aot_eager"))
+    patch.setattr(headrace.engine.runner, "choose_arithmetic", lambda *others: TorchArithmetic())
     return cpuinfo("bf16")
 
 

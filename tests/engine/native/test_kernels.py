@@ -24,6 +24,7 @@ from headrace.engine.model.int8 import quantize
 from headrace.engine.native import onednn
 from headrace.engine.native.kernel_calls import Kernels, load_kernels
 from tests.cpus import cpuinfo
+from tests.engine.attention.passes import attend
 from tests.engine.attention.test_cpu import make_spans, poison_unused
 from tests.engine.kernels import normal
 from tests.engine.models import Prompt, make_runner
@@ -170,7 +171,7 @@ def test_attention_equals_plain_sdpa(
     query, keys_values = heads[:, : kv_heads * group], heads[:, kv_heads * group :]
     wide, rounded, plain = (*(NativePass(low, kernels, spans) for _ in range(2)), SdpaPass(high, spans))
     for layer in range(2):
-        expected = plain.attend(layer, query.float(), keys_values.float())
+        expected = attend(plain, layer, query.float(), keys_values.float())
         found = wide.attend(layer, query.float(), keys_values)
         torch.testing.assert_close(found, expected, atol=2e-5, rtol=2e-5)
         in_16_bits = rounded.attend(layer, query, keys_values)
@@ -187,7 +188,7 @@ def test_very_unlike_scores(kernels: Kernels) -> None:
     spans = [AttentionSpan(0, 300, np.arange(32))]
     heads = 40 * normal(300, 3, 16)
     found = NativePass(pool, kernels, spans).attend(0, heads[:, :1], heads[:, 1:])
-    expected = SdpaPass(other, spans).attend(0, heads[:, :1], heads[:, 1:])
+    expected = attend(SdpaPass(other, spans), 0, heads[:, :1], heads[:, 1:])
     torch.testing.assert_close(found, expected, atol=2e-3, rtol=2e-3)
 
 

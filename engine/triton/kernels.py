@@ -1,0 +1,218 @@
+"""Triton kernels of a layer beside its products and attention: RMSNorm with residual, rotary embedding with the write
+of keys and values, SwiGLU gate, and the rows of a mixture of experts.
+
+Each rounds where TorchArithmetic does. Imported where Triton is installed.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def add_norm(hidden, delta, weight, normed, width, eps, step, ADDS: tl.constexpr, BLOCK: tl.constexpr):
+    """RMSNorm of a row, to which delta is added first. Grid: (rows). step: elements from a row of hidden to another."""
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.arange(0, BLOCK)
+    there = at < width
+    x = tl.load(hidden + row * step + at, mask=there, other=0.0)
+    if ADDS:
+        added = x.to(tl.float32) + tl.load(delta + row * width + at, mask=there, other=0.0).to(tl.float32)
+        x = added.to(x.dtype)
+        tl.store(hidden + row * step + at, x, mask=there)
+    wide = x.to(tl.float32)
+    factor = tl.rsqrt(tl.sum(wide * wide, 0) / width + eps)
+    unit = (wide * factor).to(x.dtype).to(tl.float32)
+    weighted = unit * tl.load(weight + at, mask=there, other=0.0).to(tl.float32)
+    tl.store(normed + row * width + at, weighted.to(x.dtype), mask=there)
+
+
+@triton.jit
+def gate(gate_up, activated, count, width, COUNTED: tl.constexpr, BLOCK: tl.constexpr):
+    """silu(first half) * second half of a row. Grid: (rows, tiles of width). count: how many rows there are, where not
+    all are."""
+    row = tl.program_id(0).to(tl.int64)
+    if COUNTED:  # noqa: SIM102  constants are decided at compilation
+        if row >= tl.load(count):
+            return
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    there = at < width
+    first = tl.load(gate_up + row * 2 * width + at, mask=there, other=0.0)
+    second = tl.load(gate_up + row * 2 * width + width + at, mask=there, other=0.0)
+    wide = first.to(tl.float32)
+    silu = (wide / (1.0 + tl.exp(-wide))).to(first.dtype).to(tl.float32)
+    tl.store(activated + row * width + at, (silu * second.to(tl.float32)).to(first.dtype), mask=there)
+
+
+@triton.jit
+def place_heads(
+    heads, cos, sin, query_norm, key_norm, slots, first, eps, step,
+    QUERY: tl.constexpr, KV: tl.constexpr, HALF: tl.constexpr, NORMED: tl.constexpr, PLACED: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Norm and rotation of query and key heads in place, keys and values into their slots. Grid: (tokens, tiles of ROWS
+    heads). heads: [tokens, QUERY + 2 * KV, 2 * HALF]. first: slot of a token's first key head; step: slots from one
+    head to the next."""
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    half = tl.arange(0, BLOCK)
+    inside = (half < HALF)[None, :]
+    there = (head < QUERY + 2 * KV)[:, None] & inside
+    low_at = (token * (QUERY + 2 * KV) + head[:, None]) * (2 * HALF) + half[None, :]
+    low = tl.load(heads + low_at, mask=there, other=0.0)
+    high = tl.load(heads + low_at + HALF, mask=there, other=0.0)
+    kind = low.dtype
+    if NORMED:
+        is_query = (head < QUERY)[:, None]
+        wide_low, wide_high = low.to(tl.float32), high.to(tl.float32)
+        power = tl.sum(wide_low * wide_low, 1) + tl.sum(wide_high * wide_high, 1)
+        factor = tl.rsqrt(power / (2 * HALF) + eps)[:, None]
+        of_query = tl.load(query_norm + half, mask=half < HALF, other=0.0)[None, :].to(tl.float32)
+        of_key = tl.load(key_norm + half, mask=half < HALF, other=0.0)[None, :].to(tl.float32)
+        unit = (wide_low * factor).to(kind).to(tl.float32)
+        normed_low = (unit * tl.where(is_query, of_query, of_key)).to(kind)
+        of_query = tl.load(query_norm + HALF + half, mask=half < HALF, other=0.0)[None, :].to(tl.float32)
+        of_key = tl.load(key_norm + HALF + half, mask=half < HALF, other=0.0)[None, :].to(tl.float32)
+        unit = (wide_high * factor).to(kind).to(tl.float32)
+        normed_high = (unit * tl.where(is_query, of_query, of_key)).to(kind)
+    else:
+        normed_low, normed_high = low, high
+    # rotary_tables: cos is the same in both halves, sin is negative in the first.
+    turn_at = token * (2 * HALF) + half
+    c = tl.load(cos + turn_at, mask=half < HALF, other=0.0)[None, :]
+    s = tl.load(sin + turn_at + HALF, mask=half < HALF, other=0.0)[None, :]
+    a, b = normed_low.to(tl.float32), normed_high.to(tl.float32)
+    turned = (head < QUERY + KV)[:, None]
+    low = tl.where(turned, (a * c - b * s).to(kind), low)
+    high = tl.where(turned, (b * c + a * s).to(kind), high)
+    kept = there & turned
+    if PLACED:
+        kept = there & (head < QUERY)[:, None]
+        of_kv = there & (head >= QUERY)[:, None]
+        slot = tl.load(first + token) + (head - QUERY)[:, None].to(tl.int64) * step
+        target = slots + slot * (2 * HALF) + half[None, :]
+        tl.store(target, low.to(slots.dtype.element_ty), mask=of_kv)
+        tl.store(target + HALF, high.to(slots.dtype.element_ty), mask=of_kv)
+    tl.store(heads + low_at, low, mask=kept)
+    tl.store(heads + low_at + HALF, high, mask=kept)
+
+
+@triton.jit
+def choose(
+    logits, bias, experts, weights, step, scaling, smallest,
+    EXPERTS: tl.constexpr, K: tl.constexpr, GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr, TWO_BEST: tl.constexpr,
+    SIGMOID: tl.constexpr, BIASED: tl.constexpr, NORMALIZED: tl.constexpr, ROUNDED: tl.constexpr,
+    BLOCK: tl.constexpr, K_BLOCK: tl.constexpr, GROUP_BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The best K experts of a token, and their weights. Grid: (tokens). See expert_choice.choose()."""
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.arange(0, BLOCK)
+    there = at < EXPERTS
+    raw = tl.load(logits + row * step + at, mask=there, other=float("-inf"))
+    kind = raw.dtype
+    wide = raw.to(tl.float32)
+    if SIGMOID:
+        scores = 1.0 / (1.0 + tl.exp(-wide))
+    else:
+        powers = tl.exp(wide - tl.max(wide, 0))
+        scores = powers / tl.sum(powers, 0)
+    ranked = scores
+    if BIASED:
+        ranked = scores + tl.load(bias + at, mask=there, other=0.0)
+    ranked = tl.where(ranked == ranked, ranked, 0.0)  # what is no number is chosen last, but chosen
+    if GROUPS > 1:
+        group = at // (EXPERTS // GROUPS)
+        groups = tl.arange(0, GROUP_BLOCK)
+        best_of = tl.full([GROUP_BLOCK], float("-inf"), tl.float32)
+        for number in tl.static_range(GROUPS):
+            inside = tl.where((group == number) & there, ranked, float("-inf"))
+            value = tl.max(inside, 0)
+            if TWO_BEST:
+                value += tl.max(tl.where(at == tl.argmax(inside, 0), float("-inf"), inside), 0)
+            best_of = tl.where(groups == number, value, best_of)
+        eligible = group < 0
+        for _ in tl.static_range(TOP_GROUPS):
+            best = tl.argmax(best_of, 0)
+            eligible = eligible | (group == best)
+            best_of = tl.where(groups == best, float("-inf"), best_of)
+        ranked = tl.where(eligible, ranked, float("-inf") if TWO_BEST else 0.0)
+    ranked = tl.where(there, ranked, float("-inf"))
+    number = tl.arange(0, K_BLOCK)
+    chosen = tl.zeros([K_BLOCK], tl.int32)
+    of_chosen = tl.zeros([K_BLOCK], tl.float32)
+    total = 0.0
+    for each in tl.static_range(K):
+        best = tl.argmax(ranked, 0)
+        weight = tl.sum(tl.where(at == best, scores, 0.0), 0)
+        total += weight
+        chosen = tl.where(number == each, best, chosen)
+        of_chosen = tl.where(number == each, weight, of_chosen)
+        ranked = tl.where(at == best, float("-inf"), ranked)
+    if NORMALIZED:
+        of_chosen = of_chosen / (total + smallest)
+    if ROUNDED:
+        of_chosen = of_chosen.to(kind).to(tl.float32)
+    tl.store(experts + row * K + number, chosen.to(tl.int64), mask=number < K)
+    tl.store(weights + row * K + number, of_chosen * scaling, mask=number < K)
+
+
+@triton.jit
+def count_below(ordered, total, values, bits):
+    """How many elements of ordered [total], which ascends, are below each of values. bits: of total."""
+    found = tl.zeros_like(values)
+    for each in range(bits):
+        probe = found + (1 << (bits - 1 - each))
+        inside = probe <= total
+        below = tl.load(ordered + probe - 1, mask=inside, other=0).to(tl.int32) < values
+        found = tl.where(inside & below, probe, found)
+    return found
+
+
+@triton.jit(do_not_specialize=["total", "bits"])  # they differ from pass to pass
+def place_rows(
+    ordered, order, counts, ends, sources, places, total, bits, first_expert, EXPERTS: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """Where the rows of a rank's experts are, by what sort() made of choices. Grid: (tiles of choices or experts).
+
+    ends: of each expert's rows; sources: the choice of each row; places: the row of each choice, negative or beyond the
+    last for experts of other ranks. counts: rows of each expert, added to."""
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    begin = tl.max(count_below(ordered, total, tl.full([BLOCK], 0, tl.int32) + first_expert, bits), 0)
+    there = at < total
+    choice = tl.load(order + at, mask=there, other=0).to(tl.int32)
+    tl.store(sources + at - begin, choice, mask=there & (at >= begin))
+    tl.store(places + choice, at - begin, mask=there)
+    if tl.program_id(0) * BLOCK < EXPERTS:
+        lower = count_below(ordered, total, first_expert + at, bits)
+        upper = count_below(ordered, total, first_expert + at + 1, bits)
+        owned = at < EXPERTS
+        tl.store(ends + at, upper - begin, mask=owned)
+        before = tl.load(counts + at, mask=owned, other=0)
+        tl.store(counts + at, before + (upper - lower).to(tl.int64), mask=owned)
+
+
+@triton.jit
+def take_rows(x, rows, sources, count, width, K: tl.constexpr, BLOCK: tl.constexpr):
+    """Rows of tokens in the order of experts. Grid: (choices, tiles of width). count: how many rows there are."""
+    row = tl.program_id(0).to(tl.int64)
+    if row >= tl.load(count):
+        return
+    token = (tl.load(sources + row) // K).to(tl.int64)
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    there = at < width
+    tl.store(rows + row * width + at, tl.load(x + token * width + at, mask=there, other=0.0), mask=there)
+
+
+@triton.jit
+def combine_rows(results, weights, places, sums, count, width, K: tl.constexpr, BLOCK: tl.constexpr):
+    """Weighted sums of experts' results, in the order of a token's choices. Grid: (tokens, tiles of width)."""
+    token = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    there = at < width
+    rows = tl.load(count)
+    total = tl.zeros([BLOCK], tl.float32)
+    for each in tl.static_range(K):
+        place = tl.load(places + token * K + each)
+        if (place >= 0) & (place < rows):
+            result = tl.load(results + place.to(tl.int64) * width + at, mask=there, other=0.0)
+            total += result.to(tl.float32) * tl.load(weights + token * K + each)
+    tl.store(sums + token * width + at, total.to(sums.dtype.element_ty), mask=there)

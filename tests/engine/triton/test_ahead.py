@@ -1,0 +1,69 @@
+"""Kernels compiled for Ampere, Hopper and Blackwell, at the widths of published models."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from msgspec.structs import replace
+from torch import Tensor
+
+from headrace.engine.model.arithmetic import HeadRules, KvSlots
+from headrace.engine.model.expert_choice import ExpertChoice
+from headrace.engine.model.expert_rows import SortedRows
+from headrace.engine.triton.arithmetic import TritonArithmetic
+from tests.engine.layers.mixtures import SPECS
+from tests.engine.triton.ahead import compiled, recorded
+
+TOKENS, PAGE_SIZE = 2048, 16
+QWEN = replace(SPECS["qwen3"], experts=128, top_k=8)
+DEEPSEEK = replace(
+    SPECS["qwen3"], experts=256, top_k=8, groups=8, top_groups=4, group_score="two best", scores="sigmoid",
+    choice_bias=True, normalized=True, scaling=2.5,
+)  # fmt: skip
+
+
+def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def place(arithmetic: TritonArithmetic, query: int, kv: int, *, normed: bool) -> None:
+    weight = empty(128) if normed else None
+    turns = empty(TOKENS, 1, 128, dtype=torch.float32)
+    slots = KvSlots(empty(4096, 128), empty(TOKENS, dtype=torch.int64), PAGE_SIZE, print)
+    rules = HeadRules(query, kv, weight, weight, 1e-6)
+    arithmetic.place_heads(empty(TOKENS, query + 2 * kv, 128), rules, turns, turns, slots)
+
+
+def experts(arithmetic: TritonArithmetic) -> None:
+    choice = ExpertChoice(empty(TOKENS, 8, dtype=torch.int64), empty(TOKENS, 8, dtype=torch.float32))
+    sources = empty(TOKENS * 8, dtype=torch.int32)
+    rows = SortedRows(sources, sources, empty(32, dtype=torch.int32))
+    arithmetic.sort_rows(choice.experts, range(32, 64), empty(32, dtype=torch.int64))
+    arithmetic.take_rows(empty(TOKENS, 7168), rows, 8)
+    arithmetic.gate_rows(empty(TOKENS * 8, 4096), rows)
+    arithmetic.combine_rows(empty(TOKENS * 8, 7168), rows, choice)
+
+
+CASES: dict[str, Callable[[TritonArithmetic], object]] = {
+    "norm of 4,096": lambda made: made.add_norm(empty(TOKENS, 4096), empty(TOKENS, 4096), empty(4096), 1e-5),
+    "norm of 8,192": lambda made: made.add_norm(empty(TOKENS, 8192), empty(TOKENS, 8192), empty(8192), 1e-5),
+    "gate of Llama 8B": lambda made: made.gate(empty(TOKENS, 2 * 14336)),
+    "heads of Llama 8B": lambda made: place(made, 32, 8, normed=False),
+    "heads of Qwen3 30B-A3B": lambda made: place(made, 32, 4, normed=True),
+    "choice of Qwen3 30B-A3B": lambda made: made.choose(empty(TOKENS, 128), QWEN),
+    "choice of DeepSeek V3": lambda made: made.choose(
+        empty(TOKENS, 256, dtype=torch.float32), DEEPSEEK, empty(256, dtype=torch.float32)
+    ),
+    "experts of DeepSeek V3": experts,
+}
+
+
+@pytest.mark.parametrize("capability", [80, 90, 100])
+@pytest.mark.parametrize("name", CASES)
+def test_kernels_fit(name: str, capability: int) -> None:
+    with recorded() as launches:
+        CASES[name](TritonArithmetic())
+    assert launches
+    for launch in launches:
+        taken = compiled(launch, capability)
+        assert taken.fits(capability), f"{launch.kernel.__name__} takes {taken}"

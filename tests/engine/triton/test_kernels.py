@@ -1,0 +1,163 @@
+"""Kernels for GPUs against torch, by Triton's interpreter: any number of rows, widths that are no powers of two."""
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from msgspec.structs import replace
+from torch import Tensor
+
+from headrace.engine.model.arithmetic import HeadRules, KvSlots, TorchArithmetic
+from headrace.engine.model.expert_choice import NO_EXPERT, ExpertChoice
+from tests.engine.layers.mixtures import SPECS
+
+PLAIN = TorchArithmetic()
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+# The interpreter rounds to bfloat16 towards zero, as no GPU does.
+CLOSE = {torch.float32: 1e-5, torch.bfloat16: 2**-5, torch.float16: 2**-9}
+FEW = settings(max_examples=6, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+
+
+def normal(*shape: int, seed: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def check_close(found: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
+    torch.testing.assert_close(found, expected, atol=CLOSE[dtype], rtol=CLOSE[dtype])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@given(rows=st.integers(0, 9), width=st.integers(2, 300), seed=st.integers(0, 99), adds=st.booleans())
+@FEW
+def test_norms(interpreted: TorchArithmetic, dtype: torch.dtype, rows: int, width: int, seed: int, adds: bool) -> None:
+    weight = normal(width, seed=seed, dtype=dtype)
+    hidden, other = (normal(rows, width, seed=seed + 1, dtype=dtype) for _ in range(2))
+    delta = normal(rows, width, seed=seed + 2, dtype=dtype) if adds else None
+    normed = interpreted.add_norm(hidden, delta, weight, 1e-5)
+    check_close(normed, PLAIN.add_norm(other, delta, weight, 1e-5), dtype)
+    check_close(hidden, other, dtype)
+
+
+def test_norms_of_columns(interpreted: TorchArithmetic) -> None:
+    joined, weight = normal(5, 100, seed=1), normal(24, seed=2)
+    part = joined[:, 70:94]
+    check_close(interpreted.add_norm(part, None, weight, 1e-5), PLAIN.add_norm(part, None, weight, 1e-5), joined.dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@given(rows=st.integers(0, 5), width=st.sampled_from([1, 24, 2048, 2056, 4100]), seed=st.integers(0, 99))
+@FEW
+def test_gates(interpreted: TorchArithmetic, dtype: torch.dtype, rows: int, width: int, seed: int) -> None:
+    gate_up = 5 * normal(rows, 2 * width, seed=seed, dtype=dtype)
+    kept = gate_up.clone()
+    check_close(interpreted.gate(gate_up), PLAIN.gate(gate_up), dtype)
+    assert torch.equal(gate_up, kept)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("normed", [False, True])
+@given(
+    tokens=st.integers(0, 7), query=st.integers(1, 9), kv=st.integers(1, 3), half=st.sampled_from([8, 12, 48, 64]),
+    seed=st.integers(0, 99), placed=st.booleans(),
+)  # fmt: skip
+@FEW
+def test_heads_are_normed_turned_and_placed(
+    interpreted: TorchArithmetic, dtype: torch.dtype, normed: bool,
+    tokens: int, query: int, kv: int, half: int, seed: int, placed: bool,
+) -> None:  # fmt: skip
+    width, page_size, pages = 2 * half, 4, 8
+    weights = [normal(width, seed=seed + each, dtype=dtype) for each in range(2)] if normed else [None, None]
+    rules = HeadRules(query, kv, weights[0], weights[1], 1e-6)
+    angles = normal(tokens, 1, half, seed=seed + 2)
+    cos = torch.cat((angles.cos(), angles.cos()), -1)
+    sin = torch.cat((-angles.sin(), angles.sin()), -1)
+    heads = normal(tokens, query + 2 * kv, width, seed=seed + 3, dtype=dtype)
+    found = expected = heads
+    pools = []
+    for arithmetic in (interpreted, PLAIN):
+        found, expected = expected, heads.clone()
+        pool = torch.full((pages * 2 * kv * page_size, width), torch.nan, dtype=dtype)
+        slots = kv_slots(pool, tokens, kv, page_size, seed) if placed else None
+        arithmetic.place_heads(expected, rules, cos, sin, slots)
+        pools.append(pool)
+    check_close(found[:, :query], expected[:, :query], dtype)
+    if placed:
+        torch.testing.assert_close(pools[0], pools[1], atol=CLOSE[dtype], rtol=CLOSE[dtype], equal_nan=True)
+        assert pools[0].isnan().any(), "slots of no token are left alone"
+    else:
+        check_close(found, expected, dtype)
+
+
+def kv_slots(pool: Tensor, tokens: int, kv: int, page_size: int, seed: int) -> KvSlots:
+    """Of tokens in shuffled pages, behind a prefix that ends within one."""
+    pages = torch.randperm(len(pool) // (2 * kv * page_size), generator=torch.Generator().manual_seed(seed))
+    positions = torch.arange(3, 3 + tokens)
+    first = pages[positions // page_size] * (2 * kv * page_size) + positions % page_size
+    index = (first[:, None] + torch.arange(2 * kv) * page_size).flatten()
+    return KvSlots(pool, first, page_size, lambda rows: pool.index_copy_(0, index, rows.reshape(-1, pool.shape[1])))
+
+
+MIXTURES = {
+    "softmax": SPECS["qwen3"],
+    "60 of them": replace(SPECS["qwen3"], experts=60, top_k=4, normalized=False, scaling=2.5),
+    "groups by their best": replace(SPECS["qwen3"], experts=60, groups=6, top_groups=3, top_k=6),
+    "deepseek-v3": replace(
+        SPECS["qwen3"], experts=64, groups=8, top_groups=4, top_k=8, group_score="two best", scores="sigmoid",
+        choice_bias=True, normalized=True, scaling=2.5,
+    ),
+    "rounded": replace(SPECS["qwen3"], rounded_weights=True),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MIXTURES)
+@given(tokens=st.integers(1, 6), seed=st.integers(0, 99), dtype=st.sampled_from([torch.float32, torch.float16]))
+@FEW
+def test_experts_are_chosen(
+    interpreted: TorchArithmetic, name: str, tokens: int, seed: int, dtype: torch.dtype
+) -> None:
+    moe, generator = MIXTURES[name], torch.Generator().manual_seed(seed)
+    bias = normal(moe.experts, seed=seed) if moe.choice_bias else None
+    # No two are equal, of which either may be chosen.
+    logits = torch.stack([torch.randperm(moe.experts, generator=generator) for _ in range(tokens)]) / 16
+    found, expected = (each.choose(logits.to(dtype), moe, bias) for each in (interpreted, PLAIN))
+    assert torch.equal(found.experts, expected.experts)
+    check_close(found.weights, expected.weights, dtype)
+
+
+def test_no_tokens_choose_none(interpreted: TorchArithmetic) -> None:
+    assert interpreted.choose(torch.empty(0, 16), SPECS["qwen3"]).experts.shape == (0, SPECS["qwen3"].top_k)
+
+
+@pytest.mark.filterwarnings("ignore:invalid value encountered")  # numpy's, in the interpreter
+def test_what_is_no_number_chooses_experts_that_there_are(interpreted: TorchArithmetic) -> None:
+    moe = MIXTURES["groups by their best"]
+    chosen = interpreted.choose(torch.full((2, moe.experts), torch.nan), moe)
+    assert ((chosen.experts >= 0) & (chosen.experts < moe.experts)).all()
+    assert chosen.weights.isnan().all()
+
+
+@pytest.mark.parametrize("own", [range(16), range(5), range(4, 9), range(11, 16)])
+@given(tokens=st.integers(1, 300), seed=st.integers(0, 99), nowhere=st.booleans())
+@FEW
+def test_rows_of_experts(interpreted: TorchArithmetic, own: range, tokens: int, seed: int, nowhere: bool) -> None:
+    k, width = 3, 40
+    generator = torch.Generator().manual_seed(seed)
+    experts = torch.stack([torch.randperm(16, generator=generator)[:k] for _ in range(tokens)])
+    if nowhere:
+        experts = experts.masked_fill_(torch.rand(experts.shape, generator=generator) < 0.5, NO_EXPERT)
+    choice = ExpertChoice(experts, torch.rand(tokens, k, generator=generator))
+    x = normal(tokens, width, seed=seed, dtype=torch.bfloat16)
+    found, expected = [], []
+    for arithmetic, results in ((interpreted, found), (PLAIN, expected)):
+        counts = torch.ones(len(own), dtype=torch.int64)
+        rows = arithmetic.sort_rows(experts, own, counts)
+        total = int(rows.count)
+        taken = arithmetic.take_rows(x, rows, k)
+        gated = arithmetic.gate_rows(torch.cat((taken, taken), 1), rows)
+        made = gated * 2
+        made[total:] = torch.nan
+        results += [rows.ends, counts, taken[:total], gated[:total], arithmetic.combine_rows(made, rows, choice)]
+    for one, other in zip(found[:3], expected[:3], strict=True):
+        assert torch.equal(one, other)
+    for one, other in zip(found[3:], expected[3:], strict=True):
+        check_close(one, other, torch.bfloat16)
