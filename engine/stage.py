@@ -252,7 +252,7 @@ def _make_runner(
     and LinkBroken."""
     stage, tp = config.layout.place(config.rank).stage, groups.tp
     experts = plan_experts(config.model, config.engine, config.layout, spec, config.member)
-    exchanges = _exchanges(config, experts, groups)
+    exchanges = _exchanges(config, experts, groups, config.model.device)
     plan = plan_rank(
         config.model,
         config.engine,
@@ -277,14 +277,14 @@ def _make_runner(
     return runner, plan.offered
 
 
-def _exchanges(config: StageConfig, experts: ExpertPlan | None, groups: Groups) -> tuple[Exchange, ...]:
+def _exchanges(config: StageConfig, experts: ExpertPlan | None, groups: Groups, device: str) -> tuple[Exchange, ...]:
     """The exchanges of both halves of a pass, or of passes that are not cut; none where experts are not divided."""
     if experts is None:
         return ()
-    exchange = make_exchange(experts.way, experts.moe, groups.tp, groups.dp, groups.ep)
+    exchange = make_exchange(experts.way, experts.moe, groups.tp, groups.dp, groups.ep, device)
     if not config.engine.overlap:
         return (exchange,)
-    return exchange, make_exchange(experts.way, experts.moe, groups.tp, groups.second_dp, groups.second_ep)
+    return exchange, make_exchange(experts.way, experts.moe, groups.tp, groups.second_dp, groups.second_ep, device)
 
 
 def _offer(config: StageConfig, spec: ModelSpec) -> Offer:

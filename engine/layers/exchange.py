@@ -78,18 +78,20 @@ class NoExchange:
 
 
 def pack(x: Tensor, choice: ExpertChoice, rows: int = 0) -> Tensor:
-    """Parcels int32 [rows, words] of x [tokens, hidden size], whose size in bytes is a multiple of 4.
+    """Parcels int32 [..., rows, words] of x [tokens, hidden size], whose size in bytes is a multiple of 4.
 
-    rows: filled up to this many with rows without experts; 0 adds none.
+    choice: experts [..., tokens, k], of the parcels for each of several ranks. rows: filled up to this many with rows
+    without experts; 0 adds none.
     """
-    hidden, k = x.shape[1] * x.element_size() // WORD, choice.experts.shape[1]
-    parcels = torch.empty(max(rows, len(x)), hidden + 2 * k, dtype=torch.int32, device=x.device)
-    there, padding = parcels[: len(x)], parcels[len(x) :]
-    there[:, :hidden] = x.contiguous().view(torch.int32)
-    there[:, hidden : hidden + k] = choice.experts
-    there[:, hidden + k :] = choice.weights.view(torch.int32)
+    hidden, k = x.shape[1] * x.element_size() // WORD, choice.experts.shape[-1]
+    shape = (*choice.experts.shape[:-2], max(rows, len(x)), hidden + 2 * k)
+    parcels = torch.empty(shape, dtype=torch.int32, device=x.device)
+    there, padding = parcels[..., : len(x), :], parcels[..., len(x) :, :]
+    there[..., :hidden] = x.contiguous().view(torch.int32)
+    there[..., hidden : hidden + k] = choice.experts
+    there[..., hidden + k :] = choice.weights.view(torch.int32)
     padding.zero_()
-    padding[:, hidden : hidden + k] = NO_EXPERT
+    padding[..., hidden : hidden + k] = NO_EXPERT
     return parcels
 
 
@@ -211,20 +213,30 @@ class AllGather:
 
 
 class AllToAll:
-    """Experts divided among the ranks of all replicas of a stage, without padding.
+    """Experts divided among the ranks of all replicas of a stage.
 
     The experts of a token are chosen by exactly one rank: each shard routes its slice of the replica's tokens. A token
     goes once to a rank, however many of its experts that has, and comes back as one row.
+
+    On the CPU it goes to no other rank. How many rows a rank is sent is known to a GPU alone, and asking it would hold
+    up all that is queued: there every rank is sent as many rows as the longest slice has, and those of tokens without
+    an expert of its are not computed.
     """
 
-    def __init__(self, experts: int, tp: Collectives, ep: Collectives, tile_tokens: int = TILE_TOKENS) -> None:
-        """experts: of a layer. tp: shards of this replica. ep: all ranks of the stage, by replica and shard."""
-        held = [own_experts(experts, ep.size, rank) for rank in range(ep.size)]
+    def __init__(
+        self, moe: MoeSpec, tp: Collectives, ep: Collectives, tile_tokens: int = TILE_TOKENS, device: str = "cpu"
+    ) -> None:
+        """tp: shards of this replica. ep: all ranks of the stage, by replica and shard."""
+        held = [own_experts(moe.experts, ep.size, rank) for rank in range(ep.size)]
+        self._k = moe.top_k
         self.own = held[ep.rank]
         self._tp = tp
         self._ep = ep
         self._tile = tile_tokens
-        self._rank_of = torch.tensor([rank for rank, owned in enumerate(held) for _ in owned])  # by expert
+        self._exchange = self._counted if device == "cpu" else self._padded
+        firsts = torch.tensor([owned.start for owned in held], device=device)[:, None, None]
+        ends = torch.tensor([owned.stop for owned in held], device=device)[:, None, None]
+        self._held = (firsts, ends)  # experts of each rank
         self._longest = 0  # tokens of the longest slice of any rank in this pass
 
     def begin(self, tokens: Sequence[int], padded: int = 0) -> None:
@@ -237,33 +249,51 @@ class AllToAll:
         sums = torch.zeros(mine.shape, dtype=torch.float32, device=x.device)
         for first in range(0, self._longest, self._tile):
             rows = slice(first, first + self._tile)
-            yield from self._exchange(mine[rows], mixture, sums[rows])
+            yield from self._exchange(mine[rows], mixture, sums[rows], min(self._tile, self._longest - first))
         if (shared := mixture.shared(mine)) is not None:
             sums.add_(shared)
         return GatheredRows(sums, len(x), self._tp).wait() if len(x) else sums
 
-    def _exchange(self, x: Tensor, mixture: Mixture, sums: Tensor) -> Steps[None]:
-        """Add the results of all ranks' experts for rows x to their sums."""
+    def _of_ranks(self, experts: Tensor) -> Tensor:
+        """Which of the experts [tokens, k] each rank has, NO_EXPERT for others: [ranks, tokens, k]."""
+        firsts, ends = self._held
+        return experts.masked_fill((experts < firsts) | (experts >= ends), NO_EXPERT)
+
+    def _counted(self, x: Tensor, mixture: Mixture, sums: Tensor, longest: int) -> Steps[None]:
+        """Add the results of all ranks' experts for rows x to their sums. longest: rows of any rank."""
         choice = mixture.route(x)
-        self._rank_of = self._rank_of.to(x.device)
-        owners = self._rank_of[choice.experts]  # [tokens, k]
-        asked = torch.zeros(self._ep.size, len(x), dtype=torch.bool, device=x.device)
-        asked.scatter_(0, owners.T, True)
-        ranks, tokens = asked.nonzero().unbind(1)  # in order of rank, then of token
-        elsewhere = owners[tokens] != ranks[:, None]
-        parts = ExpertChoice(choice.experts[tokens].masked_fill_(elsewhere, NO_EXPERT), choice.weights[tokens])
+        of_ranks = self._of_ranks(choice.experts)
+        asked = (of_ranks != NO_EXPERT).any(-1)
+        tokens = asked.nonzero()[:, 1]  # in order of rank, then of token
         sent = asked.sum(1, dtype=torch.int32)
         one_each = [1] * self._ep.size
         received: list[int] = self._ep.all_to_all(sent, one_each, one_each).wait().tolist()
         counts: list[int] = sent.tolist()
-        dispatched = self._ep.all_to_all(pack(x[tokens], parts), counts, received)
-        yield
-        results = mixture.compute(*unpack(dispatched.wait(), choice.experts.shape[1], x.dtype))
-        combined = self._ep.all_to_all(results, received, counts)
-        yield
-        by_rank = zip(torch.split(tokens, counts), torch.split(combined.wait(), counts), strict=True)
+        parcels = pack(x[tokens], ExpertChoice(of_ranks[asked], choice.weights[tokens]))
+        combined = yield from self._results(mixture, x.dtype, parcels, counts, received)
+        by_rank = zip(torch.split(tokens, counts), torch.split(combined, counts), strict=True)
         for rows, of_rank in by_rank:
             sums.index_add_(0, rows, of_rank.to(sums.dtype))  # rank by rank, so that the order of additions is fixed
+
+    def _padded(self, x: Tensor, mixture: Mixture, sums: Tensor, longest: int) -> Steps[None]:
+        """As _counted()."""
+        choice = mixture.route(x)
+        parcels = pack(x, choice._replace(experts=self._of_ranks(choice.experts)), longest)
+        each = [longest] * self._ep.size
+        combined = yield from self._results(mixture, x.dtype, parcels.flatten(0, 1), each, each)
+        for of_rank in combined.view(self._ep.size, longest, -1)[:, : len(x)]:
+            sums.add_(of_rank)
+
+    def _results(
+        self, mixture: Mixture, dtype: torch.dtype, parcels: Tensor, sent: Sequence[int], received: Sequence[int]
+    ) -> Steps[Tensor]:
+        """Results of the ranks for parcels of rows of this dtype. sent, received: how many to and from each rank."""
+        dispatched = self._ep.all_to_all(parcels, sent, received)
+        yield
+        results = mixture.compute(*unpack(dispatched.wait(), self._k, dtype))
+        combined = self._ep.all_to_all(results, received, sent)
+        yield
+        return combined.wait()
 
 
 def begin_pass(exchanges: Sequence[Exchange], tokens: Sequence[int], padded: int, cut: int = 0) -> None:
@@ -280,13 +310,15 @@ def begin_pass(exchanges: Sequence[Exchange], tokens: Sequence[int], padded: int
         exchanges[0].begin(tokens, padded)
 
 
-def make_exchange(way: Way, moe: MoeSpec, tp: Collectives, dp: Collectives, ep: Collectives) -> Exchange:
+def make_exchange(
+    way: Way, moe: MoeSpec, tp: Collectives, dp: Collectives, ep: Collectives, device: str = "cpu"
+) -> Exchange:
     """The exchange of one rank. tp: shards of its replica. dp: ranks of the same shard of all replicas. ep: all ranks
-    of its stage, by replica and shard."""
+    of its stage, by replica and shard. device: of the rows."""
     match way:
         case "replicated":
             return Replicated(moe.experts, tp)
         case "allgather":
             return AllGather(moe.experts, tp, dp)
         case "alltoall":
-            return AllToAll(moe.experts, tp, ep)
+            return AllToAll(moe, tp, ep, device=device)

@@ -15,6 +15,7 @@ from headrace.engine.collectives.steps import Steps
 from headrace.engine.layers.exchange import AllGather, AllToAll, Exchange, Mixture
 from headrace.engine.load_plan import plan_rank
 from headrace.engine.model.expert_plan import TILE_TOKENS, Way
+from headrace.engine.model.moe_spec import MoeSpec
 from headrace.engine.model.source import load_spec, resolve_source
 from headrace.engine.runner import ModelRunner
 from headrace.engine.stub.experts import StubTime
@@ -30,6 +31,8 @@ PAGES = [list(range(5)), list(range(5, 10)), list(range(10, 15))]
 
 
 STUB = "stub:layers=4,hidden=16,max_len=100,vocab=300,experts=6,top_k=2,us_per_token=100"
+
+STUB_MOE = MoeSpec(experts=6, top_k=2, intermediate_size=1, layer_kinds=())
 
 
 class Computed(NamedTuple):
@@ -95,10 +98,10 @@ def compute(runner: ModelRunner, replica: int, agreed: Sequence[Agreement]) -> t
     return logprobs, [pool_tokens(runner, prompt.pages, len(prompt.tokens)) for prompt in prompts_of(replica)]
 
 
-def exchange_of(way: Way, experts: int, groups: Groups, tile: int = TILE) -> Exchange:
+def exchange_of(way: Way, moe: MoeSpec, groups: Groups, tile: int = TILE) -> Exchange:
     """In tiles of so many tokens, of which halves may need unequal numbers."""
     tp, dp, ep = groups
-    return AllGather(experts, tp, dp, tile) if way == "allgather" else AllToAll(experts, tp, ep, tile)
+    return AllGather(moe.experts, tp, dp, tile) if way == "allgather" else AllToAll(moe, tp, ep, tile)
 
 
 def by_ranks(saved: Saved, tp: int, way: Way, *, cut: bool) -> list[Computed]:
@@ -115,7 +118,7 @@ def by_ranks(saved: Saved, tp: int, way: Way, *, cut: bool) -> list[Computed]:
         for name, group in zip(("tp", "dp", "ep", "dp2", "ep2"), (*groups, *second[1:]), strict=True):
             assert isinstance(group, ThreadCollectives)
             group.name, group.log = name, log
-        exchanges = [exchange_of(way, moe.experts, each) for each in ((groups, second) if cut else (groups,))]
+        exchanges = [exchange_of(way, moe, each) for each in ((groups, second) if cut else (groups,))]
         runner = make_runner(saved.folder, tp=groups[0], exchanges=exchanges)
         log.clear()  # of the start
         return Computed(*compute(runner, replica, agreed), [each.cut for each in agreed], log)
@@ -217,7 +220,9 @@ def stub_by_ranks(
 
     def work(replica: int, shard: int, groups: Groups) -> StubPass:
         second = (groups[0], ThreadCollectives(across[shard], replica), ThreadCollectives(stage, groups[2].rank))
-        exchanges = [wrapped(exchange_of(way, 6, each, tile)) for each in ((groups, second) if cut else (groups,))]
+        exchanges = [
+            wrapped(exchange_of(way, STUB_MOE, each, tile)) for each in ((groups, second) if cut else (groups,))
+        ]
         virtual = VirtualTime()
         model = STUB.replace("hidden=16", f"hidden={16 * tp},heads={tp}") + f",us_per_exchange={us}"
         return compute_stub(stub_runner(exchanges, virtual, groups[0], model), virtual, replica, agreed)

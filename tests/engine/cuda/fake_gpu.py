@@ -179,9 +179,11 @@ class FakeGpu(TorchDispatchMode):
 
     @contextlib.contextmanager
     def as_one(self, name: str, moved: int) -> Iterator[None]:
-        """Count what happens within as one launch that moves so many bytes: operations that a compiler fuses."""
+        """Count what happens within as one launch that moves so many bytes and needs no memory beside its results."""
+        peak = self.peak
         with self.counted():
             yield
+        self.peak = max(peak, self.live)
         self.counts.launches[f"[{name}]", line()] += 1
         self.counts.moved[f"[{name}]"] += moved
 

@@ -19,12 +19,12 @@ from headrace.core.types.requests.request import SamplingParams
 from headrace.engine import device, runner
 from headrace.engine.collectives.operations import ALONE, Collectives, Done
 from headrace.engine.layers import native_decoder
-from headrace.engine.layers.exchange import NoExchange
+from headrace.engine.layers.exchange import Exchange, NoExchange, make_exchange
 from headrace.engine.load_plan import model_terms
 from headrace.engine.model import arithmetic
 from headrace.engine.model.arithmetic import HeadRules, KvSlots, TorchArithmetic
 from headrace.engine.model.expert_choice import ExpertChoice
-from headrace.engine.model.expert_plan import own_experts
+from headrace.engine.model.expert_plan import Way, own_experts
 from headrace.engine.model.expert_rows import SortedRows
 from headrace.engine.model.moe_spec import MoeSpec
 from headrace.engine.model.rope import rotate
@@ -170,10 +170,18 @@ class _Fused(TorchArithmetic):
 
 @contextmanager
 def fake_runner(
-    gpu: FakeGpu, folder: Path, name: str, count: int = 2, *, whole: bool = False, halves: bool = False
+    gpu: FakeGpu,
+    folder: Path,
+    name: str,
+    count: int = 2,
+    *,
+    whole: bool = False,
+    halves: bool = False,
+    way: Way | None = None,
 ) -> Iterator[ModelRunner]:
     """A runner of some layers of a model, in bfloat16. folder: for its config.json. count: of layers. whole: of a model
-    that has no other layers, with embedding and output head. halves: for passes that are cut."""
+    that has no other layers, with embedding and output head. halves: for passes that are cut. way: of the exchange
+    between two replicas that divide the experts."""
     model = MODELS[name]
     config = dict(model.config)
     layers = range(model.first, model.first + count)
@@ -200,8 +208,12 @@ def fake_runner(
         )
         moe = terms.spec.moe
         experts = len(own_experts(moe.experts, group.size, group.rank)) if moe and group.size > 1 else None
+        exchanges: list[Exchange] = [NoExchange(moe.experts if moe else 0) for _ in range(2)] if halves else []
+        if way is not None and moe is not None:
+            ep = OneShard(2 * group.size)
+            exchanges = [make_exchange(way, moe, group, OneShard(2), ep, "cuda:0")]
+            experts = len(exchanges[0].own)
         part = part_of(terms.spec, layers, split_model(terms.spec, group.size)[group.rank], experts)
-        exchanges = [NoExchange(moe.experts if moe else 0) for _ in range(2)] if halves else ()
         made = ModelRunner(terms.plan(part, KV_PAGES, 8000 << 30), tp=group, exchanges=exchanges)
         gpu.divide(made.pool.tensor, made.pool.tensor.stride(0) * made.pool.tensor.element_size())
         yield made

@@ -11,6 +11,7 @@ from headrace.core.messages.orders import PlanRow
 from headrace.core.types.errors import ConfigError
 from headrace.core.types.ranks.coordinate import Agreement
 from headrace.engine.kv.memory_plan import activation_bytes
+from headrace.engine.model.expert_plan import Way
 from tests.engine.cuda.fake_gpu import FakeGpu
 from tests.engine.cuda.models import LONGEST, MODELS, fake_runner, incoming, pass_cost, row
 
@@ -51,6 +52,17 @@ def test_halves_of_a_pass_wait_for_nothing(gpu: FakeGpu, tmp_path: Path, name: s
         hidden = incoming(made, rows)
         with gpu.counted() as counts:
             made.forward(rows, hidden, Agreement((1000,), cut=500))
+    assert not counts.syncs, counts.described()
+
+
+@pytest.mark.parametrize("name", ["qwen3-30b-a3b", "deepseek-v3-tp8"])
+@pytest.mark.parametrize("way", ["allgather", "alltoall"])
+def test_replicas_that_share_experts_wait_for_nothing(gpu: FakeGpu, tmp_path: Path, name: str, way: Way) -> None:
+    rows = [row(1, 0, 1500)]
+    with fake_runner(gpu, tmp_path, name, way=way) as made:
+        hidden = incoming(made, rows)
+        with gpu.counted() as counts:
+            made.forward(rows, hidden, Agreement((1500, 200), 1500))
     assert not counts.syncs, counts.described()
 
 

@@ -45,14 +45,21 @@ def by_all_gather(moe: MoeSpec, groups: Groups) -> Exchange:
 
 
 def by_all_to_all(moe: MoeSpec, groups: Groups) -> Exchange:
-    return AllToAll(moe.experts, groups[0], groups[2], TILE)
+    return AllToAll(moe, groups[0], groups[2], TILE)
+
+
+def by_padded_all_to_all(moe: MoeSpec, groups: Groups) -> Exchange:
+    """As on a GPU."""
+    exchange = AllToAll(moe, groups[0], groups[2], TILE)
+    exchange._exchange = exchange._padded
+    return exchange
 
 
 def by_replication(moe: MoeSpec, groups: Groups) -> Exchange:
     return Replicated(moe.experts, groups[0])
 
 
-WAYS = {"all-gather": by_all_gather, "all-to-all": by_all_to_all}
+WAYS = {"all-gather": by_all_gather, "all-to-all": by_all_to_all, "padded all-to-all": by_padded_all_to_all}
 
 
 def exchanged(
@@ -145,7 +152,7 @@ def test_a_token_goes_once_to_each_rank_that_has_its_experts() -> None:
     sent: list[int] = []
 
     def work(replica: int, shard: int, groups: Groups) -> list[int]:
-        exchange = AllToAll(moe.experts, groups[0], groups[2])
+        exchange = AllToAll(moe, groups[0], groups[2])
         mixture = make_mixture(moe, exchange)
         exchange.begin(counts)
         mixture.forward(rows[replica])
@@ -231,7 +238,7 @@ def test_ranks_read_their_experts_only() -> None:
 
     def work(replica: int, shard: int, groups: Groups) -> set[int]:
         checkpoint = RandomWeights()
-        make_mixture(moe, AllToAll(moe.experts, groups[0], groups[2]), checkpoint=checkpoint)
+        make_mixture(moe, AllToAll(moe, groups[0], groups[2]), checkpoint=checkpoint)
         return {int(name.split(".")[5]) for name in checkpoint.read_names if ".experts." in name}
 
     assert run_stage(2, 2, work) == [set(own_experts(11, 4, rank)) for rank in range(4)]
