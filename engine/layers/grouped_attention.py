@@ -34,8 +34,10 @@ class GroupedAttention:
         qkv = read.matrix(projections, spec.hidden_size, rows=rows)  # [(heads + 2 * kv_heads) * head_dim, hidden]
         qkv_bias = read.vector(projections, "bias", rows=rows) if spec.qkv_bias else None
         self._qkv = AdaptedLinear(arithmetic, qkv, qkv_bias, read.deltas(projections, rows=rows))
-        norms = [read.vector({f"self_attn.{name}": spec.head_dim}) for name in ("q_norm", "k_norm") if spec.qk_norm]
-        self._rules = HeadRules(len(shard.heads), len(shard.kv_heads), *norms or (None, None), spec.norm_eps)
+        q_norm, k_norm = (
+            read.vector({f"self_attn.{name}": spec.head_dim}) if spec.qk_norm else None for name in ("q_norm", "k_norm")
+        )
+        self._rules = HeadRules(len(shard.heads), len(shard.kv_heads), q_norm, k_norm, spec.norm_eps)
         matrix = read.matrix(output, query, columns=of_query)  # [hidden, heads * head_dim]
         bias = read.vector(output, "bias") if spec.output_bias and shard.first else None  # added once
         self._output = AdaptedLinear(arithmetic, matrix, bias, read.deltas(output, columns=of_query))

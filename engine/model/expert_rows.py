@@ -23,7 +23,7 @@ class SortedRows(NamedTuple):
     """int32 [experts]: where the rows of each expert end."""
 
     @property
-    def count(self) -> Tensor:
+    def total(self) -> Tensor:
         """How many rows have a meaning: int32 [1]."""
         return self.ends[-1:]
 
@@ -49,7 +49,7 @@ def take_rows(x: Tensor, rows: SortedRows, k: int) -> Tensor:
 def combine_rows(results: Tensor, rows: SortedRows, choice: ExpertChoice) -> Tensor:
     """Weighted sums of experts' results [tokens * k, width]: [tokens, width], each rounded once."""
     tokens, k = choice.experts.shape
-    known = rows.places < rows.count
+    known = rows.places < rows.total
     # What no expert has computed may be anything.
     apart = results.index_select(0, rows.places).masked_fill_(~known[:, None], 0).view(tokens, k, -1)
     return torch.bmm(choice.weights[:, None], apart.float())[:, 0].to(results.dtype)

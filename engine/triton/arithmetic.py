@@ -41,7 +41,7 @@ class TritonArithmetic(TorchArithmetic):
 
     def gate_rows(self, gate_up: Tensor, rows: SortedRows) -> Tensor:
         """See Arithmetic."""
-        return _gate(gate_up, rows.count)
+        return _gate(gate_up, rows.total)
 
     def place_heads(self, heads: Tensor, rules: HeadRules, cos: Tensor, sin: Tensor, slots: KvSlots | None) -> None:
         """See Arithmetic."""
@@ -92,7 +92,7 @@ class TritonArithmetic(TorchArithmetic):
         width, block = x.shape[1], _tile(x.shape[1])
         taken = torch.empty(len(rows.sources), width, dtype=x.dtype, device=x.device)
         grid = (len(taken), triton.cdiv(width, block))
-        launch(kernels.take_rows, grid, x.contiguous(), taken, rows.sources, rows.count, width, K=k, BLOCK=block)
+        launch(kernels.take_rows, grid, x.contiguous(), taken, rows.sources, rows.total, width, K=k, BLOCK=block)
         return taken
 
     def combine_rows(self, results: Tensor, rows: SortedRows, choice: ExpertChoice) -> Tensor:
@@ -101,7 +101,7 @@ class TritonArithmetic(TorchArithmetic):
         sums = torch.empty(tokens, width, dtype=results.dtype, device=results.device)
         grid = (tokens, triton.cdiv(width, block))
         launch(
-            kernels.combine_rows, grid, results, choice.weights, rows.places, sums, rows.count, width, K=k, BLOCK=block
+            kernels.combine_rows, grid, results, choice.weights, rows.places, sums, rows.total, width, K=k, BLOCK=block
         )
         return sums
 
@@ -132,4 +132,4 @@ def _gate(gate_up: Tensor, count: Tensor | None) -> Tensor:
 
 def _tile(width: int) -> int:
     """Elements of a row of this width that one program computes."""
-    return min(TILE, triton.next_power_of_2(width))
+    return min(TILE, 1 << (width - 1).bit_length())

@@ -151,7 +151,7 @@ def test_rows_of_experts(interpreted: TorchArithmetic, own: range, tokens: int, 
     for arithmetic, results in ((interpreted, found), (PLAIN, expected)):
         counts = torch.ones(len(own), dtype=torch.int64)
         rows = arithmetic.sort_rows(experts, own, counts)
-        total = int(rows.count)
+        total = int(rows.total)
         taken = arithmetic.take_rows(x, rows, k)
         gated = arithmetic.gate_rows(torch.cat((taken, taken), 1), rows)
         made = gated * 2
