@@ -19,3 +19,5 @@ class Precision(NamedTuple):
     """In which a stage multiplies and adds, and of hidden states between stages."""
     int8: bool = False
     """Linear layers are in 8 bits; the embedding and the output head are held in `held`."""
+    float8: bool = False
+    """Linear layers whose weights are published in FP8 keep these."""

@@ -9,13 +9,17 @@ for any pass.
 from collections.abc import Mapping
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
+from headrace.engine.model import float8
 from headrace.engine.model.arithmetic import Arithmetic
 from headrace.engine.model.expert_choice import ExpertChoice
+from headrace.engine.model.float8 import Float8Weight
 from headrace.engine.model.moe_spec import MoeSpec
 from headrace.engine.model.weights import LayerReader
+
+Stacked = Tensor | Float8Weight
+"""Weights of experts, side by side."""
 
 ALIGNMENT = 8  # elements: grouped_mm takes rows of a multiple of 16 bytes
 
@@ -35,7 +39,7 @@ class GroupedExperts:
         self._arithmetic = arithmetic
         self._own = own
         self._gate_up, self._down = read_stacked(moe, hidden, own, read)
-        self.counts = torch.zeros(len(own), dtype=torch.int64, device=self._down.device)
+        self.counts = torch.zeros(len(own), dtype=torch.int64, device=read.device)
         """Rows computed by each own expert, on the device."""
 
     def compute(self, x: Tensor, choice: ExpertChoice) -> Tensor:
@@ -48,27 +52,30 @@ class GroupedExperts:
             return torch.zeros_like(x)
         rows = self._arithmetic.sort_rows(choice.experts, self._own, self.counts)
         taken = self._arithmetic.take_rows(x, rows, choice.experts.shape[1])
-        gate_up = F.grouped_mm(taken, self._gate_up.transpose(1, 2), offs=rows.ends)
-        gated = self._arithmetic.gate_rows(gate_up, rows)
-        results = F.grouped_mm(gated, self._down.transpose(1, 2), offs=rows.ends)
+        gated = self._arithmetic.gate_rows(self._arithmetic.grouped_linear(taken, self._gate_up, rows), rows)
+        results = self._arithmetic.grouped_linear(gated, self._down, rows)
         return self._arithmetic.combine_rows(results, rows, choice)
 
 
-def read_stacked(moe: MoeSpec, hidden: int, own: range, read: LayerReader) -> tuple[Tensor, Tensor]:
+def read_stacked(moe: MoeSpec, hidden: int, own: range, read: LayerReader) -> tuple[Stacked, Stacked]:
     """Weights of experts: [experts, 2 * inner, hidden] of gate and up, [experts, hidden, inner] of down. Raises
     ConfigError for a missing or misshapen tensor."""
     gate, up, down = moe.projections
     inner = moe.intermediate_size
 
-    def stack(parts: Mapping[str, int], width: int) -> Tensor:
+    def stack(parts: Mapping[str, int], width: int) -> Stacked:
         whole = torch.empty(0)
+        scaled: list[Float8Weight] = []
         for index, expert in enumerate(own):
             names = {f"{moe.module}.experts.{expert}.{name}": rows for name, rows in parts.items()}
             matrix = read.matrix(names, width)
-            assert isinstance(matrix, Tensor), "8 bits are for CPUs"
+            if isinstance(matrix, Float8Weight):
+                scaled.append(matrix)
+                continue
+            assert isinstance(matrix, Tensor), "whole numbers of 8 bits are for CPUs"
             if not index:
                 whole = matrix.new_empty(len(own), *matrix.shape)
             whole[index] = matrix
-        return whole
+        return float8.stack(scaled) if scaled else whole
 
     return stack({gate: inner, up: inner}, hidden), stack({down: hidden}, inner)

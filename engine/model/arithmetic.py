@@ -10,11 +10,12 @@ from torch import Tensor
 from headrace.engine.model import expert_choice, expert_rows, int8
 from headrace.engine.model.expert_choice import ExpertChoice
 from headrace.engine.model.expert_rows import SortedRows
+from headrace.engine.model.float8 import Float8Weight
 from headrace.engine.model.int8 import Int8Weight
 from headrace.engine.model.moe_spec import MoeSpec
 from headrace.engine.model.rope import rotate
 
-Weight = Tensor | Int8Weight
+Weight = Tensor | Int8Weight | Float8Weight
 """A matrix [out, in] of a linear layer."""
 
 
@@ -102,6 +103,12 @@ class Arithmetic(Protocol):
         """See expert_rows.take_rows()."""
         return expert_rows.take_rows(x, rows, k)
 
+    def grouped_linear(self, x: Tensor, weight: Tensor | Float8Weight, rows: SortedRows) -> Tensor:
+        """Rows x [rows, in] of experts, each @ its expert's weight [experts, out, in].T → [rows, out]. On a GPU,
+        in bfloat16."""
+        whole = weight.expanded().to(x.dtype) if isinstance(weight, Float8Weight) else weight
+        return F.grouped_mm(x, whole.transpose(1, 2), offs=rows.ends)
+
     def gate_rows(self, gate_up: Tensor, rows: SortedRows) -> Tensor:
         """gate() of the rows that have a meaning."""
         return self.gate(gate_up)
@@ -147,6 +154,8 @@ def linear(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
     """x [rows, in] @ weight [out, in].T + bias [out] → [rows, out]; weight and bias are converted to x's dtype."""
     if isinstance(weight, Int8Weight):
         return int8.linear(x, weight, bias)
+    if isinstance(weight, Float8Weight):
+        weight = weight.expanded()
     return F.linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
 
 

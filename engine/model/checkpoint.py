@@ -17,6 +17,7 @@ from headrace.core.types.errors import ConfigError, shown
 from headrace.engine.model.config import ModelSpec
 from headrace.engine.model.config_fields import TEXTS, Fields
 from headrace.engine.model.families import BY_MODEL_TYPE
+from headrace.engine.model.float8 import Float8Weight
 from headrace.engine.model.gguf_file import ROPE_DIVISORS, GgufFile
 from headrace.engine.model.int8 import Int8Weight
 from headrace.engine.model.quantization import Form, Stored, find_forms, read_scheme
@@ -76,6 +77,13 @@ class Checkpoint(Tensors, Protocol):
         block. Arguments and errors as of read()."""
         ...
 
+    def read_float8(
+        self, name: str, shape: tuple[int, int], rows: range | None = None, columns: range | None = None
+    ) -> Float8Weight | None:
+        """A matrix as it is stored, in FP8; None if it is stored otherwise, or if columns begin or end within a block.
+        Arguments and errors as of read()."""
+        ...
+
 
 def check_files(source: ModelSource, spec: ModelSpec) -> None:
     """Read the headers of all files of a model's weights: that each of its tensors is there, in a shape and a dtype
@@ -118,6 +126,15 @@ class CountedCheckpoint:
     ) -> Int8Weight | None:
         """See Checkpoint."""
         weight = self._checkpoint.read_int8(name, shape, rows, columns)
+        if weight is not None:
+            self._loading.read(weight.values.numel())
+        return weight
+
+    def read_float8(
+        self, name: str, shape: tuple[int, int], rows: range | None = None, columns: range | None = None
+    ) -> Float8Weight | None:
+        """See Checkpoint."""
+        weight = self._checkpoint.read_float8(name, shape, rows, columns)
         if weight is not None:
             self._loading.read(weight.values.numel())
         return weight
@@ -201,6 +218,14 @@ class SafetensorsCheckpoint:
         self, name: str, shape: tuple[int, int], rows: Rows | None = None, columns: range | None = None
     ) -> None:
         """None: weights in 8 bits have other scales."""
+
+    def read_float8(
+        self, name: str, shape: tuple[int, int], rows: range | None = None, columns: range | None = None
+    ) -> Float8Weight | None:
+        """See Checkpoint."""
+        form = self._form(name, shape) if name in self._forms else None
+        whole = form.float8(self._whole) if form is not None and form.float8 is not None else None
+        return None if whole is None else whole.part(rows or range(shape[0]), columns or range(shape[1]))
 
     def _whole(self, name: str) -> Tensor:
         """A tensor as it is stored."""
@@ -311,6 +336,11 @@ class GgufCheckpoint:
             return None
         values, scales = map(torch.from_numpy, found)
         return Int8Weight(values, scales, values.shape[1])
+
+    def read_float8(
+        self, name: str, shape: tuple[int, int], rows: range | None = None, columns: range | None = None
+    ) -> None:
+        """None: no kind of GGUF is in FP8."""
 
     def _checked_name(self, name: str, shape: tuple[int, ...]) -> str:
         gguf_name = gguf_tensor_name(name)

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from headrace.core.types.errors import ConfigError
 from headrace.engine.model.config_fields import COUNT, FLAG, NAME, OBJECT, SIZES, Fields
+from headrace.engine.model.float8 import Float8Weight, stored_float8
 from headrace.engine.model.tensor_names import FLOATS
 
 # What safetensors files call dtypes whose values are the weights.
@@ -51,6 +52,8 @@ class Scheme(NamedTuple):
     """compressed-tensors: whole numbers around zero, without zero points."""
     zero_offset: int = 0
     """GPTQ: what its files have subtracted from zero points."""
+    float8: bool = False
+    """Weights of linear layers are in FP8."""
 
 
 class Form(NamedTuple):
@@ -62,6 +65,8 @@ class Form(NamedTuple):
     """Names of the tensors that it is made of."""
     expand: Callable[[Read], Tensor]
     """Makes the weight: float32."""
+    float8: Callable[[Read], Float8Weight | None] | None = None
+    """Makes it in FP8, as it is stored; None, or gives None, where it cannot be had so."""
 
 
 class Stored(NamedTuple):
@@ -83,7 +88,8 @@ def read_scheme(folder: Path, config: Mapping[str, Any], read_json: Callable[[Pa
         if (folder / name).is_file():
             said = Fields(name, read_json(folder / name))
             if name == FILES[0]:
-                return Scheme("modelopt")
+                algorithm = said.within("quantization").get("quant_algo", NAME, "")
+                return Scheme("modelopt", float8=algorithm.startswith("FP8"))
             return _scheme(said, "gptq" if name == FILES[1] else "awq")
     return Scheme()
 
@@ -98,7 +104,7 @@ def _scheme(said: Fields, default: str) -> Scheme:
         raise ConfigError(f"{method} in {bits} bits is not supported; supported are {few}")
     if method == "awq" and (version := said.get("version", NAME, "gemm")).lower() != "gemm":
         raise ConfigError(f"AWQ's version {version!r} is not supported; supported is 'gemm'")
-    symmetric = True
+    symmetric, float8 = True, method == "fp8" or said.get("quant_algo", NAME, "").startswith("FP8")
     if method == "compressed-tensors":
         if said.get("transform_config", OBJECT, {}):
             raise ConfigError("transform_config of compressed-tensors is not supported")
@@ -110,9 +116,10 @@ def _scheme(said: Fields, default: str) -> Scheme:
         if len(found) > 1:
             raise ConfigError("config_groups of compressed-tensors with different weights are not supported")
         bits, symmetric = found.pop() if found else (8, True)
+        float8 = bool(weights) and bits == 8 and weights[0].get("type", NAME, "int") == "float"
     block = said.get("weight_block_size", SIZES, [BLOCK, BLOCK])
     v2 = said.get("checkpoint_format", NAME, "gptq") == "gptq_v2"
-    return Scheme(method, bits, (block[0], block[1]), symmetric, int(method == "gptq" and not v2))
+    return Scheme(method, bits, (block[0], block[1]), symmetric, int(method == "gptq" and not v2), float8)
 
 
 def find_forms(tensors: Mapping[str, Stored], scheme: Scheme, read: Read) -> tuple[dict[str, Form], set[str]]:
@@ -200,7 +207,9 @@ def _scaled(name: str, stored: Stored, scales: Iterable[str], tensors: Mapping[s
         wide = factors.repeat_interleave(scheme.block[0], -2).repeat_interleave(scheme.block[1], -1)
         return weight.mul_(wide[..., :rows, :columns])
 
-    return Form(stored.shape, (name, scale), expand)
+    if stored.dtype != FLOAT8[0] or len(stored.shape) != 2:
+        return Form(stored.shape, (name, scale), expand)
+    return Form(stored.shape, (name, scale), expand, lambda read: stored_float8(read(name), read(scale), scheme.block))
 
 
 def _packed(base: str, stored: Stored, tensors: Mapping[str, Stored], scheme: Scheme) -> Form:

@@ -8,9 +8,11 @@ import torch
 from torch import Tensor
 
 from headrace.engine.dtypes import Precision
+from headrace.engine.model import float8
 from headrace.engine.model.arithmetic import Weight
 from headrace.engine.model.checkpoint import Checkpoint
 from headrace.engine.model.config import ModelSpec
+from headrace.engine.model.float8 import Float8Weight
 from headrace.engine.model.int8 import join, quantize
 from headrace.engine.model.lora import LoraAdapter
 from headrace.engine.model.sharding import Shard
@@ -129,6 +131,8 @@ class LayerReader:
         if columns == range(width):
             columns = None
         wanted = [_Part(self._name(name, "weight"), (count, width), rows.get(name)) for name, count in parts.items()]
+        if self._precision.float8 and (stored := self._in_float8(wanted, columns)) is not None:
+            return stored.to(self._device)
         return self._pack(
             self._in_8_bits(wanted, columns)
             if self._precision.int8
@@ -155,6 +159,11 @@ class LayerReader:
     def on_cpu(self) -> bool:
         """Whether weights are for the CPU."""
         return torch.device(self._device).type == "cpu"
+
+    @property
+    def device(self) -> str:
+        """Where weights are read to."""
+        return self._device
 
     @property
     def dtype(self) -> torch.dtype:
@@ -185,6 +194,16 @@ class LayerReader:
         if len(found) == len(parts):
             return join(found)
         return join([quantize(read.read(part.name, part.shape, part.rows, columns)) for part in parts])
+
+    def _in_float8(self, parts: list[_Part], columns: range | None) -> Float8Weight | None:
+        """None where a part is stored otherwise."""
+        found: list[Float8Weight] = []
+        for part in parts:
+            stored = self._checkpoint.read_float8(part.name, (part.shape[0], part.shape[1]), part.rows, columns)
+            if stored is None:
+                return None
+            found.append(stored)
+        return float8.join(found)
 
     def _fused(self, dtype: torch.dtype, parts: list[_Part], columns: range | None = None) -> Tensor:
         width = parts[0].shape[1:] if columns is None else (len(columns),)

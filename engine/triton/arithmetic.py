@@ -1,4 +1,4 @@
-"""Layer arithmetic by the kernels of kernels.py: one launch for each operation but products."""
+"""Layer arithmetic by the kernels of kernels.py: one launch for each operation, two for products in FP8."""
 
 from collections.abc import Callable
 from typing import Any
@@ -7,15 +7,18 @@ import torch
 import triton
 from torch import Tensor
 
-from headrace.engine.model.arithmetic import HeadRules, KvSlots, TorchArithmetic
+from headrace.engine.model.arithmetic import HeadRules, KvSlots, TorchArithmetic, Weight
 from headrace.engine.model.expert_choice import SMALLEST_SUM, ExpertChoice
 from headrace.engine.model.expert_rows import SortedRows
+from headrace.engine.model.float8 import BLOCK, Float8Weight
 from headrace.engine.model.moe_spec import MoeSpec
 from headrace.engine.triton import kernels
 
 TILE = 2048  # elements of a row that one program computes at most, where it need not have all
 HEAD_TILE = 2048  # elements of heads that one program turns
 PLACES = 1024  # choices whose rows one program places
+PRODUCT_TILE = 128  # rows and columns of a product in FP8 that one program computes
+FEW_ROWS = 64  # rows of it where there are no more, on the average of experts
 
 
 class TritonArithmetic(TorchArithmetic):
@@ -30,7 +33,7 @@ class TritonArithmetic(TorchArithmetic):
         if rows:
             launch(
                 kernels.add_norm, (rows,), hidden, hidden if delta is None else delta, weight, normed, width, eps,
-                hidden.stride(0), ADDS=delta is not None, BLOCK=triton.next_power_of_2(width),
+                hidden.stride(0), ADDS=delta is not None, BLOCK=_power(width),
                 num_warps=8 if width > TILE else 4,
             )  # fmt: skip
         return normed
@@ -43,13 +46,25 @@ class TritonArithmetic(TorchArithmetic):
         """See Arithmetic."""
         return _gate(gate_up, rows.total)
 
+    def linear(self, x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
+        """See Arithmetic. In FP8 where the weight is."""
+        if not isinstance(weight, Float8Weight):
+            return super().linear(x, weight, bias)
+        return self._scaled_product(x, weight, bias, None)
+
+    def grouped_linear(self, x: Tensor, weight: Tensor | Float8Weight, rows: SortedRows) -> Tensor:
+        """See Arithmetic. In FP8 where the weight is."""
+        if not isinstance(weight, Float8Weight):
+            return super().grouped_linear(x, weight, rows)
+        return self._scaled_product(x, weight, None, rows)
+
     def place_heads(self, heads: Tensor, rules: HeadRules, cos: Tensor, sin: Tensor, slots: KvSlots | None) -> None:
         """See Arithmetic."""
         tokens, count, width = heads.shape
         if not tokens:
             return
-        half = triton.next_power_of_2(width // 2)
-        tile = max(1, min(triton.next_power_of_2(count), HEAD_TILE // (2 * half)))
+        half = _power(width // 2)
+        tile = max(1, min(_power(count), HEAD_TILE // (2 * half)))
         normed, nothing = rules.q_norm is not None, heads
         launch(
             kernels.place_heads, (tokens, triton.cdiv(count, tile)), heads, cos, sin,
@@ -70,8 +85,8 @@ class TritonArithmetic(TorchArithmetic):
                 logits.stride(0), moe.scaling, SMALLEST_SUM if moe.scores == "sigmoid" else 0.0,
                 EXPERTS=count, K=moe.top_k, GROUPS=moe.groups, TOP_GROUPS=moe.top_groups,
                 TWO_BEST=moe.group_score == "two best", SIGMOID=moe.scores == "sigmoid", BIASED=bias is not None,
-                NORMALIZED=moe.normalized, ROUNDED=moe.rounded_weights, BLOCK=triton.next_power_of_2(count),
-                K_BLOCK=triton.next_power_of_2(moe.top_k), GROUP_BLOCK=triton.next_power_of_2(moe.groups), num_warps=1,
+                NORMALIZED=moe.normalized, ROUNDED=moe.rounded_weights, BLOCK=_power(count),
+                K_BLOCK=_power(moe.top_k), GROUP_BLOCK=_power(moe.groups), num_warps=1,
             )  # fmt: skip
         return ExpertChoice(experts, weights)
 
@@ -105,6 +120,38 @@ class TritonArithmetic(TorchArithmetic):
         )
         return sums
 
+    def quantize_rows(self, x: Tensor, count: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Rows [rows, width] in FP8, and scales float32 [rows, width / BLOCK]. count: how many there are."""
+        (rows, width), blocks = x.shape, x.shape[1] // BLOCK
+        values = torch.empty(rows, width, dtype=torch.float8_e4m3fn, device=x.device)
+        scales = torch.empty(rows, blocks, dtype=torch.float32, device=x.device)
+        tile = min(_power(blocks), TILE // BLOCK)
+        launch(
+            kernels.quantize_rows, (rows, triton.cdiv(blocks, tile)), x.contiguous(), values, scales,
+            scales if count is None else count, blocks, COUNTED=count is not None, TILE=tile, BLOCK=BLOCK,
+        )  # fmt: skip
+        return values, scales
+
+    def _scaled_product(
+        self, x: Tensor, weight: Float8Weight, bias: Tensor | None, grouped: SortedRows | None
+    ) -> Tensor:
+        """x [rows, in] @ weight.T + bias. grouped: where the rows of experts end, each of which has a weight."""
+        rows, columns = len(x), weight.values.shape[-2]
+        out = torch.empty(rows, columns, dtype=x.dtype, device=x.device)
+        if not rows:
+            return out
+        values, scales = self.quantize_rows(x, grouped.total if grouped else None)
+        experts = len(weight.values) if grouped else 0
+        tile = FEW_ROWS if rows <= FEW_ROWS * max(1, experts) else PRODUCT_TILE
+        launch(
+            kernels.scaled_product, (triton.cdiv(rows, tile) + experts, triton.cdiv(columns, PRODUCT_TILE)),
+            values, scales, weight.values, weight.scales, out if bias is None else bias, out,
+            grouped.ends if grouped else scales, rows, columns, x.shape[1] // BLOCK, SHARED=weight.rows, EXPERTS=experts, BIASED=bias is not None,
+            WIDE=triton.knobs.runtime.interpret, TILE_M=tile, TILE_N=PRODUCT_TILE, BLOCK=BLOCK,
+            EXPERT_BLOCK=_power(max(1, experts)), num_warps=4 if tile == FEW_ROWS else 8, num_stages=3,
+        )  # fmt: skip
+        return out
+
 
 def launch(kernel: Any, grid: tuple[int, ...], *arguments: object, **constants: object) -> None:
     """Queue a kernel on the current stream of the device of its first argument."""
@@ -132,4 +179,9 @@ def _gate(gate_up: Tensor, count: Tensor | None) -> Tensor:
 
 def _tile(width: int) -> int:
     """Elements of a row of this width that one program computes."""
-    return min(TILE, 1 << (width - 1).bit_length())
+    return min(TILE, _power(width))
+
+
+def _power(count: int) -> int:
+    """The least power of two that is not below it."""
+    return 1 << (count - 1).bit_length()

@@ -1,5 +1,5 @@
-"""Triton kernels of a layer beside its products and attention: RMSNorm with residual, rotary embedding with the write
-of keys and values, SwiGLU gate, and the rows of a mixture of experts.
+"""Triton kernels of a layer beside attention and products in 16 bits: RMSNorm with residual, rotary embedding with the
+write of keys and values, SwiGLU gate, the rows of a mixture of experts, and products in FP8.
 
 Each rounds where TorchArithmetic does. Imported where Triton is installed.
 """
@@ -216,3 +216,72 @@ def combine_rows(results, weights, places, sums, count, width, K: tl.constexpr, 
             result = tl.load(results + place.to(tl.int64) * width + at, mask=there, other=0.0)
             total += result.to(tl.float32) * tl.load(weights + token * K + each)
     tl.store(sums + token * width + at, total.to(sums.dtype.element_ty), mask=there)
+
+
+@triton.jit
+def quantize_rows(x, values, scales, count, blocks, COUNTED: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr):
+    """Rows of `blocks` times BLOCK elements in FP8, with a scale for each block. Grid: (rows, tiles of TILE blocks)."""
+    row = tl.program_id(0).to(tl.int64)
+    if COUNTED:  # noqa: SIM102  constants are decided at compilation
+        if row >= tl.load(count):
+            return
+    block = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    there = block < blocks
+    at = (row * blocks + block)[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+    wide = tl.load(x + at, mask=there[:, None], other=0.0).to(tl.float32)
+    scale = tl.maximum(tl.max(tl.abs(wide), 1), 1e-12) / 448.0
+    tl.store(values + at, (wide / scale[:, None]).to(values.dtype.element_ty), mask=there[:, None])
+    tl.store(scales + row * blocks + block, scale, mask=there)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def scaled_product(
+    x, x_scales, weight, w_scales, bias, out, ends, rows, columns, blocks,
+    SHARED: tl.constexpr, EXPERTS: tl.constexpr, BIASED: tl.constexpr, WIDE: tl.constexpr,
+    TILE_M: tl.constexpr, TILE_N: tl.constexpr, BLOCK: tl.constexpr, EXPERT_BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Product in FP8 of rows and a weight, or of each expert's rows and its weight. Grid: (tiles of rows, tiles of
+    columns); with experts one more tile for each.
+
+    x [rows, blocks * BLOCK] with scales [rows, blocks]; weight [experts, columns, blocks * BLOCK] with a scale for
+    BLOCK inputs of SHARED outputs. EXPERTS: 0 for one weight, of all rows. ends: of each expert's rows. WIDE: factors
+    are widened first, for Triton's interpreter."""
+    tile = tl.program_id(0)
+    first = tile * TILE_M
+    last = rows
+    expert = 0
+    if EXPERTS:
+        number = tl.arange(0, EXPERT_BLOCK)
+        owned = number < EXPERTS
+        stops = tl.load(ends + number, mask=owned, other=0)
+        starts = tl.load(ends + number - 1, mask=owned & (number > 0), other=0)
+        upto = tl.cumsum(tl.where(owned, (stops - starts + TILE_M - 1) // TILE_M, 0), 0)
+        expert = tl.sum((upto <= tile).to(tl.int32), 0)
+        if expert >= EXPERTS:
+            return
+        before = tl.max(tl.where(number < expert, upto, 0), 0)
+        first = tl.sum(tl.where(number == expert, starts, 0), 0) + (tile - before) * TILE_M
+        last = tl.sum(tl.where(number == expert, stops, 0), 0)
+    row = first + tl.arange(0, TILE_M)
+    there = row < last
+    column = tl.program_id(1) * TILE_N + tl.arange(0, TILE_N)
+    inside = column < columns
+    inner = tl.arange(0, BLOCK)
+    of_row = row.to(tl.int64) * blocks
+    of_column = (expert.to(tl.int64) if EXPERTS else 0) * columns + column.to(tl.int64)
+    shared = (expert if EXPERTS else 0) * tl.cdiv(columns, SHARED) + column // SHARED
+    sums = tl.zeros([TILE_M, TILE_N], tl.float32)
+    for block in range(blocks):
+        a = tl.load(x + (of_row + block)[:, None] * BLOCK + inner[None, :], mask=there[:, None], other=0.0)
+        b = tl.load(
+            weight + (of_column * blocks + block)[None, :] * BLOCK + inner[:, None], mask=inside[None, :], other=0.0
+        )
+        if WIDE:
+            a, b = a.to(tl.float32), b.to(tl.float32)
+        of_a = tl.load(x_scales + of_row + block, mask=there, other=0.0)
+        of_b = tl.load(w_scales + shared.to(tl.int64) * blocks + block, mask=inside, other=0.0)
+        sums += tl.dot(a, b) * of_a[:, None] * of_b[None, :]
+    if BIASED:
+        sums += tl.load(bias + column, mask=inside, other=0.0).to(tl.float32)[None, :]
+    target = out + row.to(tl.int64)[:, None] * columns + column[None, :]
+    tl.store(target, sums.to(out.dtype.element_ty), mask=there[:, None] & inside[None, :])

@@ -10,6 +10,7 @@ from torch import Tensor
 from headrace.engine.model.arithmetic import HeadRules, KvSlots
 from headrace.engine.model.expert_choice import ExpertChoice
 from headrace.engine.model.expert_rows import SortedRows
+from headrace.engine.model.float8 import Float8Weight
 from headrace.engine.triton.arithmetic import TritonArithmetic
 from tests.engine.layers.mixtures import SPECS
 from tests.engine.triton.ahead import compiled, recorded
@@ -56,6 +57,45 @@ CASES: dict[str, Callable[[TritonArithmetic], object]] = {
     ),
     "experts of DeepSeek V3": experts,
 }
+
+
+def product(arithmetic: TritonArithmetic, rows: int, experts: int) -> None:
+    """Of a shard of DeepSeek V3's experts, or of Qwen3 8B."""
+    shape = (experts, 4096, 7168) if experts else (24576, 4096)
+    scales = (*shape[:-2], shape[-2] // 128, shape[-1] // 128)
+    weight = Float8Weight(empty(*shape, dtype=torch.float8_e4m3fn), empty(*scales, dtype=torch.float32), 128)
+    x = empty(rows, shape[-1])
+    if experts:
+        sources = empty(rows, dtype=torch.int32)
+        arithmetic.grouped_linear(x, weight, SortedRows(sources, sources, empty(experts, dtype=torch.int32)))
+    else:
+        arithmetic.linear(x, weight)
+
+
+PRODUCTS: dict[str, Callable[[TritonArithmetic], object]] = {
+    "few rows": lambda made: product(made, 64, 0),
+    "many rows": lambda made: product(made, TOKENS, 0),
+    "few rows of experts": lambda made: product(made, 1024, 32),
+    "many rows of experts": lambda made: product(made, TOKENS * 8, 32),
+}
+MATRIX_UNITS = {90: "QGMMA", 100: "UTCQMMA"}  # instructions that multiply matrices in FP8
+
+
+@pytest.mark.parametrize("capability", MATRIX_UNITS)
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_products_in_float8_use_matrix_units(name: str, capability: int) -> None:
+    with recorded() as launches:
+        PRODUCTS[name](TritonArithmetic())
+    for launch in launches:
+        taken = compiled(launch, capability)
+        assert taken.fits(capability), f"{launch.kernel.__name__} takes {taken}"
+    assert taken.instructions[MATRIX_UNITS[capability]], taken.instructions
+
+
+def test_a_kernel_that_takes_too_much_is_found() -> None:
+    with recorded() as launches:
+        TritonArithmetic().add_norm(empty(1, 1 << 17), empty(1, 1 << 17), empty(1 << 17), 1e-5)
+    assert not compiled(launches[0], 90).fits(90)
 
 
 @pytest.mark.parametrize("capability", [80, 90, 100])
