@@ -11,8 +11,9 @@ from headrace.engine.kv.device_pages import device_memory
 from headrace.engine.kv.pool import KVPool
 from headrace.transfer.backends.base import FakeTransport, RegisteredPool, Transport
 from headrace.transfer.backends.device_memory import DeviceMemory
-from headrace.transfer.backends.shm import SharedPool, ShmTransport, host_token
+from headrace.transfer.backends.shm import SharedPool, ShmTransport
 from headrace.transfer.backends.strided_pool import c_order
+from headrace.transfer.backends.writer_locks import host_token
 
 log = logging.getLogger(__name__)
 

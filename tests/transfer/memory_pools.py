@@ -1,8 +1,8 @@
 """Pools that others write into, in memory and under a virtual clock: a backend whose writes take their time.
 
 A write lands piece by piece, whatever its process does meanwhile, as that of a network card would. Until it is over the
-source has to stay what it was. The rights to write are as in transfer/backends/shm.py: the side that has one first
-decides, and a process that is killed loses its own.
+source has to stay what it was. The rights to write are as in transfer/backends/writer_locks.py: the side that has one
+first decides, and a process that is killed loses its own.
 """
 
 import random
