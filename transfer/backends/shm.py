@@ -105,8 +105,9 @@ class ShmPages(RemotePages):
         """Done at once."""
         return Completed()
 
-    def close(self) -> None:
+    def close(self) -> Completed:
         """Unmap and release the writer's lock."""
         self._pool = None
         self._map.close()  # it has a descriptor of its own
         self._lock.close()
+        return Completed()
