@@ -53,7 +53,7 @@ class StreamQueue:
         return DeviceWrite(event)
 
 
-class Part(NamedTuple):
+class PagePart(NamedTuple):
     """The same slots, layers and heads of any page of a tensor, on both sides."""
 
     tensor: str
@@ -69,7 +69,7 @@ class Part(NamedTuple):
         return pool.as_strided((len(pool), *self.shape), pool.stride(), pool.storage_offset() + first)
 
 
-class Copies(NamedTuple):
+class PairedPages(NamedTuple):
     """Copies between the same pages' parts of two tensors, each [pages, ...]."""
 
     source: Tensor
@@ -118,7 +118,7 @@ class CudaIpcPages(RemotePages):
         self._pages = pages
         self._memory = device_memory(pool)
         self._places = {tensor.name: spot for tensor, spot in placed(pool.geometry, c_order(pool.geometry, pool.pages))}
-        self._batch: dict[Part, tuple[list[int], list[int]]] = {}  # pages here and there
+        self._batch: dict[PagePart, tuple[list[int], list[int]]] = {}  # pages here and there
         self._last: RemoteWrite = Completed()  # behind all that was started
 
     def write(self, page: int, first_slot: int, count: int, data: Bytes, box: Box = WHOLE) -> None:
@@ -132,14 +132,14 @@ class CudaIpcPages(RemotePages):
         _, layer, _, head, slot, _ = theirs.stride()
         there = (box.layers.start or 0) * layer + (box.heads.start or 0) * head + first_slot * slot
         shape = (*data.shape[:4], data.shape[4] // size)
-        self._add(Part(box.tensor, shape, here // size, there), [own_page], [page])
+        self._add(PagePart(box.tensor, shape, here // size, there), [own_page], [page])
 
     def write_pages(self, pages: Sequence[int], store: SourcePages, own: Sequence[int]) -> None:
         """Queued for the next flush. Raises IndexError."""
         ((name, theirs),) = self._tensors.items()  # pages are whole where there is one tensor
         page_numbers(pages, self._pages)
         page_numbers(own, self._pool.pages)
-        self._add(Part(name, tuple(theirs.shape[1:]), 0, 0), own, pages)
+        self._add(PagePart(name, tuple(theirs.shape[1:]), 0, 0), own, pages)
 
     def flush(self) -> RemoteWrite:
         """Start the copies that are queued."""
@@ -156,11 +156,11 @@ class CudaIpcPages(RemotePages):
         self._tensors.clear()
         return Closing(self._last, self._mapped)
 
-    def _copies(self, part: Part, own: list[int], pages: list[int]) -> Copies:
+    def _copies(self, part: PagePart, own: list[int], pages: list[int]) -> PairedPages:
         ours, theirs = self._pool.tensors[part.tensor], self._tensors[part.tensor]
-        return Copies(part.of(ours, part.here), part.of(theirs, part.there), own, pages)
+        return PairedPages(part.of(ours, part.here), part.of(theirs, part.there), own, pages)
 
-    def _add(self, part: Part, own: Sequence[int], pages: Sequence[int]) -> None:
+    def _add(self, part: PagePart, own: Sequence[int], pages: Sequence[int]) -> None:
         here, there = self._batch.setdefault(part, ([], []))
         here += own
         there += pages
@@ -183,7 +183,7 @@ class Closing:
         return self._mapped is None
 
 
-def _copy(batch: Sequence[Copies]) -> None:
+def _copy(batch: Sequence[PairedPages]) -> None:
     """Start copies on the current stream."""
     numbers = np.array([list(chain(*side)) for side in zip(*(each[2:] for each in batch), strict=True)], np.int64)
     here, there = place(numbers, batch[0].source.device)

@@ -12,7 +12,18 @@ from msgspec.structs import replace
 
 from headrace.core.messages.peers import EndPeer, PeerGone, PeerJoined, PrefillDown, PrefillUp
 from headrace.core.stats import Counters
-from headrace.core.types.kv.backends import BACKENDS, CUDA_IPC, FAKE, NIXL, SHM, ZMQ, CudaIpcMemory, NixlMemory, PoolMemory, SharedMemory
+from headrace.core.types.kv.backends import (
+    BACKENDS,
+    CUDA_IPC,
+    FAKE,
+    NIXL,
+    SHM,
+    ZMQ,
+    CudaIpcMemory,
+    NixlMemory,
+    PoolMemory,
+    SharedMemory,
+)
 from headrace.core.types.kv.geometry import Component, Geometry
 from headrace.transfer.backends.base import RemotePages
 from headrace.transfer.backends.copying import copy_rows
