@@ -32,19 +32,26 @@ from benchmarks.utilisation import chunk_flops, device_name, peak, seconds, sync
 from headrace.core.config import EngineConfig, ModelConfig
 from headrace.core.messages.orders import PlanRow
 from headrace.core.types import packed
+from headrace.core.types.kv.backends import CudaIpcMemory, PoolMemory
 from headrace.core.types.kv.geometry import Geometry, ceil_div
 from headrace.core.types.requests.request import SamplingParams
 from headrace.engine import runner as runner_module
 from headrace.engine.device import resolve_device
-from headrace.engine.kv.device_pages import DevicePages, pinned_bytes
+from headrace.engine.kv.cuda_ipc_pages import CudaIpcTransport
+from headrace.engine.kv.device_pages import DevicePages, device_memory, pinned_bytes
 from headrace.engine.kv.pool import KVPool
 from headrace.engine.load_plan import plan_rank
 from headrace.engine.runner import ModelRunner
+from headrace.transfer.backends.cuda_driver import CudaIpc
+from headrace.transfer.backends.cuda_ipc import TEARDOWN_S, CudaIpcPool
+from headrace.transfer.backends.strided_pool import StridedPool, c_order
 from headrace.transfer.data.payload import Passage, frames, pieces, write_frames
 from headrace.transfer.protocol.layout import Bytes, copies
 from headrace.transfer.protocol.page_store import SourceStore
 
 ROUNDS = 3
+SESSION = "s" * 32
+LLAMA_8B_KV = Geometry("bfloat16", 32, 8, 128, 16)
 WEIGHTS = 0.02  # their standard deviation
 SHAPES = {
     "Llama-3.1-8B": LLAMA_8B,
@@ -270,7 +277,7 @@ def launches(made: ModelRunner) -> str:
 
 def pages(at: Minutes) -> None:
     """KV of 2,048 tokens of Llama-3.1-8B out of the device and into it, as handoffs move it."""
-    geometry = Geometry("bfloat16", 2, 2, 16, 16) if at.tiny else Geometry("bfloat16", 32, 8, 128, 16)
+    geometry = Geometry("bfloat16", 2, 2, 16, 16) if at.tiny else LLAMA_8B_KV
     pool = KVPool(geometry, 512, str(at.device))
     store = store_of(pool)
     passage = Passage(geometry, geometry, 0, 2048)
@@ -334,30 +341,45 @@ def generated(made: ModelRunner, ids: list[int], token: int, more: int) -> list[
 
 
 def second_process(at: Minutes) -> None:
-    """Memory of this process's GPU written by another one, by CUDA IPC: what a way between two servers could reach."""
+    """Pages of this process's pool written by another one, as a prefill server's GPU writes into a decode server's."""
     if not at.on_gpu:
-        at.keep("CUDA IPC: needs a GPU")
+        at.keep("cuda_ipc: needs a GPU")
         return
-    import torch.multiprocessing as torch_processes
-
     context = multiprocessing.get_context("spawn")
-    pool = torch.zeros(1 << 30, dtype=torch.uint8, device=at.device)
+    pool = KVPool(LLAMA_8B_KV, 512, str(at.device))
+    pool.memory.zero_()
+    synchronize(at.device)
+    shared = CudaIpcPool(c_order(LLAMA_8B_KV, 512), device_memory(pool), CudaIpc())
     answers = context.SimpleQueue()
-    child = torch_processes.get_context("spawn").Process(target=write_half, args=(pool, answers))
+    child = context.Process(target=write_there, args=(shared.memory, str(at.device), answers))
     child.start()
     child.join(60)
+    shared.close()
     if child.is_alive() or answers.empty():
         child.kill()
-        at.keep("CUDA IPC: the other process gave no answer")
+        at.keep("cuda_ipc: the other process gave no answer")
         return
-    at.keep(f"CUDA IPC: {answers.get():.1f} GB/s; arrived: {bool((pool[: 1 << 29] == 7).all())}")
+    shared.revoke(SESSION, 0)
+    time.sleep(TEARDOWN_S)
+    arrived, free = bool((pool.memory.view(512, -1)[128:256] == 7).all()), shared.revoke(SESSION, 0)
+    at.keep(f"cuda_ipc: {answers.get():.1f} GB/s; arrived: {arrived}; its pages are free again: {free}")
 
 
-def write_half(pool: Tensor, answers: Any) -> None:
-    """The other process: write half of the memory, and say how fast."""
-    source = torch.full((1 << 29,), 7, dtype=torch.uint8, device=pool.device)
-    taken = min(seconds(pool.device, pool[: 1 << 29].copy_, source) for _ in range(3))
-    answers.put((1 << 29) / taken / 1e9)
+def write_there(memory: CudaIpcMemory, device: str, answers: Any) -> None:
+    """The other process: write pages of 2,048 tokens, and say how fast."""
+    pool = KVPool(LLAMA_8B_KV, 512, device)
+    pool.memory.fill_(7)
+    pages = CudaIpcTransport(pool, CudaIpc()).open(SESSION, 0, LLAMA_8B_KV, PoolMemory(cuda_ipc=memory))
+    source = StridedPool(LLAMA_8B_KV, c_order(LLAMA_8B_KV, 512), device_memory(pool).array())
+
+    def write() -> None:
+        pages.write_pages(range(128, 256), source, range(128))
+        written = pages.flush()
+        while not written.done:
+            pass
+
+    taken = min(seconds(torch.device(device), write) for _ in range(ROUNDS + 1))
+    answers.put(2048 * LLAMA_8B_KV.token_bytes / taken / 1e9 if pages.close().done else 0.0)
 
 
 def gap_of(found: Tensor, expected: Tensor) -> float:

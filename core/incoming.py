@@ -45,7 +45,7 @@ class IncomingState(Enum):
 
 
 class RemoteWriter(Enum):
-    """Whether the prefill server itself may write into our pages (backends "shm" and "nixl").
+    """Whether the prefill server itself may write into our pages (backends "cuda_ipc", "shm" and "nixl").
 
     IDLE ──reserve()──► WRITING ──receive(), end(), stop_writer()──► STOPPED
     """

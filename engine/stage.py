@@ -235,6 +235,7 @@ def _ready(
         backends=memory.backends,
         host=memory.host,
         nixl=memory.nixl,
+        unreachable_gpus=memory.unreachable_gpus,
         same_bits=runner.same_bits,
         memory=memory.pool_memory,
     )

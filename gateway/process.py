@@ -46,7 +46,7 @@ from headrace.server.http.connections import HttpConnections
 from headrace.server.http.listeners import bind
 from headrace.server.http.server import HttpServer, LoopErrors
 from headrace.server.launch.stop_signals import StopSignals
-from headrace.transfer.backends.shm import sweep
+from headrace.transfer.backends.writer_locks import sweep
 
 log = logging.getLogger(__name__)
 

@@ -9,10 +9,11 @@
 
 A RELEASING record has no session with its prefill server yet, and waits for one to release its ticket.
 
-A STOPPING record keeps its pages and its row from others: its prefill server writes into the pages itself (backend shm
-or nixl), whatever the receiver is told. It has stopped once it says that the ticket has ended (TicketCancelled,
-TicketFailed, TicketFinished), or once its session has ended and its write access is revoked (SessionClosed), which a
-process that is stopped puts off until it goes on or dies. The owner has its answer long before.
+A STOPPING record keeps its pages and its row from others: its prefill server writes into the pages itself (backend shm,
+cuda_ipc or nixl), whatever the receiver is told. It has stopped once it says that the ticket has ended
+(TicketCancelled, TicketFailed, TicketFinished), or once its session has ended and its write access is revoked
+(SessionClosed), which a process that is stopped puts off until it goes on or dies. The owner has its answer long
+before.
 """
 
 import math

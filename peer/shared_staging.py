@@ -9,8 +9,9 @@ from collections.abc import Mapping
 from headrace.core.types.kv.backends import SHM, PoolLayout, PoolMemory
 from headrace.core.types.kv.geometry import Geometry
 from headrace.transfer.backends.base import RegisteredPool
-from headrace.transfer.backends.shm import SharedPool, host_token
+from headrace.transfer.backends.shm import SharedPool
 from headrace.transfer.backends.strided_pool import StridedPool
+from headrace.transfer.backends.writer_locks import host_token
 from headrace.transfer.protocol.layout import WHOLE, Box, Bytes
 from headrace.transfer.protocol.page_store import PageStore
 

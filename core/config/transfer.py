@@ -5,7 +5,7 @@ from typing import Annotated
 import msgspec
 
 from headrace.core.config.flag import HANDOFF, SECURITY, TELEMETRY, Flag, port_flag
-from headrace.core.types.kv.backends import SHM, ZMQ, Backend
+from headrace.core.types.kv.backends import CUDA_IPC, SHM, ZMQ, Backend
 
 
 class TransferConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -52,10 +52,10 @@ class TransferConfig(msgspec.Struct, frozen=True, kw_only=True):
         Flag(
             "transfer-backends",
             HANDOFF,
-            "backends that may move KV, best first: shm (same machine), nixl (RDMA or TCP, needs headrace[nixl]), "
-            "zmq, fake (moves nothing, for benchmarks)",
+            "backends that may move KV, best first: cuda_ipc (GPUs of the same machine), shm (same machine), nixl "
+            "(RDMA or TCP, needs headrace[nixl]), zmq, fake (moves nothing, for benchmarks)",
         ),
-    ] = (SHM, ZMQ)
+    ] = (CUDA_IPC, SHM, ZMQ)
     """The prefill server's order decides."""
     curve_key: Annotated[
         str,

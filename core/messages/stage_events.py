@@ -85,6 +85,8 @@ class StageReady(StageEvent, frozen=True, kw_only=True):
     """Token of the host's shared memory; "" where there is none."""
     nixl: str = ""
     """Version of NIXL; "" where it is not used."""
+    unreachable_gpus: tuple[str, ...] = ()
+    """UUIDs of GPUs of the host whose memory this stage's GPU cannot write into."""
     same_bits: bool | None = None
     """Whether a trial at the start gave the same bits in chunks and beside another request; None: none was made."""
     memory: PoolMemory | None = None

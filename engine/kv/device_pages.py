@@ -109,10 +109,12 @@ class DeviceRead:
 
 
 class DeviceWrite(NamedTuple):
-    """Handle of a chunk that is copied into the pool."""
+    """Handle of a chunk that is copied into a pool."""
 
     event: "torch.cuda.Event"
     """Recorded behind the last scatter."""
+    lost: str = ""
+    """See RemoteWrite: what a device has begun it completes, or the process fails."""
 
     @property
     def done(self) -> bool:

@@ -205,6 +205,7 @@ def _offer(config: SchedulerProcessConfig, instance: str, stages: Sequence[Stage
         backends=_backends(config, stages),
         shared_memory=frozenset(stage.host for stage in stages),
         nixl=frozenset(stage.nixl for stage in stages),
+        unreachable_gpus=frozenset(gpu for stage in stages for gpu in stage.unreachable_gpus),
         replicas=tuple(layout.place(stage.stage).replica for stage, _ in offered) if layout.dp > 1 else (),
         model=config.model,
     )

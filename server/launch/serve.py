@@ -52,7 +52,7 @@ from headrace.server.launch.free_port import free_port
 from headrace.server.launch.scheduler_process import ExternalStages, SchedulerProcessConfig
 from headrace.server.launch.stop_signals import StopSignals
 from headrace.server.launch.supervisor import Supervisor
-from headrace.transfer.backends.shm import sweep
+from headrace.transfer.backends.writer_locks import sweep
 
 if TYPE_CHECKING:
     from headrace.server.launch.frontend_process import FrontEnd

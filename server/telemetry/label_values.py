@@ -5,7 +5,7 @@ Prometheus' rate() and increase() do not see the first event of a series that ap
 
 from headrace.core.messages.membership import UNREACHABLE_HOST, WRONG_KEY, WRONG_RANK, WRONG_VERSION, WRONG_WORLD_SIZE
 from headrace.core.types.errors import CHECKSUM, NOT_READY, TICKET_IN_USE, TOO_MANY_TICKETS
-from headrace.core.types.kv.backends import FAKE, NIXL, SHM, ZMQ
+from headrace.core.types.kv.backends import CUDA_IPC, FAKE, NIXL, SHM, ZMQ
 from headrace.transfer.protocol.messages import (
     BAD_CHUNK,
     BAD_MESSAGE,
@@ -26,7 +26,7 @@ UNKNOWN_ROUTE = "other"
 STATUSES = (200, 400, 401, 404, 408, 409, 413, 429, 499, 500, 502, 503, 504)
 """Statuses that routes answer with."""
 
-BACKENDS = (SHM, NIXL, ZMQ, FAKE)
+BACKENDS = (CUDA_IPC, SHM, NIXL, ZMQ, FAKE)
 CHUNKS = (BAD_CHUNK, BAD_METADATA, CHECKSUM, UNKNOWN_TICKET)
 DECODING = ("control", "control_client", "data", "receiver", "stages", "kv_events_replay")
 STALE = ("ack", "before_welcome", "cancel", "cut_off", "repeated_chunk", "reserve", "too_many_renewals")

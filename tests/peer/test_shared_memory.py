@@ -33,7 +33,7 @@ from headrace.peer.commands import (
 from headrace.peer.records import PeerLimits
 from headrace.peer.shared_staging import SharedStaging
 from headrace.peer.thread import PeerThread
-from headrace.transfer.backends.shm import host_token
+from headrace.transfer.backends.writer_locks import host_token
 from headrace.transfer.protocol.layout import Bytes
 from tests.e2e.harness import Server, pages_in_use, serving, wait_until
 

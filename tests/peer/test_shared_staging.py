@@ -15,7 +15,8 @@ from headrace.gateway.vllm_nixl.kv_pool import vllm_layout
 from headrace.peer import shared_staging
 from headrace.peer.shared_staging import SharedStaging
 from headrace.peer.staging import Staging, StagingMemory
-from headrace.transfer.backends.shm import FOLDER, ShmTransport, host_token
+from headrace.transfer.backends.shm import ShmTransport
+from headrace.transfer.backends.writer_locks import FOLDER, host_token
 from headrace.transfer.protocol.layout import Box
 
 needs_shm = pytest.mark.skipif(not host_token(), reason="no shared memory here")

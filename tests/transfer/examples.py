@@ -6,7 +6,7 @@ from pathlib import Path
 from msgspec.structs import replace
 
 from headrace.core.runtime.codec import Codec
-from headrace.core.types.kv.backends import NixlAccess, NixlMemory, PoolMemory, SharedMemory
+from headrace.core.types.kv.backends import CudaIpcMemory, NixlAccess, NixlMemory, PoolMemory, SharedMemory
 from headrace.core.types.kv.geometry import Component, Geometry
 from headrace.core.types.packed import pack
 from headrace.core.types.requests.draft import Draft, DraftTokens, HiddenStates
@@ -47,6 +47,10 @@ LATENT_GEOMETRY = replace(GEOMETRY, components=(LATENT,))
 SHARED = SharedMemory(
     host="0f1e2d3c-4b5a-6978-8796-a5b4c3d2e1f0.1a", name="headrace-kv-" + "77" * 16, bytes=1024, pages=64,
     strides=(16, 16, 8, 8, 4),
+)  # fmt: skip
+ON_GPU = CudaIpcMemory(
+    host=SHARED.host, name="headrace-kv-" + "ff" * 16, device="GPU-00010203-0405-0607-0809-0a0b0c0d0e0f", bytes=1024,
+    pages=64, strides=(16, 16, 8, 8, 4),
 )  # fmt: skip
 TICKET = "ticket-1"
 FIRST = FirstToken(token=42, prompt_tokens=3, cached_tokens=0, logprob=TokenLogprob(42, -0.5, (42, 7), (-0.5, -1.5)))
@@ -248,6 +252,16 @@ EXAMPLES = (
         ),
         STAGE,
         (ROW_2, DRAFT_FRAME, PAGE_1),
+    ),
+    Example(
+        "peer to control endpoint",
+        Hello(
+            protocols=(1,), instance="ee" * 16, name="decode-5", role="decode", fingerprint="tiny-model",
+            geometries=(GEOMETRY,), kv_pages=64, max_model_len=128, metadata_version=1, metadata_bytes=256,
+            metadata_rows=8, window_bytes=65536, checksums=("xxh3_64",), backends=("cuda_ipc", "zmq"),
+            memory=(PoolMemory(cuda_ipc=ON_GPU),),
+        ),
+        PEER,
     ),
 )  # fmt: skip
 

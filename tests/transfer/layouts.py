@@ -6,18 +6,19 @@ from headrace.core.types.kv.backends import Placement, PoolLayout
 from headrace.core.types.kv.geometry import KV, Component, Geometry
 
 
-def random_layout(geometry: Geometry, pages: int, random: Random) -> PoolLayout:
-    """The axes of every tensor nested in any order, with gaps between and before them; sometimes the tensors one after
-    the other, sometimes side by side in every page. bytes: as many as that needs, and no more."""
+def random_layout(geometry: Geometry, pages: int, random: Random, step: int = 1) -> PoolLayout:
+    """The axes of every tensor nested in any order, with gaps of multiples of step bytes between and before them;
+    sometimes the tensors one after the other, sometimes side by side in every page. bytes: as many as that needs, and
+    no more."""
     places: dict[str, Placement] = {KV: Placement(name=KV, offset=0, strides=(0, 0, 0, 0, 0))}
     within_pages = random.random() < 0.4
     at = 0
     for tensor in geometry.tensors:
-        offset = at + random.choice((0, 0, random.randrange(40)))
-        strides, at = _nested(tensor, 1 if within_pages else pages, geometry.page_size, offset, random)
+        offset = -(-at // step) * step + random.choice((0, 0, random.randrange(40))) * step
+        strides, at = _nested(tensor, 1 if within_pages else pages, geometry.page_size, offset, random, step)
         places[tensor.name] = Placement(name=tensor.name, offset=offset, strides=strides)
     if within_pages:
-        page = at + random.choice((0, random.randrange(40)))
+        page = -(-at // step) * step + random.choice((0, random.randrange(40))) * step
         for name, place in places.items():
             places[name] = Placement(name=name, offset=place.offset, strides=(page, *place.strides[1:]))
     ends = [_end(tensor, places[tensor.name], pages, geometry.page_size) for tensor in geometry.tensors]
@@ -28,13 +29,13 @@ def random_layout(geometry: Geometry, pages: int, random: Random) -> PoolLayout:
 
 
 def _nested(
-    tensor: Component, pages: int, slots: int, offset: int, random: Random
+    tensor: Component, pages: int, slots: int, offset: int, random: Random, step: int
 ) -> tuple[tuple[int, int, int, int, int], int]:
     """Strides of a tensor at an offset, and where what follows it may begin."""
     lengths = (pages, tensor.layers, tensor.planes, tensor.kv_heads, slots)
     strides, size = [0] * 5, tensor.slot_bytes
     for axis in random.sample(range(5), 5):
-        strides[axis] = size + random.choice((0, 0, random.randrange(9)))
+        strides[axis] = size + random.choice((0, 0, random.randrange(9))) * step
         size = strides[axis] * lengths[axis]
     return (strides[0], strides[1], strides[2], strides[3], strides[4]), offset + size
 

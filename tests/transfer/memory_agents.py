@@ -12,6 +12,7 @@ from headrace.core.types.kv.geometry import Geometry
 from headrace.transfer.backends.base import RemotePages
 from headrace.transfer.backends.strided_pool import ArrayPageStore
 from headrace.transfer.protocol.layout import WHOLE, Box, Bytes
+from headrace.transfer.protocol.page_store import Completed
 from tests.transfer.memory_zmq import Network
 
 VERSION = "in memory"
@@ -126,7 +127,8 @@ class AgentPages(RemotePages):
         self._begun.append(write)
         return write
 
-    def close(self) -> None:
+    def close(self) -> Completed:
         self.closed = True
         for write in self._begun:
             write.closed = True
+        return Completed()

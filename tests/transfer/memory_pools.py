@@ -1,8 +1,8 @@
 """Pools that others write into, in memory and under a virtual clock: a backend whose writes take their time.
 
 A write lands piece by piece, whatever its process does meanwhile, as that of a network card would. Until it is over the
-source has to stay what it was. The rights to write are as in transfer/backends/shm.py: the side that has one first
-decides, and a process that is killed loses its own.
+source has to stay what it was. The rights to write are as in transfer/backends/writer_locks.py: the side that has one
+first decides, and a process that is killed loses its own.
 """
 
 import random
@@ -13,6 +13,7 @@ from headrace.core.types.kv.geometry import Geometry
 from headrace.transfer.backends.base import RemotePages
 from headrace.transfer.backends.strided_pool import ArrayPageStore
 from headrace.transfer.protocol.layout import WHOLE, Box, Bytes
+from headrace.transfer.protocol.page_store import Completed
 from tests.transfer.memory_zmq import Network
 
 HOST = "one host"
@@ -64,8 +65,9 @@ class MemoryPages(RemotePages):
         landing, self._landing = self._landing, Landing()
         return landing
 
-    def close(self) -> None:
+    def close(self) -> Completed:
         self.closed = True
+        return Completed()
 
 
 class MemoryPools:
@@ -139,6 +141,6 @@ class Right(RemotePages):
     def flush(self) -> Landing:
         return self._pages.flush()
 
-    def close(self) -> None:
-        self._pages.close()
+    def close(self) -> Completed:
         self._transport.give_up(self._session, self._stage)
+        return self._pages.close()

@@ -17,7 +17,7 @@ from headrace.transfer.protocol.page_store import Completed, Handle, SourcePages
 
 
 class RemoteWrite(Handle, Protocol):
-    """Writes that were started together; done at the latest when their RemotePages are closed."""
+    """Writes that were started together; done at the latest when what close() of their RemotePages returns is."""
 
     @property
     def lost(self) -> str:
@@ -49,8 +49,9 @@ class RemotePages(Protocol):
         """Returns the handle of all writes since the last flush: done when their bytes are in the peer's pages."""
         ...
 
-    def close(self) -> None:
-        """End access: no write starts any more, none reads our memory, and the peer's revoke() can succeed."""
+    def close(self) -> Handle:
+        """End access: no write starts any more. Returns a handle that is to be asked until it is done: none reads our
+        memory then, and the peer's revoke() can succeed."""
         ...
 
 
@@ -93,8 +94,9 @@ class FakePages(RemotePages):
         """Done at once."""
         return Completed()
 
-    def close(self) -> None:
+    def close(self) -> Completed:
         """Does nothing."""
+        return Completed()
 
 
 class FakeTransport:

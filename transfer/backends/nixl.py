@@ -12,7 +12,7 @@ else UCX by way of the host. What is written there has no checksum.
 So the owner takes the right to write back by itself, whatever the writer does, even if it is stopped in the middle of
 a write and goes on later. That holds for transports where a write needs the owner's network card or its own process
 (RDMA, TCP). Where the writer's process itself writes into the owner's memory (UCX's cma, xpmem, knem, cuda_ipc) it does
-not, so those are switched off: on one host there is backends/shm.py.
+not, so those are switched off: on one host there are backends/shm.py and cuda_ipc.py.
 """
 
 import contextlib
@@ -30,7 +30,7 @@ from headrace.transfer.backends.base import RemotePages
 from headrace.transfer.backends.device_memory import DeviceMemory
 from headrace.transfer.backends.strided_pool import Offsets, c_order, check_slots, page_numbers, placed, runs
 from headrace.transfer.protocol.layout import WHOLE, Box, Bytes
-from headrace.transfer.protocol.page_store import SourcePages
+from headrace.transfer.protocol.page_store import Completed, SourcePages
 
 VERSION = "1.5"  # of the agents' metadata; agents of one minor version are compatible
 PROGRESS_US = 10_000  # longest sleep of an agent's progress thread
@@ -268,7 +268,7 @@ class NixlPages(RemotePages):
             return self._begun(request, f"NIXL: {error}")
         return self._begun(request)
 
-    def close(self) -> None:
+    def close(self) -> Completed:
         """Forget the peer's agent and release all requests."""
         with contextlib.suppress(*ERRORS):
             self._agent.nixl.invalidateRemoteMD(self._peer)
@@ -276,6 +276,7 @@ class NixlPages(RemotePages):
             write.end()
         self._writes.clear()
         self._names.discard(self._peer)
+        return Completed()
 
     def _begun(self, request: int | None, lost: str = "") -> NixlRemoteWrite:
         begun = NixlRemoteWrite(self._agent, request, lost)

@@ -7,7 +7,7 @@ from headrace.core.config import TransferConfig
 from headrace.core.messages.orders import PrepareReceive
 from headrace.core.stats import Counters
 from headrace.core.types.errors import CHECKSUM
-from headrace.core.types.kv.backends import FAKE, NIXL, SHM, ZMQ
+from headrace.core.types.kv.backends import CUDA_IPC, FAKE, NIXL, SHM, ZMQ
 from headrace.transfer.data import payload
 from headrace.transfer.data.inbound import AcceptChunk, RejectChunk
 from headrace.transfer.protocol import checksum, draft_frame, messages, metadata
@@ -57,7 +57,7 @@ class ChunkVerifier:
 
     def unchecked(self, backend: str) -> bool:
         """Whether KV comes in place to where nothing can read it for a checksum."""
-        return backend == NIXL and self._store.on_device
+        return backend in (CUDA_IPC, NIXL) and self._store.on_device
 
     def _insists(self, backend: str, header: Chunk) -> bool:
         """Whether a chunk must have a checksum."""

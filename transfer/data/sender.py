@@ -10,8 +10,8 @@ writes into peers' pools are started here, so none is started after CancelSend o
 connection on which a lane is not served any more is closed: libzmq then lets go of what it holds for it, whether or not
 the peer reads.
 
-A peer's pool is opened for writes when its stage attaches, and closed when its session ends. One that cannot be opened,
-whatever was agreed at the handshake, is filled by frames instead.
+A peer's pool is opened for writes when its stage attaches, and closed when its session ends, or as soon as writes under
+way then are over. One that cannot be opened, whatever was agreed at the handshake, is filled by frames instead.
 """
 
 import logging
@@ -44,7 +44,7 @@ from headrace.transfer.protocol.messages import (
     Refuse,
     StageMessage,
 )
-from headrace.transfer.protocol.page_store import SourceStore
+from headrace.transfer.protocol.page_store import Handle, SourceStore
 from headrace.transfer.sockets.connections import ENDED
 from headrace.transfer.sockets.listener import Arrival, Listener
 from headrace.transfer.sockets.zmq_sockets import Context, Socket
@@ -98,6 +98,7 @@ class Sender:
         self._outbound = Outbound(geometry)
         self._transfers: Buffer[TransferTrace] = transfers or Buffer(0)
         self._transports = dict(transports or {})
+        self._closing: list[Handle] = []  # peers' pools that writes under way keep open
         self._counters = Counters()
         for backend in config.backends:
             self._counters.add("bytes_sent_total", 0, (backend,))
@@ -164,7 +165,7 @@ class Sender:
     def close(self) -> None:
         """Close all sockets."""
         self._listener.close()
-        _close_pools(self._outbound.lanes())
+        self._close_pools(self._outbound.lanes())
 
     def statistics(self) -> Stats:
         """Counters and gauges for /metrics."""
@@ -217,7 +218,7 @@ class Sender:
         for lane in lanes:
             if lane.route is not None:
                 self._listener.drop(lane.route, ENDED, now)
-        _close_pools(lanes)
+        self._close_pools(lanes)
 
     def _open_pool(self, lane: Lane, attach: Attach) -> None:
         """Open the pool of the peer's stage for writes on its first attach, and decide whether its chunks have
@@ -228,12 +229,20 @@ class Sender:
             try:
                 lane.remote = transport.open(attach.session, self._number, lane.destination, memory, attach.nixl)
                 if lane.remote.unchecked and attach.checksum != checksum.NONE:
-                    _close_pools([lane])
+                    self._close_pools([lane])
                     raise ValueError("it asks for checksums, which the memory of a GPU has not (--no-checksum there)")
             except (OSError, ValueError) as error:
                 text = "KV goes to stage %d of a peer in frames: its pool cannot be opened by %s: %s"
                 log.warning(text, lane.stage, lane.backend, error)
         lane.checksum = _checksums(lane, attach, self._config)
+
+    def _close_pools(self, lanes: Iterable[Lane] = ()) -> None:
+        """Start no write to these peers' stages any more, and let go of those whose last writes are over."""
+        for lane in lanes:
+            if lane.remote is not None:
+                self._closing.append(lane.remote.close())
+                lane.remote = None
+        self._closing = [pool for pool in self._closing if not pool.done]
 
     def _answer(self, lane: Lane, answer: Ack | Nack, now: float) -> list[StageEvent]:
         part = self._outbound.answered(lane, (answer.ticket, answer.generation, answer.chunk))
@@ -313,9 +322,11 @@ class Sender:
                 self._outbound.answered(lane, part.key)
                 events += self._pump(lane, now)
         acked, cancelled = self._outbound.settle()
-        if copied or acked or cancelled or not self._outbound.unsettled:
+        self._close_pools()
+        waits = self._outbound.unsettled or bool(self._closing)
+        if copied or acked or cancelled or not waits:
             self._recheck_s, self._recheck_at = FIRST_RECHECK_S, None
-        if self._outbound.unsettled and (self._recheck_at is None or self._recheck_at <= now):
+        if waits and (self._recheck_at is None or self._recheck_at <= now):
             self._recheck_at = now + self._recheck_s
         return [
             *events,
@@ -368,14 +379,6 @@ def _checksums(lane: Lane, attach: Attach, config: TransferConfig) -> bool:
     if lane.backend == SHM and lane.remote is not None:
         return config.checksum_shm or attach.checksum_shm
     return config.checksum or attach.checksum != checksum.NONE
-
-
-def _close_pools(lanes: Iterable[Lane]) -> None:
-    """Start no write to these peers' stages any more."""
-    for lane in lanes:
-        if lane.remote is not None:
-            lane.remote.close()
-            lane.remote = None
 
 
 def _page_error(order: SendChunk, page_size: int, peer_page_size: int) -> str:

@@ -13,7 +13,16 @@ import msgspec
 from msgspec.structs import asdict, replace
 
 from headrace.core.config import TransferConfig
-from headrace.core.types.kv.backends import NIXL, SHM, ZMQ, NixlMemory, PoolMemory, SharedMemory
+from headrace.core.types.kv.backends import (
+    CUDA_IPC,
+    NIXL,
+    SHM,
+    ZMQ,
+    CudaIpcMemory,
+    NixlMemory,
+    PoolMemory,
+    SharedMemory,
+)
 from headrace.core.types.kv.geometry import KV, Component, Geometry
 from headrace.transfer.protocol import checksum, messages, metadata
 from headrace.transfer.protocol.layout import common
@@ -44,6 +53,8 @@ class BackendOffer(msgspec.Struct, frozen=True, kw_only=True):
     """Shared-memory host tokens of the stages."""
     nixl: frozenset[str] = frozenset()
     """NIXL versions of the stages."""
+    unreachable_gpus: frozenset[str] = frozenset()
+    """UUIDs of the host's GPUs whose memory some stage cannot write into."""
     replicas: tuple[int, ...] = ()
     """Data-parallel replica of each stage; an empty tuple: there is one."""
     model: str = ""
@@ -294,8 +305,10 @@ def _obstacle(backend: str, offer: BackendOffer, hello: Hello) -> str:
         return f"the peer accepts {', '.join(hello.backends)}"
     if backend == SHM:
         shared = [memory.shm for memory in hello.memory if memory.shm is not None]
-        hosts = offer.shared_memory | {pool.host for pool in shared}
-        return _missing(shared, hello) or ("" if len(hosts) == 1 else "the stages of the two are not on one host")
+        return _missing(shared, hello) or _elsewhere(shared, offer)
+    if backend == CUDA_IPC:
+        mapped = [memory.cuda_ipc for memory in hello.memory if memory.cuda_ipc is not None]
+        return _missing(mapped, hello) or _elsewhere(mapped, offer) or _unreachable(mapped, offer)
     if backend == NIXL:
         reached = [memory.nixl for memory in hello.memory if memory.nixl is not None]
         versions = offer.nixl | {pool.version for pool in reached}
@@ -304,7 +317,20 @@ def _obstacle(backend: str, offer: BackendOffer, hello: Hello) -> str:
     return ""
 
 
-def _missing(pools: Sequence[SharedMemory | NixlMemory], hello: Hello) -> str:
+def _elsewhere(pools: Sequence[SharedMemory | CudaIpcMemory], offer: BackendOffer) -> str:
+    """Why the peer's pools are not where our stages are; "" when they are."""
+    hosts = offer.shared_memory | {pool.host for pool in pools}
+    return "" if len(hosts) == 1 else "the stages of the two are not on one host"
+
+
+def _unreachable(pools: Sequence[CudaIpcMemory], offer: BackendOffer) -> str:
+    """Why some stage's GPU cannot write into those of the peer; "" where nothing says so: a process may see fewer GPUs
+    than it can reach."""
+    beyond = sorted({pool.device for pool in pools} & offer.unreachable_gpus)
+    return f"no peer access from all GPUs of this server to {', '.join(beyond)}" if beyond else ""
+
+
+def _missing(pools: Sequence[SharedMemory | CudaIpcMemory | NixlMemory], hello: Hello) -> str:
     """What is not there of the pools that the peer should have opened; "" when it has all."""
     if len(pools) != len(hello.geometries):
         return f"the peer shares {len(pools)} pools of {len(hello.geometries)}"

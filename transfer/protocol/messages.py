@@ -319,7 +319,7 @@ class Chunk(Message, frozen=True, kw_only=True):
     total: Size = 0
     """0 but in the last chunk, where it is chunk + 1."""
     written: bool = False
-    """The payload is in the pages already (shared memory, NIXL)."""
+    """The payload is in the pages already (shared memory, CUDA IPC, NIXL)."""
     draft_bytes: Size = 0
     """Size of the draft frame that follows the metadata row; 0: there is none."""
 

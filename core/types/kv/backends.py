@@ -7,8 +7,11 @@ from msgspec import Meta, field
 
 from headrace.core.types.kv.geometry import MAX_COMPONENTS, Word
 
-Backend = Literal["shm", "nixl", "zmq", "fake"]
+Backend = Literal["cuda_ipc", "shm", "nixl", "zmq", "fake"]
 ZMQ: Final = "zmq"  # payload in ZMQ frames of the data connection
+CUDA_IPC: Final = (
+    "cuda_ipc"  # the sending stage's GPU writes into the peer's pool, in the memory of a GPU of the same host
+)
 SHM: Final = "shm"  # the sending stage writes into the peer's pool, which both have mapped
 NIXL: Final = "nixl"  # the sending stage writes into the peer's pool over the network, through NIXL
 FAKE: Final = "fake"  # moves nothing; for benchmarks of everything else
@@ -18,6 +21,7 @@ Size = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
 HostToken = Annotated[str, Meta(min_length=1, max_length=128)]
 Version = Annotated[str, Meta(min_length=1, max_length=64)]
 AgentMetadata = Annotated[bytes, Meta(min_length=1, max_length=12 << 10)]
+Gpu = Annotated[str, Meta(min_length=1, max_length=64)]
 FileName = Annotated[str, Meta(pattern=r"^[0-9A-Za-z_][0-9A-Za-z._-]{0,127}\Z")]
 Strides = tuple[Size, Size, Size, Size, Size]
 
@@ -60,6 +64,17 @@ class SharedMemory(PoolLayout, frozen=True):
     """Name of the file in /dev/shm."""
 
 
+class CudaIpcMemory(PoolLayout, frozen=True):
+    """A pool in the memory of a GPU, which processes of the host may map by CUDA IPC."""
+
+    host: HostToken
+    """Equal for all processes that see the same /dev/shm."""
+    name: FileName
+    """Name of the file in /dev/shm that says how to map it, and whose locks are the right to write."""
+    device: Gpu
+    """UUID of the GPU."""
+
+
 class NixlMemory(PoolLayout, frozen=True):
     """A pool whose memory can be written through NIXL; NixlAccess says at which address it begins."""
 
@@ -83,8 +98,9 @@ class PoolMemory(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     shm: SharedMemory | None = None
     nixl: NixlMemory | None = None
+    cuda_ipc: CudaIpcMemory | None = None
 
 
 def writes_directly(backend: str) -> bool:
     """Whether the sender writes into the peer's pages itself, so that the peer cannot reject a write."""
-    return backend in (SHM, NIXL)
+    return backend in (CUDA_IPC, SHM, NIXL)

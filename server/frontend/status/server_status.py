@@ -44,7 +44,7 @@ class Peer(msgspec.Struct, frozen=True, kw_only=True):
     role: str
     up: bool
     backend: str
-    """How KV moves: shm, zmq, nixl, fake; "" while it is down."""
+    """How KV moves: cuda_ipc, shm, zmq, nixl, fake; "" while it is down."""
     note: str
     """Why that backend, or why the server is down."""
     requests: int

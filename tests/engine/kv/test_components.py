@@ -14,8 +14,9 @@ from headrace.engine.kv.tiers.disk_store import SEGMENT_BYTES, DiskStore
 from headrace.engine.kv.tiers.host_store import HostStore
 from headrace.engine.kv.tiers.pages import PoolPages, TierStore
 from headrace.engine.kv.tiers.record import Origin
-from headrace.transfer.backends.shm import SharedPool, ShmTransport, host_token
+from headrace.transfer.backends.shm import SharedPool, ShmTransport
 from headrace.transfer.backends.strided_pool import ArrayPageStore, c_order
+from headrace.transfer.backends.writer_locks import host_token
 from headrace.transfer.data.payload import Passage, frames, write_frames, write_through
 from headrace.transfer.protocol.checksum import Digest
 from headrace.transfer.protocol.layout import Box, copies, whole_pages

@@ -14,7 +14,8 @@ from headrace.core.types.kv.backends import FAKE, NIXL, SHM, ZMQ
 from headrace.core.types.kv.geometry import Geometry
 from headrace.engine.kv.kv_memory import KvMemory
 from headrace.engine.kv.pool import KVPool
-from headrace.transfer.backends.shm import FOLDER, ShmTransport, host_token
+from headrace.transfer.backends.shm import ShmTransport
+from headrace.transfer.backends.writer_locks import FOLDER, host_token
 
 pytestmark = pytest.mark.skipif(not host_token(), reason="no shared memory here")
 

@@ -137,7 +137,7 @@ FLAGS = """\
 --trace-attribute TEXT =
 --trace-sample-ratio SHARE [0..1] = 1.0
 --trace-service-name TEXT =
---transfer-backends NAME,NAME,... = shm,zmq
+--transfer-backends NAME,NAME,... = cuda_ipc,shm,zmq
 --transfer-host TEXT = 127.0.0.1
 --transfer-timeout SECONDS [0.001..] = 10.0
 --trusted-network/--no-trusted-network SWITCH = False
@@ -177,7 +177,7 @@ def test_every_field_is_a_setting_unless_listed() -> None:
 
 def test_choices_come_from_the_types() -> None:
     assert BY_KEY["chunking"].choices == ("fixed", "dynamic")
-    assert (BY_KEY["transfer-backends"].kind, BY_KEY["transfer-backends"].choices[0]) == ("choices", "shm")
+    assert (BY_KEY["transfer-backends"].kind, BY_KEY["transfer-backends"].choices[0]) == ("choices", "cuda_ipc")
     assert (BY_KEY["window-bytes"].kind, BY_KEY["max-peers"].kind) == ("size", "integer")
 
 
@@ -192,7 +192,7 @@ def test_help_lists_the_flags_in_groups_with_defaults() -> None:
     assert list(sections.values()) == sorted(sections.values())
     handoff = text[sections["KV handoff"] : sections["pipeline stages"]]
     assert "--hold-lease SECONDS" in handoff
-    for default in ("shm,zmq", "64MiB", "30", "on"):
+    for default in ("cuda_ipc,shm,zmq", "64MiB", "30", "on"):
         assert f"(default: {default})" in " ".join(handoff.split())
     security = " ".join(text[sections["security"] : sections["scheduling"]].split())
     assert "also HEADRACE_API_KEY" in security

@@ -12,7 +12,18 @@ from msgspec.structs import replace
 
 from headrace.core.messages.peers import EndPeer, PeerGone, PeerJoined, PrefillDown, PrefillUp
 from headrace.core.stats import Counters
-from headrace.core.types.kv.backends import BACKENDS, FAKE, NIXL, SHM, ZMQ, NixlMemory, PoolMemory, SharedMemory
+from headrace.core.types.kv.backends import (
+    BACKENDS,
+    CUDA_IPC,
+    FAKE,
+    NIXL,
+    SHM,
+    ZMQ,
+    CudaIpcMemory,
+    NixlMemory,
+    PoolMemory,
+    SharedMemory,
+)
 from headrace.core.types.kv.geometry import Component, Geometry
 from headrace.transfer.backends.base import RemotePages
 from headrace.transfer.backends.copying import copy_rows
@@ -38,12 +49,21 @@ def reachable(version: str = "1.5", pages: int = 100) -> PoolMemory:
     return PoolMemory(nixl=NixlMemory(version=version, bytes=1, pages=pages, strides=(1, 1, 1, 1, 1)))
 
 
+def on_gpu(host: str = HERE, pages: int = 100, device: str = "GPU-1") -> PoolMemory:
+    return PoolMemory(
+        cuda_ipc=CudaIpcMemory(host=host, name="kv", device=device, bytes=1, pages=pages, strides=(1, 1, 1, 1, 1))
+    )
+
+
 def both(host: str = HERE) -> PoolMemory:
     return PoolMemory(shm=shared(host).shm, nixl=reachable().nixl)
 
 
-def offer(*backends: str, hosts: tuple[str, ...] = (HERE,), nixl: tuple[str, ...] = ("1.5",)) -> Any:
-    return replace(OFFER, backends=backends, shared_memory=frozenset(hosts), nixl=frozenset(nixl))
+def offer(
+    *backends: str, hosts: tuple[str, ...] = (HERE,), nixl: tuple[str, ...] = ("1.5",), beyond: tuple[str, ...] = ()
+) -> Any:
+    sets = {"shared_memory": frozenset(hosts), "nixl": frozenset(nixl), "unreachable_gpus": frozenset(beyond)}
+    return replace(OFFER, backends=backends, **sets)
 
 
 @pytest.mark.parametrize(
@@ -83,14 +103,47 @@ def test_the_first_way_of_the_prefill_server_that_works_is_taken(
     assert reason in chosen.reason
 
 
-@given(st.permutations(BACKENDS), st.sets(st.sampled_from(BACKENDS)), *[st.booleans()] * 3)
-def test_what_is_chosen_is_possible_and_nothing_before_it_is(
-    ours: list[str], theirs: set[str], here: bool, shares: bool, same: bool
+GPUS = (CUDA_IPC, SHM, NIXL, ZMQ)
+
+
+@pytest.mark.parametrize(
+    ("memory", "hosts", "beyond", "backend", "reason"),
+    [
+        ((on_gpu(),), (HERE,), (), CUDA_IPC, "first choice"),
+        ((on_gpu(),), (HERE,), ("GPU-2",), CUDA_IPC, "first choice"),
+        ((on_gpu(),), (HERE,), ("GPU-1", "GPU-2"), ZMQ, "no peer access from all GPUs of this server to GPU-1;"),
+        ((on_gpu(ELSEWHERE),), (HERE,), (), ZMQ, "not cuda_ipc: the stages of the two are not on one host"),
+        ((on_gpu(),), (HERE, ELSEWHERE), (), ZMQ, "not cuda_ipc: the stages of the two are not on one host"),
+        ((on_gpu(pages=99),), (HERE,), (), ZMQ, "not cuda_ipc: the peer shares 99 pages of 100"),
+        ((shared(),), (HERE,), (), SHM, "not cuda_ipc: the peer shares 0 pools of 1"),
+        ((PoolMemory(nixl=reachable().nixl, cuda_ipc=on_gpu().cuda_ipc),), (HERE,), (), CUDA_IPC, "first choice"),
+        ((PoolMemory(nixl=reachable().nixl, cuda_ipc=on_gpu(ELSEWHERE).cuda_ipc),), (HERE,), (), NIXL, "not cuda_ipc"),
+    ],
+)
+def test_a_gpu_writes_into_those_of_its_host_that_it_reaches(
+    memory: tuple[PoolMemory, ...], hosts: tuple[str, ...], beyond: tuple[str, ...], backend: str, reason: str
 ) -> None:
-    memory = (PoolMemory(shm=shared(HERE if here else ELSEWHERE).shm, nixl=reachable("1.5" if same else "1.4").nixl),)
-    said = hello(backends=tuple(theirs), memory=memory if shares else ())
-    chosen = choose_backend(offer(*ours), said).backend
-    needs = {SHM: here and shares, NIXL: same and shares}
+    said = hello(backends=GPUS, memory=memory)
+    chosen = choose_backend(offer(*GPUS, hosts=hosts, beyond=beyond), said)
+    assert chosen.backend == backend
+    assert reason in chosen.reason
+
+
+def test_what_one_side_has_no_gpu_for_goes_another_way() -> None:
+    """A stage on a CPU does not offer it, and neither does an earlier release."""
+    for ours, theirs in ((GPUS[1:], GPUS), (GPUS, GPUS[1:])):
+        assert choose_backend(offer(*ours), hello(backends=theirs, memory=(on_gpu(),))).backend == ZMQ
+
+
+@given(st.permutations(BACKENDS), st.sets(st.sampled_from(BACKENDS)), *[st.booleans()] * 4)
+def test_what_is_chosen_is_possible_and_nothing_before_it_is(
+    ours: list[str], theirs: set[str], here: bool, shares: bool, same: bool, reached: bool
+) -> None:
+    host, version = HERE if here else ELSEWHERE, "1.5" if same else "1.4"
+    memory = PoolMemory(shm=shared(host).shm, nixl=reachable(version).nixl, cuda_ipc=on_gpu(host).cuda_ipc)
+    said = hello(backends=tuple(theirs), memory=(memory,) if shares else ())
+    chosen = choose_backend(offer(*ours, beyond=() if reached else ("GPU-1",)), said).backend
+    needs = {CUDA_IPC: here and shares and reached, SHM: here and shares, NIXL: same and shares}
     possible = [name for name in ours if name in theirs and needs.get(name, True)]
     assert chosen == (possible[0] if possible else "")
 

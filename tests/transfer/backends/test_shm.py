@@ -18,17 +18,9 @@ from msgspec.structs import replace
 
 from headrace.core.types.kv.backends import PoolMemory, SharedMemory
 from headrace.core.types.kv.geometry import Component, Geometry
-from headrace.transfer.backends.shm import (
-    FOLDER,
-    OWNER_BYTE,
-    SharedPool,
-    ShmPages,
-    ShmTransport,
-    host_token,
-    sweep,
-    writer_byte,
-)
+from headrace.transfer.backends.shm import SharedPool, ShmPages, ShmTransport
 from headrace.transfer.backends.strided_pool import ArrayPageStore, StridedPool, c_order
+from headrace.transfer.backends.writer_locks import FOLDER, OWNER_BYTE, host_token, sweep, writer_byte
 from headrace.transfer.protocol.layout import Box
 from tests.transfer.harness import random_store
 from tests.transfer.layouts import random_layout

@@ -11,7 +11,7 @@ from headrace.core.messages.orders import CancelSend, CloseSession, DropPeer
 from headrace.core.messages.stage_events import ChunkAcked, KvReceived, SendCancelled, SendFailed, SessionClosed
 from headrace.core.types.kv.backends import FAKE, SHM, PoolMemory
 from headrace.core.types.kv.geometry import Geometry
-from headrace.transfer.backends.shm import host_token
+from headrace.transfer.backends.writer_locks import host_token
 from tests.transfer.harness import FIRST, Pair, value, zmq_context
 
 pytestmark = pytest.mark.skipif(not host_token(), reason="no shared memory here")

@@ -16,6 +16,7 @@ from headrace.core.types.kv.geometry import Geometry
 from headrace.transfer.backends.base import RemotePages
 from headrace.transfer.backends.strided_pool import ArrayPageStore, runs
 from headrace.transfer.protocol.layout import WHOLE, Box, Bytes
+from headrace.transfer.protocol.page_store import Completed
 from tests.transfer.harness import FIRST, Pair, value, zmq_context
 
 GEOMETRY = Geometry("float32", layers=3, kv_heads=2, head_dim=8, page_size=16)
@@ -63,9 +64,10 @@ class SlowPool(RemotePages):
         self.writes.append(SlowWrite())
         return self.writes[-1]
 
-    def close(self) -> None:
+    def close(self) -> Completed:
         for write in self.writes:
             write.done = True
+        return Completed()
 
     def land(self) -> None:
         assert self.store is not None

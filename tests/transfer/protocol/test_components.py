@@ -10,7 +10,7 @@ from msgspec.structs import replace
 from headrace.core.messages.stage_events import ChunkAcked, ReceiveFailed
 from headrace.core.types.kv.backends import SHM, ZMQ
 from headrace.core.types.kv.geometry import KV, Component, Geometry
-from headrace.transfer.backends.shm import host_token
+from headrace.transfer.backends.writer_locks import host_token
 from headrace.transfer.protocol import checksum
 from headrace.transfer.protocol.messages import Ack, Attached, Chunk, Nack, Refuse
 from tests.transfer.group import PAGES, Group

@@ -52,10 +52,10 @@ def test_the_chunks_on_the_page_are_accepted_by_the_code() -> None:
 
 
 def test_the_chunk_with_a_draft_frame_on_the_page_is_accepted_by_the_code() -> None:
-    reserve, header = (example.message for example in EXAMPLES[-2:])
+    reserve, header = (example.message for example in EXAMPLES[30:32])
     assert isinstance(reserve, Reserve)
     assert isinstance(header, Chunk)
-    frames = SHOWN[-1][1:]
+    frames = SHOWN[31][1:]
     terms = DraftTerms(reserve.hidden, reserve.draft_top_k)
     expect = PrepareReceive(
         seq=0, request=1, session="s", ticket=reserve.ticket, generation=2, start=2, count=1, pages=reserve.pages,

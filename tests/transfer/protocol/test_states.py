@@ -11,7 +11,7 @@ from msgspec.structs import replace
 from headrace.core.messages.stage_events import ChunkAcked, ReceiveFailed
 from headrace.core.types.kv.backends import SHM, ZMQ
 from headrace.core.types.kv.geometry import KV, LEAST_SLOTS, RING_STEP, Component, Geometry, ring_positions
-from headrace.transfer.backends.shm import host_token
+from headrace.transfer.backends.writer_locks import host_token
 from headrace.transfer.protocol.layout import STATE, carried, copies
 from tests.transfer.group import DST_SLOT, PAGES, SLOT, Group
 from tests.transfer.ranks import grid
