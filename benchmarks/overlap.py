@@ -30,7 +30,7 @@ from headrace.engine.layers.exchange import make_exchange
 from headrace.engine.load_plan import plan_rank
 from headrace.engine.model.expert_plan import Way
 from headrace.engine.model.stub import parse_stub
-from headrace.engine.parallel.groups import leave_groups, make_groups
+from headrace.engine.parallel.groups import Making, leave_groups, make_groups
 from headrace.engine.stub.runner import StubRunner
 from headrace.server.launch.free_port import free_port
 
@@ -56,7 +56,7 @@ def serve(setup: Setup, orders: Connection) -> None:
     timeout, size = timedelta(seconds=TIMEOUT_S), len(LAYOUT.ranks)
     store = TCPStore("127.0.0.1", setup.port, size, is_master=setup.rank == 0, timeout=timeout)
     dist.init_process_group("gloo", store=store, rank=setup.rank, world_size=size, timeout=timeout)
-    groups = make_groups(LAYOUT, setup.rank, TIMEOUT_S, experts=True, overlap=True)
+    groups = make_groups(LAYOUT, setup.rank, Making(TIMEOUT_S), experts=True, overlap=True)
     moe = parse_stub(setup.model).spec().moe
     assert moe is not None
     exchanges = (

@@ -15,7 +15,6 @@ a stage whose own differ has lost, repeated or changed an order and fails.
 """
 
 import logging
-import queue
 import threading
 from collections import deque
 from collections.abc import Sequence
@@ -53,7 +52,7 @@ from headrace.core.runtime.frames import UNSENT_WAIT_S, ConnectionClosed
 from headrace.core.runtime.progress import PassProgress
 from headrace.core.stats import Sample, Stats, join
 from headrace.engine.kv.tiers.copier import Copier
-from headrace.engine.orders import OrderCheck, OrderConnection, OrderMismatch
+from headrace.engine.orders import Inbox, OrderCheck, OrderConnection, OrderMismatch
 from headrace.engine.outbox import ComputedPlan, EventOutbox
 from headrace.engine.telemetry.meter import ExpertMeter, Meter
 from headrace.engine.telemetry.recorder import Recorder
@@ -85,7 +84,7 @@ class StageIoThread(threading.Thread):
         receiver: Receiver,
         meter: Meter,
         recorder: Recorder,
-        inbox: "queue.Queue[AnyOrder]",
+        inbox: Inbox,
         outbox: EventOutbox,
         clock: Clock,
         copies: Copies | None = None,

@@ -23,6 +23,8 @@ from collections import deque
 
 from headrace.core.messages.orders import AnyOrder, Forward, ReleaseRequest, ShutdownStage
 from headrace.engine.agreement import PassSource
+from headrace.engine.collectives.operations import LinkBroken
+from headrace.engine.orders import Inbox
 from headrace.engine.outbox import PlanOutbox, QueuedPlan
 from headrace.engine.parallel.pipeline import PipelineLinks
 from headrace.engine.row_sampler import Sampling
@@ -39,7 +41,7 @@ class StageLoop:
         runner: Runner,
         links: PipelineLinks,
         meter: Meter,
-        inbox: "queue.Queue[AnyOrder]",
+        inbox: Inbox,
         outbox: PlanOutbox,
         passes: PassSource | None = None,
     ) -> None:
@@ -98,7 +100,9 @@ class StageLoop:
         while not self._inbox.empty():  # this thread is its only consumer
             self._enqueue(self._inbox.get_nowait())
 
-    def _enqueue(self, order: AnyOrder) -> None:
+    def _enqueue(self, order: AnyOrder | LinkBroken) -> None:
+        if isinstance(order, LinkBroken):
+            raise order
         self._queued.append(order)
         if isinstance(order, Forward) and order.rows:
             self._links.post_receive(order)

@@ -6,6 +6,7 @@ Two streams are counted and hashed (core/runtime/codec.py): the orders to this r
 agreed on for each pass. A Heartbeat carries the scheduler's counts and digests of both.
 """
 
+import queue
 from typing import Any, Protocol
 
 import msgspec
@@ -14,8 +15,12 @@ import zmq
 from headrace.core.messages.orders import AnyOrder, Forward, Heartbeat, pass_frame
 from headrace.core.runtime.codec import OrderLog
 from headrace.core.runtime.frames import DOOR, connect, opened
+from headrace.engine.collectives.operations import LinkBroken
 
 MESSAGES_PER_PASS = 256  # received in one call, so that other sockets get their turn
+
+Inbox = queue.Queue[AnyOrder | LinkBroken]
+"""Orders for the compute thread, and what ends it where another thread has noticed that a link is broken."""
 
 
 class OrderConnection(Protocol):

@@ -15,7 +15,7 @@ import torch
 import zmq
 
 from headrace.core.config import StageConfig
-from headrace.core.messages.orders import AnyOrder, ShutdownStage, stage_identity
+from headrace.core.messages.orders import ShutdownStage, stage_identity
 from headrace.core.messages.stage_events import AnyStageEvent, StageFailed, StageLoading, StageReady
 from headrace.core.runtime.clock import SystemClock
 from headrace.core.runtime.codec import Codec
@@ -48,12 +48,12 @@ from headrace.engine.model.config import ModelSpec
 from headrace.engine.model.expert_plan import ExpertPlan, plan_experts
 from headrace.engine.model.source import resolve_source
 from headrace.engine.model.stub import is_stub
-from headrace.engine.orders import OrderConnection, connect_scheduler
-from headrace.engine.outbox import QUEUE_LIMIT, DeviceOutbox, EventOutbox, PlanOutbox
+from headrace.engine.orders import Inbox, OrderConnection, connect_scheduler
+from headrace.engine.outbox import QUEUE_LIMIT, DeviceLinks, DeviceOutbox, EventOutbox, PlanOutbox
 from headrace.engine.parallel.groups import Groups, join_groups
 from headrace.engine.parallel.layer_split import ranges
 from headrace.engine.parallel.offers import Offer, offer
-from headrace.engine.parallel.pipeline import PipelineLinks
+from headrace.engine.parallel.pipeline import PipelineLinks, carrier
 from headrace.engine.runner import ModelRunner, Runner
 from headrace.engine.stub.runner import StubRunner
 from headrace.engine.telemetry.load_report import LoadingReport
@@ -79,7 +79,8 @@ def run(config: StageConfig) -> int:
     """
     device = torch.device(config.model.device)
     if device.type == "cuda":  # what names no device, such as NCCL's communicators and Triton's kernels, is on this one
-        torch.cuda.set_device(device.index or 0)
+        device = torch.device("cuda", device.index or 0)
+        torch.cuda.set_device(device)
     groups = join_groups(config, device)
     memory = KvMemory(config)
     try:
@@ -97,8 +98,15 @@ def _serve(config: StageConfig, memory: KvMemory, groups: Groups) -> int:
     with report:  # it has the connection meanwhile
         spec = model_spec(resolve_source(config.model.model), config.model.decoder, config.engine.cache_dir)
         runner, shared = _make_runner(config, spec, memory, groups, loading)
-    links = PipelineLinks(config.shared_layout, config.shared_rank, runner.hidden_spec, groups.tokens, config.credits)
-    inbox: queue.Queue[AnyOrder] = queue.Queue(QUEUE_LIMIT)
+    links = PipelineLinks(
+        config.shared_layout,
+        config.shared_rank,
+        runner.hidden_spec,
+        groups.tokens,
+        config.credits,
+        carrier(groups, runner.hidden_spec.device),
+    )
+    inbox: Inbox = queue.Queue(QUEUE_LIMIT)
     outbox = EventOutbox(context)
     meter = Meter(config.rank, clock)
     recorder = Recorder(config.rank, meter)
@@ -130,7 +138,7 @@ def _serve(config: StageConfig, memory: KvMemory, groups: Groups) -> int:
     # does.
     shutdown_wait_s = config.transfer.peer_timeout_s if config.session else SHUTDOWN_WAIT_S
     device = runner.hidden_spec.device
-    reports = DeviceOutbox(outbox, device, meter) if device.type == "cuda" else outbox
+    reports = _reports(config, groups, outbox, device, meter, inbox)
     loop = StageLoop(config.rank, runner, links, meter, inbox, reports, _passes(config, groups))
     status = _compute(loop, config, reports, shutdown_wait_s)
     if isinstance(reports, DeviceOutbox):
@@ -141,6 +149,17 @@ def _serve(config: StageConfig, memory: KvMemory, groups: Groups) -> int:
         copies.copier.join(timeout=5)
         copies.outbox.close_writer()
     return status
+
+
+def _reports(
+    config: StageConfig, groups: Groups, outbox: EventOutbox, device: torch.device, meter: Meter, inbox: Inbox
+) -> PlanOutbox:
+    """Where the compute thread reports to. A link that is found to be broken on the device is put into its inbox."""
+    if device.type == "cpu":
+        return outbox
+    watch = groups.watch
+    links = None if watch is None else DeviceLinks(watch, config.stage_timeout_s, inbox.put)
+    return DeviceOutbox(outbox, device, meter, links)
 
 
 def _passes(config: StageConfig, groups: Groups) -> PassSource | None:

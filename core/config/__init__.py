@@ -15,7 +15,7 @@ from headrace.core.config.model import (
 )
 from headrace.core.config.scheduler import Policy, SchedulerConfig
 from headrace.core.config.server import LogFormat, Role, Routing, ServerConfig
-from headrace.core.config.stages import STAGE_KEY_VARIABLE, GroupConfig, StageConfig
+from headrace.core.config.stages import STAGE_KEY_VARIABLE, GroupConfig, Links, StageConfig
 from headrace.core.config.tracing import TracingConfig
 from headrace.core.config.transfer import KvEventsConfig, TransferConfig
 
@@ -31,6 +31,7 @@ __all__ = [
     "GatewayConfig",
     "GroupConfig",
     "KvEventsConfig",
+    "Links",
     "LogFormat",
     "MlaForm",
     "ModelConfig",

@@ -13,6 +13,7 @@ from headrace.core.types.ranks.external import ExternalMember, parse_member
 from headrace.core.types.ranks.layout import Layout
 
 DpSync = Literal["cpu", "device"]
+Links = Literal["auto", "device", "host"]
 STAGE_KEY_VARIABLE = "HEADRACE_STAGE_KEY"
 
 
@@ -52,6 +53,15 @@ class GroupConfig(msgspec.Struct, frozen=True, kw_only=True):
             "waited for, device: among their GPUs",
         ),
     ] = "cpu"
+    links: Annotated[
+        Links,
+        Flag(
+            "links",
+            STAGES,
+            "how ranks on GPUs reach each other; device: by NCCL, host: through host memory, auto: by NCCL unless two "
+            "of them share a GPU",
+        ),
+    ] = "auto"
 
     @property
     def member(self) -> ExternalMember | None:
@@ -95,6 +105,8 @@ class StageConfig(msgspec.Struct, frozen=True, kw_only=True):
     """What the servers of the group agree on follows from these."""
     dp_sync: DpSync = "cpu"
     """Where they agree."""
+    links: Links = "auto"
+    """How ranks on GPUs reach each other."""
 
     @property
     def shared_layout(self) -> Layout:

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from typing import NamedTuple, Protocol
 
 import torch
+import torch.distributed as dist
 import xxhash
 from torch import Tensor
 
@@ -24,12 +25,16 @@ class LinkBroken(Exception):
 
 @contextmanager
 def breakable() -> Iterator[None]:
-    """Turn the RuntimeError that torch.distributed raises for a lost connection into LinkBroken; its text differs by
-    backend."""
+    """Turn the RuntimeError that torch.distributed raises for a lost connection into LinkBroken, and the ValueError for
+    a group that was aborted. Their texts differ by backend."""
     try:
         yield
     except RuntimeError as error:
         raise LinkBroken(str(error)) from error
+    except ValueError as error:
+        if dist.is_initialized():
+            raise
+        raise LinkBroken(f"the group was aborted: {error}") from error
 
 
 class Pending(Protocol):

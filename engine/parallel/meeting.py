@@ -77,6 +77,7 @@ def common_terms(config: StageConfig) -> dict[str, str]:
         "--tp": str(config.layout.tp),
         "--exchange": engine.exchange,
         "--dp-sync": config.dp_sync,
+        "--links": config.links,
         "rules of a pass": msgspec.json.encode(config.rules).decode(),
     }
 

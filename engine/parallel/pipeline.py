@@ -1,4 +1,4 @@
-"""Pipeline-parallel communication: hidden states forward, sampled tokens back (torch.distributed, NCCL or Gloo).
+"""Pipeline-parallel communication: hidden states forward, sampled tokens back, over carriers.py.
 
     stage 0 ──hidden──► stage 1 ──hidden──► stage 2        point to point, in plan order, shard t to shard t
        ▲                   ▲                   │
@@ -18,7 +18,6 @@ tensor's memory again.
 
 from collections import deque
 from collections.abc import Sequence
-from datetime import timedelta
 from typing import NamedTuple
 
 import torch
@@ -26,30 +25,20 @@ import torch.distributed as dist
 
 from headrace.core.messages.orders import Forward, PlanRow
 from headrace.core.types.ranks.layout import Layout
-from headrace.engine.collectives.operations import breakable
-from headrace.engine.collectives.torch_collectives import begun
-from headrace.engine.parallel.groups import leave_groups
+from headrace.engine.parallel.carriers import PATIENCE, Carrier, DirectCarrier, Moving, StagedCarrier
+from headrace.engine.parallel.groups import Groups, leave_groups
 from headrace.engine.row_sampler import FedTokens, Sampling
 from headrace.engine.runner import HiddenSpec
 
 RELEASED = -1  # in the place of a released request
-PATIENCE = timedelta(days=1)  # for hidden states: the scheduler knows a hang from a long pass
 TAGS = 1 << 31  # tags of point-to-point messages are below this
-
-
-class _Posted(NamedTuple):
-    """A send or receive of hidden states under way."""
-
-    tensor: torch.Tensor  # [tokens, hidden size]
-    work: dist.Work
 
 
 class _PendingTokens(NamedTuple):
     """A broadcast of sampled tokens whose result was not used yet."""
 
     requests: list[int]  # of the feeding rows; RELEASED for released ones
-    tokens: torch.Tensor  # int64 [feeding rows]
-    work: dist.Work
+    tokens: Moving  # int64 [feeding rows]
 
 
 class PipelineLinks:
@@ -59,10 +48,16 @@ class PipelineLinks:
     """
 
     def __init__(
-        self, layout: Layout, rank: int, hidden: HiddenSpec, tokens: dist.ProcessGroup | None, credits: int
+        self,
+        layout: Layout,
+        rank: int,
+        hidden: HiddenSpec,
+        tokens: dist.ProcessGroup | None,
+        credits: int,
+        carrier: Carrier | None = None,
     ) -> None:
         """hidden: width, dtype and device of hidden states. tokens: group of all ranks of the replica; None where this
-        is the only one. credits: plans that may be in flight."""
+        is the only one. credits: plans that may be in flight. carrier: None for tensors that go as they are."""
         place = layout.place(rank)
         self.first = place.stage == 0
         self.last = place.stage == layout.pp - 1
@@ -73,8 +68,9 @@ class PipelineLinks:
         self._next = rank + layout.dp * layout.tp
         self._hidden = hidden
         self._credits = credits
-        self._receives: dict[int, _Posted] = {}  # by the plan's seq
-        self._sends: deque[_Posted] = deque()
+        self._carrier = carrier or DirectCarrier(hidden.device)
+        self._receives: dict[int, Moving] = {}  # by the plan's seq
+        self._sends: deque[Moving] = deque()
         self._tokens: deque[_PendingTokens] = deque()
         self._token_group = tokens
 
@@ -83,24 +79,22 @@ class PipelineLinks:
         if self.first:
             return
         positions = sum(row.count for row in plan.rows)
-        hidden = torch.empty((positions, self._hidden.size), dtype=self._hidden.dtype, device=self._hidden.device)
-        with breakable():
-            self._receives[plan.seq] = _Posted(hidden, begun(dist.irecv(hidden, self._previous, tag=plan.seq % TAGS)))
+        shape, dtype = (positions, self._hidden.size), self._hidden.dtype
+        self._receives[plan.seq] = self._carrier.receive(shape, dtype, self._previous, plan.seq % TAGS)
 
     def receive(self, plan: Forward) -> torch.Tensor | None:
         """Wait for a plan's hidden states [tokens, hidden size] from the previous stage; None on the first stage."""
         if self.first:
             return None
-        return self._moved(self._receives.pop(plan.seq))
+        return self._receives.pop(plan.seq).wait(PATIENCE)
 
     def send(self, plan: Forward, hidden: torch.Tensor) -> int:
         """Send hidden states [tokens, hidden size] to the next stage without waiting for it; the tensor is kept until
         they are known to have arrived. Returns their bytes."""
         hidden = hidden.contiguous()
         while len(self._sends) >= self._credits:
-            self._moved(self._sends.popleft())
-        with breakable():
-            self._sends.append(_Posted(hidden, begun(dist.isend(hidden, self._next, tag=plan.seq % TAGS))))
+            self._sends.popleft().wait(PATIENCE)
+        self._sends.append(self._carrier.send(hidden, self._next, plan.seq % TAGS))
         return hidden.numel() * hidden.element_size()
 
     def broadcast(self, plan: Forward, sampling: Sampling | None) -> None:
@@ -112,15 +106,10 @@ class PipelineLinks:
         feeding = [row.request for row in plan.rows if row.feeds]
         if not feeding or self._token_group is None:
             return
-        if self._samples and sampling is not None:
-            tokens = sampling.fed.of(feeding)
-        else:
-            tokens = torch.empty(len(feeding), dtype=torch.int64, device=self._hidden.device)
-        with breakable():
-            while not self._embeds_broadcast and len(self._tokens) >= self._credits:
-                self._tokens.popleft().work.wait()
-            work = begun(dist.broadcast(tokens, src=self._sampler, group=self._token_group, async_op=True))
-            self._tokens.append(_PendingTokens(feeding, tokens, work))
+        tokens = sampling.fed.of(feeding) if self._samples and sampling is not None else len(feeding)
+        while not self._embeds_broadcast and len(self._tokens) >= self._credits:
+            self._tokens.popleft().tokens.wait()
+        self._tokens.append(_PendingTokens(feeding, self._carrier.broadcast(tokens, self._sampler, self._token_group)))
 
     def tokens_for(self, rows: Sequence[PlanRow]) -> list[FedTokens]:
         """The tokens of every broadcast up to the newest one that these rows need, oldest first.
@@ -134,10 +123,9 @@ class PipelineLinks:
         found: list[FedTokens] = []
         for _ in range(newest + 1):
             pending = self._tokens.popleft()
-            with breakable():
-                pending.work.wait()
+            tokens = pending.tokens.wait()
             places = {request: place for place, request in enumerate(pending.requests) if request != RELEASED}
-            found.append(FedTokens(places, pending.tokens))
+            found.append(FedTokens(places, tokens))
         return found
 
     def release(self, request: int) -> None:
@@ -151,11 +139,9 @@ class PipelineLinks:
         """Leave the group."""
         leave_groups()
 
-    def _moved(self, posted: _Posted) -> torch.Tensor:
-        """Wait for hidden states that are sent or received. Returns them."""
-        with breakable():
-            if self._hidden.device.type == "cpu":
-                posted.work.wait(PATIENCE)
-            else:
-                posted.work.wait()
-        return posted.tensor
+
+def carrier(groups: Groups, device: torch.device) -> Carrier:
+    """How hidden states and tokens pass between the ranks of these groups."""
+    if groups.staged:
+        return StagedCarrier(device)
+    return DirectCarrier(device, groups.incoming, groups.outgoing, groups.watch)

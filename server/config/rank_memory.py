@@ -32,7 +32,7 @@ def plan_ranks(
     device = terms.computation.device
     parts = [_part_of(terms, place, layers, shards, experts) for place in map(layout.place, layout.ranks)]
     if device != "cpu" and len(parts) > 1:
-        rooms = [memory_bytes or available_memory(own_device(device, rank)) for rank in layout.ranks]
+        rooms = [memory_bytes] * len(parts) if memory_bytes else _rooms(device, layout)
         planned = [terms.plan(part, kv_pages, room) for part, room in zip(parts, rooms, strict=True)]
         pages = min(each.memory.kv_pages for each in planned)
         host_room = memory_bytes or available_memory("cpu")
@@ -58,6 +58,12 @@ def plan_ranks(
     plans = [terms.plan(part, pages, room).memory for part, room in zip(parts, rooms, strict=True)]
     total = sum(each.page_bytes for each in plans) or 1  # pages of a model with nothing but states are empty
     return tuple(add_host_tier(each, host_pages, host_room * each.page_bytes // total) for each in plans)
+
+
+def _rooms(device: str, layout: Layout) -> list[int]:
+    """Bytes that each rank may allocate on its GPU; those that share one have equal parts."""
+    devices = [own_device(device, rank) for rank in layout.ranks]
+    return [available_memory(each) // devices.count(each) for each in devices]
 
 
 def _part_of(

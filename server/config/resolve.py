@@ -63,6 +63,8 @@ def resolve(config: Config, memory_bytes: int = 0) -> Resolved:
     member = config.group.member
     if config.group.dp_sync == "device" and device == "cpu":
         raise ConfigError("--dp-sync device is for GPUs and --device is cpu: leave it out, or write --dp-sync cpu")
+    if config.group.links == "device" and device == "cpu":
+        raise ConfigError("--links device is for GPUs and --device is cpu: leave it out")
     experts = plan_experts(config.model, config.engine, layout, spec, member)
     memory = plan_ranks(
         terms,

@@ -43,6 +43,7 @@ from headrace.core.runtime.process import (
 )
 from headrace.core.types.peers.addresses import host_port, is_loopback, url
 from headrace.core.version import headrace_version
+from headrace.engine.device import own_device
 from headrace.server.config.gateway import gateway_of
 from headrace.server.config.load import CPUINFO_VARIABLE
 from headrace.server.frontend import request_log
@@ -220,7 +221,7 @@ def _stage(config: Config, endpoint: str, rendezvous: str, rank: int, epoch: int
     if transfer.data_port:
         transfer = msgspec.structs.replace(transfer, data_port=transfer.data_port + rank)
     if model.device == "cuda" and len(config.scheduler.layout.ranks) > 1:
-        model = msgspec.structs.replace(model, device=f"cuda:{rank}")
+        model = msgspec.structs.replace(model, device=own_device(model.device, rank))
     return msgspec.structs.replace(
         _template(config),
         rank=rank,
@@ -250,4 +251,5 @@ def _template(config: Config) -> StageConfig:
         member=config.group.member,
         rules=config.scheduler.rules,
         dp_sync=config.group.dp_sync,
+        links=config.group.links,
     )

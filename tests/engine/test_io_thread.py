@@ -42,7 +42,7 @@ from headrace.engine.kv.pool import KVPool
 from headrace.engine.kv.tiers.copier import Copier
 from headrace.engine.kv.tiers.host_store import HostStore
 from headrace.engine.kv.tiers.pages import PoolPages
-from headrace.engine.orders import connect_scheduler
+from headrace.engine.orders import Inbox, connect_scheduler
 from headrace.engine.outbox import ComputedPlan, EventOutbox
 from headrace.engine.telemetry.meter import Meter, PlanRun
 from headrace.engine.telemetry.recorder import Recorder
@@ -73,7 +73,7 @@ class Bench:
             control = connect_scheduler(context, f"{DOOR}{outer.fileno()}", stage_identity(STAGE))
         store = ArrayPageStore(GEOMETRY, 1)
         transfer = TransferConfig()
-        self.inbox: queue.Queue[AnyOrder] = queue.Queue()
+        self.inbox: Inbox = queue.Queue()
         self.outbox = EventOutbox(context)
         meter = Meter(STAGE, SystemClock())
         copies = None

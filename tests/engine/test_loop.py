@@ -18,6 +18,7 @@ from headrace.core.types.requests.request import SamplingParams
 from headrace.engine.agreement import PassSource
 from headrace.engine.load_plan import plan_rank
 from headrace.engine.loop import StageLoop
+from headrace.engine.orders import Inbox
 from headrace.engine.outbox import ComputedPlan, EventOutbox
 from headrace.engine.parallel.pipeline import PipelineLinks
 from headrace.engine.stub.runner import StubRunner
@@ -49,7 +50,7 @@ def computed(
     meter: Meter | None = None,
 ) -> list[ComputedPlan]:
     with zmq.Context() as context:
-        inbox: queue.Queue[AnyOrder] = queue.Queue()
+        inbox: Inbox = queue.Queue()
         outbox = EventOutbox(context)
         for order in (*orders, ShutdownStage(seq=0)):
             inbox.put(order)

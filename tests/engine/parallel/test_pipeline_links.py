@@ -28,7 +28,7 @@ TIMEOUT_S = 120.0
 @pytest.fixture
 def world() -> Iterator[World]:
     made = World()
-    with patch("headrace.engine.parallel.pipeline.dist", made):
+    with patch("headrace.engine.parallel.carriers.dist", made):
         yield made
 
 

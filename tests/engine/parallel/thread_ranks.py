@@ -44,7 +44,7 @@ from headrace.core.types.requests.request import SamplingParams
 from headrace.engine.load_plan import plan_rank
 from headrace.engine.loop import StageLoop
 from headrace.engine.model.source import load_spec, resolve_source
-from headrace.engine.orders import OrderCheck
+from headrace.engine.orders import Inbox, OrderCheck
 from headrace.engine.outbox import QueuedPlan
 from headrace.engine.parallel.layer_split import ranges
 from headrace.engine.parallel.offers import offer
@@ -92,7 +92,7 @@ class ThreadRank:
         self.frames: queue.SimpleQueue[bytes] = queue.SimpleQueue()
         self.rank = rank
         self._server = server
-        self._inbox: queue.Queue[AnyOrder] = queue.Queue()
+        self._inbox: Inbox = queue.Queue()
         self._delays = random.Random(rank)
         self._threads = [
             threading.Thread(target=self._guarded, args=(work,)) for work in (self._compute, self._deliver)
@@ -330,7 +330,7 @@ class ThreadServer:
 def serving(layout: Layout, seed: int) -> Iterator[ThreadServer]:
     """A server for the length of a with block, after which its ranks are ended."""
     world = World()
-    with patch("headrace.engine.parallel.pipeline.dist", world):
+    with patch("headrace.engine.parallel.carriers.dist", world):
         server = ThreadServer(world, layout, seed)
         try:
             yield server

@@ -51,10 +51,10 @@ class World:
         with self._condition:
             return len(self._works[rank])
 
-    def isend(self, tensor: Tensor, dst: int, tag: int) -> Work:
+    def isend(self, tensor: Tensor, dst: int, group: None = None, tag: int = 0) -> Work:
         return self._post((self._own.rank, dst, tag), tensor)
 
-    def irecv(self, tensor: Tensor, src: int, tag: int) -> Work:
+    def irecv(self, tensor: Tensor, src: int, group: None = None, tag: int = 0) -> Work:
         return self._expect((src, self._own.rank, tag), tensor)
 
     def broadcast(self, tensor: Tensor, src: int, group: object, async_op: bool) -> Work:

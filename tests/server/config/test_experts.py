@@ -115,6 +115,9 @@ def test_what_servers_that_share_experts_cannot_do_is_refused(folder: Path) -> N
         resolved(folder, *shared)
     with pytest.raises(ConfigError, match="--dp-sync device is for GPUs and --device is cpu"):
         resolved(folder, "--dp-external", "0/2@127.0.0.1:9000", "--expert-parallel", "--dp-sync", "device")
+    with pytest.raises(ConfigError, match="--links device is for GPUs and --device is cpu"):
+        resolved(folder, "--tp", "2", "--links", "device")
+    resolved(folder, "--tp", "2", "--links", "host")
 
 
 def test_a_front_end_plans_experts_without_loading_torch(folder: Path) -> None:

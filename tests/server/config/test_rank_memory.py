@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from headrace.core.types.errors import ConfigError
+from headrace.core.types.ranks.layout import Layout
 from headrace.engine.model.expert_plan import plan_experts
 from headrace.engine.model.source import load_spec, resolve_source
 from headrace.server.config import rank_memory
@@ -35,6 +36,16 @@ def test_latents_count_once_per_shard(folder: Path, tp: int, monkeypatch: pytest
     assert len(resolve(config).memory) == tp
     with pytest.raises(ConfigError, match="of KV pages do not fit"):
         resolve(configure(*flags, "--kv-pages", "65"))
+
+
+@pytest.mark.parametrize(("gpus", "parts"), [(1, [20, 20, 20]), (2, [30, 30, 60]), (3, [60, 60, 60])])
+def test_ranks_that_share_a_gpu_have_equal_parts_of_it(
+    gpus: int, parts: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rank_memory, "available_memory", lambda device: 60)
+    monkeypatch.setattr(rank_memory, "own_device", lambda device, rank: f"{device}:{rank % gpus}")
+    found = rank_memory._rooms("cuda", Layout(3, 1, 1))
+    assert sorted(found) == parts
 
 
 def test_stages_of_a_model_with_nothing_but_states(tmp_path: Path) -> None:

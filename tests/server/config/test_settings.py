@@ -80,6 +80,7 @@ FLAGS = """\
 --kv-events-topic TEXT =
 --kv-memory SHARE [0..1] = 0.0
 --kv-pages N [0..] = 0
+--links {auto,device,host} = auto
 --log-format {text,json} = text
 --log-level {debug,info,warning,error} = info
 --lora TEXT =
