@@ -28,26 +28,26 @@ class Computation(NamedTuple):
         return self.dtype if self.native else "float32"
 
 
-def resolve_computation(model: ModelConfig, cpuinfo: str) -> Computation:
+def resolve_computation(model: ModelConfig, cpuinfo: str, *, elsewhere: bool = False) -> Computation:
     """What --device, --dtype and --quantize mean on this machine.
 
-    cpuinfo: as in EngineConfig. Raises ConfigError for a device that is not there, and a quantisation that it does not
-    compute in.
+    cpuinfo: as in EngineConfig. elsewhere: on another machine, that has the device. Raises ConfigError for a device
+    that is not there, and a quantisation that it does not compute in.
     """
-    device = resolve_device(model.device)
+    device = resolve_device(model.device, elsewhere=elsewhere)
     dtype = resolve_dtype(model.dtype, device, cpuinfo)
     return Computation(device, dtype, computes_in(dtype, device, model.quantize, cpuinfo))
 
 
-def resolve_device(device: str) -> str:
-    """The device that --device names; "auto" takes CUDA where a GPU works. Raises ConfigError for one that is not
-    there."""
+def resolve_device(device: str, *, elsewhere: bool = False) -> str:
+    """The device that --device names; "auto" takes CUDA where a GPU works. elsewhere: one that is named is there.
+    Raises ConfigError for one that is not there."""
     if device == "auto":
         return "cuda" if any(driver.exists() for driver in _GPU_DRIVERS) and _torch_finds_gpu() else "cpu"
     if device == "cpu":
         return device
     if device == "cuda" or device.startswith("cuda:"):
-        if not _torch_finds_gpu():
+        if not elsewhere and not _torch_finds_gpu():
             raise ConfigError(f"device {device} is not available here; write --device cpu")
         return device
     raise ConfigError(f"device {device!r} is not supported; supported are auto, cpu, cuda, cuda:N")
@@ -92,6 +92,13 @@ def has_matrix_units(dtype: str, device: str, cpuinfo: str) -> bool:
     if dtype == "float16":
         return bool(flags & {"amx_fp16", "avx512_fp16"})
     return has_bfloat16_vectors(cpuinfo) or bool(flags & {"amx_bf16", "bf16"})
+
+
+def has_float8_units(device: str) -> bool:
+    """Whether a GPU multiplies matrices in FP8: from compute capability 8.9 on."""
+    import torch
+
+    return torch.cuda.get_device_capability(device) >= (8, 9)
 
 
 def has_bfloat16_vectors(cpuinfo: str) -> bool:

@@ -7,6 +7,7 @@
 `headrace check` prints the same plans that stages load.
 """
 
+from importlib.util import find_spec
 from typing import NamedTuple
 
 import msgspec
@@ -14,14 +15,15 @@ import msgspec
 from headrace.core.config import DecoderChoice, EngineConfig, ModelConfig
 from headrace.core.types.errors import ConfigError, UnknownModel
 from headrace.core.types.kv.geometry import Geometry
-from headrace.engine.device import Computation, available_memory, resolve_computation
+from headrace.engine.device import Computation, available_memory, has_float8_units, resolve_computation
 from headrace.engine.kv.memory_plan import MemoryPlan, plan_memory, stage_geometry, weight_count
 from headrace.engine.library.spec_store import kept_spec
 from headrace.engine.model.config import ModelSpec
 from headrace.engine.model.expert_plan import own_experts
 from headrace.engine.model.lora import LoraAdapter, check_native, delta_count, open_adapters
+from headrace.engine.model.quantization_scheme import read_scheme
 from headrace.engine.model.sharding import RankPart, part_of, split_model
-from headrace.engine.model.source import ModelSource, load_spec, resolve_source
+from headrace.engine.model.source import ModelSource, load_spec, read_json, resolve_source
 
 
 class ModelTerms(NamedTuple):
@@ -37,6 +39,8 @@ class ModelTerms(NamedTuple):
     """Positions of the longest sequence."""
     adapters: tuple[LoraAdapter, ...] = ()
     """Of --lora."""
+    float8: bool = False
+    """Linear layers whose weights are published in FP8 keep these, and multiply in FP8."""
 
     @property
     def int8(self) -> bool:
@@ -57,6 +61,7 @@ class ModelTerms(NamedTuple):
             available_bytes,
             max_model_len=self.length,
             int8=self.int8,
+            float8=self.float8,
             kv_copies=kv_copies,
             adapter_weights=delta_count(part, self.adapters),
             kv_share=self.engine.kv_memory,
@@ -120,11 +125,14 @@ def model_spec(source: ModelSource, decoder: DecoderChoice = "auto", cache_dir: 
         raise ConfigError(f"{reason}{error}") from error
 
 
-def model_terms(model: ModelConfig, engine: EngineConfig, max_model_len: int = 0) -> ModelTerms:
+def model_terms(
+    model: ModelConfig, engine: EngineConfig, max_model_len: int = 0, *, elsewhere: bool = False
+) -> ModelTerms:
     """Find the model and resolve what is left to it and to the machine.
 
-    max_model_len: 0 takes the configured length, or the model's limit. Raises ConfigError for a model, device or length
-    that does not work here.
+    max_model_len: 0 takes the configured length, or the model's limit. elsewhere: on another machine, that has the
+    device and all that Headrace can use of it. Raises ConfigError for a model, device or length that does not work
+    here.
     """
     source = resolve_source(model.model)
     spec = model_spec(source, model.decoder, engine.cache_dir)
@@ -140,14 +148,23 @@ def model_terms(model: ModelConfig, engine: EngineConfig, max_model_len: int = 0
         raise ConfigError("--lora: the stub model has no adapters")
     if spec.library is None:
         check_native(adapters, spec)
+    computation = resolve_computation(model, engine.cpuinfo, elsewhere=elsewhere)
+    multiplies = computation.device != "cpu" and computation.dtype != "float32" and engine.compile != "off"
     return ModelTerms(
         model=model,
         engine=engine,
         source=source,
         spec=spec,
-        computation=resolve_computation(model, engine.cpuinfo),
+        computation=computation,
         length=spec.resolve_length(max_model_len or model.max_model_len),
         adapters=adapters,
+        float8=(
+            multiplies
+            and spec.library is None
+            and source.kind == "hf"
+            and read_scheme(source.path, read_json(source.path / "config.json"), read_json).float8
+            and (elsewhere or (find_spec("triton") is not None and has_float8_units(computation.device)))
+        ),
     )
 
 

@@ -179,7 +179,8 @@ class ModelRunner:
         checkpoint = open_checkpoint(terms.source, spec)
         loading.begin(plan.weights, memory.weight_bytes)
         self._part, self._max_model_len, self._pass_tokens = part, terms.length, engine.pass_tokens
-        precision = Precision(TORCH_DTYPES[dtype], TORCH_DTYPES[memory.weight_dtype], compute, terms.int8)
+        held = TORCH_DTYPES[memory.weight_dtype]
+        precision = Precision(TORCH_DTYPES[dtype], held, compute, terms.int8, terms.float8)
         arithmetic = choose_arithmetic(engine.compile, device, kernels or TorchArithmetic())
         self._decoder = _make_decoder(plan, checkpoint, loading, precision, arithmetic, kernels, exchanges, tp)
         loading.end()

@@ -36,6 +36,7 @@ from headrace.core.types.kv.geometry import Geometry
 from headrace.core.types.kv.kv_tiers import DISK, HOST
 from headrace.engine.agreement import FollowedPasses, PassSource, VotedPasses
 from headrace.engine.collectives.operations import LinkBroken, least
+from headrace.engine.device import resolve_computation
 from headrace.engine.io_thread import Copies, StageIoThread
 from headrace.engine.kv.device_pages import DevicePages, pinned_bytes
 from headrace.engine.kv.kv_memory import KvMemory
@@ -271,7 +272,9 @@ def _make_runner(
     """A warmed-up runner of this rank's layers and heads, and what of its pool is offered to peers. Raises ConfigError,
     and LinkBroken."""
     stage, tp = config.layout.place(config.rank).stage, groups.tp
-    experts = plan_experts(config.model, config.engine, config.layout, spec, config.member)
+    experts = plan_experts(
+        resolve_computation(config.model, config.engine.cpuinfo), config.engine, config.layout, spec, config.member
+    )
     exchanges = _exchanges(config, experts, groups, config.model.device)
     plan = plan_rank(
         config.model,

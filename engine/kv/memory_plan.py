@@ -123,6 +123,7 @@ def plan_memory(
     *,
     max_model_len: int = 0,
     int8: bool = False,
+    float8: bool = False,
     kv_copies: float = 1.0,
     adapter_weights: int = 0,
     kv_share: float = 0.0,
@@ -131,30 +132,29 @@ def plan_memory(
     """Decide in which dtype a rank holds its weights and how many KV pages it allocates.
 
     computation: where it is not native, weights are held in float32 if there is room, so that no forward pass converts
-    them. kv_pages: 0 takes kv_share of the memory that is left. max_model_len: 0 takes the model's limit. int8: linear
-    layers are in 8 bits. kv_copies: how often the memory holds each page, in ranks that share it. adapter_weights:
-    number of those of LoRA adapters, in the dtype of computation. kv_share: 0 takes, on a GPU, 90%, on a CPU pages for
-    65,536 tokens or 40% of the available memory, whichever is less. pass_tokens: of the largest forward pass, whose
-    activations a GPU keeps room for.
+    them. kv_pages: 0 takes kv_share of the memory that is left. max_model_len: 0 takes the model's limit. int8, float8:
+    linear layers are in 8 bits. kv_copies: how often the memory holds each page, in ranks that share it.
+    adapter_weights: number of those of LoRA adapters, in the dtype of computation. kv_share: 0 takes, on a GPU, 90%, on
+    a CPU pages for 65,536 tokens or 40% of the available memory, whichever is less. pass_tokens: of the largest forward
+    pass, whose activations a GPU keeps room for.
 
     Raises ConfigError when the weights and one request of max_model_len do not fit, or the configured pages do not.
     """
     length, exchange_bytes = part.spec.resolve_length(max_model_len), part.exchange_bytes
     geometry = stage_geometry(part, computation.dtype, page_size)
-    weights, weight_dtype = _weights(part, computation, available_bytes, int8=int8)
+    weights, weight_dtype = _weights(part, computation, available_bytes, int8=int8, float8=float8)
     adapters = adapter_weights * ITEM_BYTES[computation.compute_dtype]
     on_gpu = computation.device != "cpu"
     activations = activation_bytes(part, computation.dtype, pass_tokens, length) if on_gpu else 0
     room = int((available_bytes - weights - adapters - exchange_bytes - activations) / kv_copies)
     if room < geometry.page_bytes:
-        taken = f"the weights take {_mib(weights)}"
-        if activations:
-            taken += f", activations of {pass_tokens} tokens {_mib(activations)},"
-        if adapters:
-            taken += f", adapters {_mib(adapters)},"
-        if exchange_bytes:
-            taken += f", the exchange of tokens between experts {_mib(exchange_bytes)},"
-        raise ConfigError(f"{taken} and {_mib(available_bytes)} are available")
+        parts = {
+            f"activations of {pass_tokens} tokens": activations,
+            "adapters": adapters,
+            "the exchange of tokens between experts": exchange_bytes,
+        }
+        taken = [f"the weights take {_mib(weights)}", *(f"{what} {_mib(size)}" for what, size in parts.items() if size)]
+        raise ConfigError(f"{', '.join(taken)} and {_mib(available_bytes)} are available")
     share = kv_share or (GPU_KV_SHARE if on_gpu else 0.0)
     available = _Available(available_bytes, room, weights, kv_copies)
     pages, reason = _pool_pages(geometry, length, kv_pages, share, available)
@@ -168,7 +168,7 @@ def plan_memory(
         adapter_bytes=adapters,
         available_bytes=available_bytes,
         explanation=(
-            f"weights {_mib(weights)} ({'int8 and ' if int8 else ''}{weight_dtype}); "
+            f"weights {_mib(weights)} ({'int8 and ' if int8 else 'float8 and ' if float8 else ''}{weight_dtype}); "
             f"{f'adapters {_mib(adapters)}; ' if adapters else ''}"
             f"{f'activations of {pass_tokens} tokens {_mib(activations)}; ' if activations else ''}"
             f"{_pool(geometry, pages, reason)}"
@@ -216,17 +216,25 @@ def _pool_pages(geometry: Geometry, length: int, kv_pages: int, share: float, av
     )
 
 
-def _weights(part: RankPart, computation: Computation, available_bytes: int, *, int8: bool) -> tuple[int, str]:
+def _weights(
+    part: RankPart, computation: Computation, available_bytes: int, *, int8: bool, float8: bool
+) -> tuple[int, str]:
     """Bytes of weights, and the dtype of those that are not in 8 bits. All as in plan_memory()."""
     _, dtype, native = computation
     count = weight_count(part)
     kept = _never_in_8_bits(part) if int8 else 0
-    in_8_bits = linear_count(part) - kept if int8 else 0
+    in_8_bits = linear_count(part) - kept if int8 else _in_float8(part) if float8 else 0
     wide = not (native or int8 or 4 * count > WIDE_SHARE * available_bytes)
     item_bytes = ITEM_BYTES["float32" if wide else dtype]
     weights = (count - in_8_bits) * item_bytes + in_8_bits
     weights += 0 if native else kept * (4 - item_bytes)
     return weights, "float32" if wide else dtype
+
+
+def _in_float8(part: RankPart) -> int:
+    """Weights that stay in FP8 where they are published so: not those of MLA, whose rows are put into another order."""
+    attention = attention_weights(part.spec, part.shard) if part.spec.mla else 0
+    return linear_count(part) - len(part.layers) * attention
 
 
 def activation_bytes(part: RankPart, dtype: str, tokens: int, length: int) -> int:

@@ -183,7 +183,7 @@ class LibraryDecoder:
     def _compute_ourselves(self, blocks: nn.ModuleList, precision: Precision, leave: Collection[str]) -> None:
         """Have our arithmetic compute products and norms, in the precision of the stage. leave: see
         replace_products()."""
-        _, held, compute, int8 = precision
+        held, compute, int8 = precision.held, precision.compute, precision.int8
         packs = int8 or held == compute
         pack_held = self._arithmetic.pack if packs else TorchArithmetic().pack
 

@@ -20,7 +20,8 @@ from headrace.engine.model.families import BY_MODEL_TYPE
 from headrace.engine.model.float8 import Float8Weight
 from headrace.engine.model.gguf_file import ROPE_DIVISORS, GgufFile
 from headrace.engine.model.int8 import Int8Weight
-from headrace.engine.model.quantization import Form, Stored, find_forms, read_scheme
+from headrace.engine.model.quantization import Form, Stored, find_forms
+from headrace.engine.model.quantization_scheme import read_scheme
 from headrace.engine.model.source import ModelSource, read_json
 from headrace.engine.model.tensor_names import FLOATS, Shapes, model_tensors, refuse_unread
 

@@ -4,12 +4,12 @@ memory that it takes. Pure arithmetic.
 
 from typing import Literal, NamedTuple
 
-from headrace.core.config import EngineConfig, ModelConfig
+from headrace.core.config import EngineConfig
 from headrace.core.types.errors import ConfigError
 from headrace.core.types.kv.geometry import ITEM_BYTES
 from headrace.core.types.ranks.external import ExternalMember
 from headrace.core.types.ranks.layout import Layout, Place
-from headrace.engine.device import resolve_computation
+from headrace.engine.device import Computation
 from headrace.engine.model.config import ModelSpec
 from headrace.engine.model.moe_spec import MoeSpec
 
@@ -130,17 +130,20 @@ def check_experts(engine: EngineConfig, layout: Layout, spec: ModelSpec, member:
 
 
 def plan_experts(
-    model: ModelConfig, engine: EngineConfig, layout: Layout, spec: ModelSpec, member: ExternalMember | None = None
+    computation: Computation,
+    engine: EngineConfig,
+    layout: Layout,
+    spec: ModelSpec,
+    member: ExternalMember | None = None,
 ) -> ExpertPlan | None:
     """The division of experts; None for a dense model and for ranks that hold all experts.
 
     layout: of this server. member: which one it is of servers that share experts; None where it shares none. Raises
-    ConfigError for degrees that the model's experts do not fit, and for a device or dtype that is not there.
+    ConfigError for degrees that the model's experts do not fit.
     """
     check_experts(engine, layout, spec, member)
     if spec.moe is None or not (engine.expert_parallel or layout.tp > 1):
         return None
-    computation = resolve_computation(model, engine.cpuinfo)
     item_bytes = ITEM_BYTES[computation.compute_dtype]
     replicas = layout.dp if member is None else member.size
     dp, tp = replicas if engine.expert_parallel else 1, layout.tp

@@ -146,9 +146,10 @@ class TritonArithmetic(TorchArithmetic):
         launch(
             kernels.scaled_product, (triton.cdiv(rows, tile) + experts, triton.cdiv(columns, PRODUCT_TILE)),
             values, scales, weight.values, weight.scales, out if bias is None else bias, out,
-            grouped.ends if grouped else scales, rows, columns, x.shape[1] // BLOCK, SHARED=weight.rows, EXPERTS=experts, BIASED=bias is not None,
-            WIDE=triton.knobs.runtime.interpret, TILE_M=tile, TILE_N=PRODUCT_TILE, BLOCK=BLOCK,
-            EXPERT_BLOCK=_power(max(1, experts)), num_warps=4 if tile == FEW_ROWS else 8, num_stages=3,
+            grouped.ends if grouped else scales, rows, columns, x.shape[1] // BLOCK,
+            SHARED=weight.rows, EXPERTS=experts, BIASED=bias is not None, WIDE=triton.knobs.runtime.interpret,
+            TILE_M=tile, TILE_N=PRODUCT_TILE, BLOCK=BLOCK, EXPERT_BLOCK=_power(max(1, experts)),
+            num_warps=4 if tile == FEW_ROWS else 8, num_stages=3,
         )  # fmt: skip
         return out
 

@@ -10,7 +10,7 @@ from headrace.core.runtime.cpu import usable_cores
 from headrace.core.types.errors import ConfigError
 from headrace.core.types.ranks.coordinate import Rules
 from headrace.core.types.requests.images import ImageTerms
-from headrace.engine.device import resolve_device
+from headrace.engine.device import resolve_computation, resolve_device
 from headrace.engine.kv.memory_plan import MemoryPlan
 from headrace.engine.load_plan import model_spec, model_terms
 from headrace.engine.model.config import ModelSpec
@@ -54,8 +54,9 @@ def resolve(config: Config, memory_bytes: int = 0) -> Resolved:
         return _resolve_external(
             config, model_spec(resolve_source(config.model.model), config.model.decoder, config.server.cache_dir)
         )
-    config = _with_chunk(config, resolve_device(config.model.device))
-    terms = model_terms(config.model, config.engine)
+    elsewhere = memory_bytes > 0
+    config = _with_chunk(config, resolve_device(config.model.device, elsewhere=elsewhere))
+    terms = model_terms(config.model, config.engine, elsewhere=elsewhere)
     spec, device, dtype = terms.spec, terms.computation.device, terms.computation.dtype
     layers = _layers(config, spec)
     layout, shards = config.scheduler.layout, split_model(spec, config.scheduler.tp)
@@ -65,7 +66,7 @@ def resolve(config: Config, memory_bytes: int = 0) -> Resolved:
         raise ConfigError("--dp-sync device is for GPUs and --device is cpu: leave it out, or write --dp-sync cpu")
     if config.group.links == "device" and device == "cpu":
         raise ConfigError("--links device is for GPUs and --device is cpu: leave it out")
-    experts = plan_experts(config.model, config.engine, layout, spec, member)
+    experts = plan_experts(terms.computation, config.engine, layout, spec, member)
     memory = plan_ranks(
         terms,
         layout,
@@ -91,7 +92,9 @@ def _resolve_external(config: Config, spec: ModelSpec) -> Resolved:
     layout, shards = config.scheduler.layout, split_model(spec, config.scheduler.tp)
     check_offers(layout, shards, receives=config.server.role == "decode")
     check_experts(engine, layout, spec)
-    experts = plan_experts(msgspec.structs.replace(model, device="cpu"), engine, layout, spec)
+    experts = plan_experts(
+        resolve_computation(msgspec.structs.replace(model, device="cpu"), engine.cpuinfo), engine, layout, spec
+    )
     completed = _completed(_coordinated(config, experts), spec, model, engine)
     return Resolved(completed, (), rank_parts(layout, engine.pp_layers, shards, experts), _decoder(spec))
 

@@ -146,3 +146,18 @@ def test_check_says_what_a_model_takes(name: str, tmp_path: Path, capsys: pytest
     assert f"{model.kv_bytes} bytes per token" in memory
     assert commands.main(["check", *flags, "--dtype", "float16", "--memory-gib", "16"]) == 2
     assert "the weights take" in capsys.readouterr().err
+
+
+def test_deepseek_v3_in_float8_on_eight_gpus(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """141 GB each, of H200, are 131 GiB."""
+    publish(tmp_path, MODELS["DeepSeek-V3"])
+    flags = f"--model {tmp_path} --device cuda --dtype bfloat16 --tp 8 --max-model-len 32768".split()
+    assert commands.main(["check", *flags, "--memory-gib", "128"]) == 0
+    memory = [line for line in capsys.readouterr().out.splitlines() if line.startswith("# memory")]
+    assert len(memory) == 8
+    for line in memory:
+        weights = float(line.partition("weights ")[2].split(" MiB (float8 and bfloat16)")[0]) / 1024
+        assert 80 < weights < 88
+    assert commands.main(["check", *flags, "--memory-gib", "80"]) == 2
+    assert "the weights take" in capsys.readouterr().err
+    assert commands.main(["check", *flags, "--memory-gib", "128", "--compile", "off"]) == 2

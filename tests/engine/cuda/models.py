@@ -22,10 +22,11 @@ from headrace.engine.layers import native_decoder
 from headrace.engine.layers.exchange import Exchange, NoExchange, make_exchange
 from headrace.engine.load_plan import model_terms
 from headrace.engine.model import arithmetic
-from headrace.engine.model.arithmetic import HeadRules, KvSlots, TorchArithmetic
+from headrace.engine.model.arithmetic import HeadRules, KvSlots, TorchArithmetic, Weight
 from headrace.engine.model.expert_choice import ExpertChoice
 from headrace.engine.model.expert_plan import Way, own_experts
 from headrace.engine.model.expert_rows import SortedRows
+from headrace.engine.model.float8 import Float8Weight
 from headrace.engine.model.moe_spec import MoeSpec
 from headrace.engine.model.rope import rotate
 from headrace.engine.model.sharding import part_of, split_model
@@ -67,6 +68,13 @@ class _Weights:
 
     def read_int8(self, *_: object, **__: object) -> None:
         return None
+
+    def read_float8(self, _: str, shape: Sequence[int], rows: Any = None, columns: Any = None) -> Float8Weight | None:
+        values, scales = (
+            torch.empty(*shape, dtype=torch.float8_e4m3fn),
+            torch.empty(-(-shape[0] // 128), shape[1] // 128),
+        )
+        return Float8Weight(values, scales, 128).part(rows or range(shape[0]), columns or range(shape[1]))
 
 
 class _Serial:
@@ -138,6 +146,22 @@ class _Fused(TorchArithmetic):
         with self._gpu.as_one("gate", gate_up.nbytes * 3 // 2):
             return arithmetic.gate(gate_up)
 
+    def linear(self, x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
+        if not isinstance(weight, Float8Weight):
+            return super().linear(x, weight, bias)
+        return self._in_float8(x, weight, 1.0)
+
+    def grouped_linear(self, x: Tensor, weight: Tensor | Float8Weight, rows: SortedRows) -> Tensor:
+        if not isinstance(weight, Float8Weight):
+            return super().grouped_linear(x, weight, rows)
+        return self._in_float8(x, weight, self._share)
+
+    def _in_float8(self, x: Tensor, weight: Float8Weight, share: float) -> Tensor:
+        with self._gpu.as_one("quantize", int(share * x.nbytes * 3 // 2)):
+            values = x.to(torch.float8_e4m3fn)
+        with self._gpu.as_one("scaled_product", weight.values.nbytes):
+            return values.new_empty(len(x), weight.values.shape[-2], dtype=x.dtype)
+
     def place_heads(self, heads: Tensor, rules: HeadRules, cos: Tensor, sin: Tensor, slots: KvSlots | None) -> None:
         with self._gpu.as_one("place_heads", 2 * heads.nbytes + cos.nbytes):
             TorchArithmetic().place_heads(heads, rules, cos, sin, slots)
@@ -178,6 +202,7 @@ def fake_runner(
     whole: bool = False,
     halves: bool = False,
     way: Way | None = None,
+    float8: bool = False,
 ) -> Iterator[ModelRunner]:
     """A runner of some layers of a model, in bfloat16. folder: for its config.json. count: of layers. whole: of a model
     that has no other layers, with embedding and output head. halves: for passes that are cut. way: of the exchange
@@ -205,7 +230,7 @@ def fake_runner(
             ModelConfig(model=str(folder), dtype="bfloat16", device="cuda:0"),
             EngineConfig(page_size=PAGE_SIZE, kv_pages=KV_PAGES),
             LONGEST,
-        )
+        )._replace(float8=float8)
         moe = terms.spec.moe
         experts = len(own_experts(moe.experts, group.size, group.rank)) if moe and group.size > 1 else None
         exchanges: list[Exchange] = [NoExchange(moe.experts if moe else 0) for _ in range(2)] if halves else []

@@ -66,6 +66,17 @@ def test_replicas_that_share_experts_wait_for_nothing(gpu: FakeGpu, tmp_path: Pa
     assert not counts.syncs, counts.described()
 
 
+@pytest.mark.parametrize("name", ["llama-3.1-8b", "qwen3-30b-a3b", "deepseek-v3-tp8"])
+def test_products_in_float8_wait_for_nothing(gpu: FakeGpu, tmp_path: Path, name: str) -> None:
+    rows = [row(1, 0, 1500)]
+    with fake_runner(gpu, tmp_path, name, count=1, float8=True) as made:
+        hidden = incoming(made, rows)
+        with gpu.counted() as counts:
+            made.forward(rows, hidden)
+    assert not counts.syncs, counts.described()
+    assert counts.operations()["[scaled_product]"] == counts.operations()["[quantize]"] >= 4
+
+
 def test_a_mistake_in_devices_is_an_error_here(gpu: FakeGpu) -> None:
     with gpu, pytest.raises(RuntimeError, match=r"two( different)? devices,? cuda:0(,| and) cpu"):
         torch.ones(3, device="cuda") + torch.ones(3)
@@ -80,7 +91,7 @@ def test_activations_are_estimated_from_above(gpu: FakeGpu, tmp_path: Path, name
         rows = [row(1, 0, tokens)]
         made.forward(rows, incoming(made, rows))
         estimate = activation_bytes(made._part, "bfloat16", tokens, LONGEST)
-        assert gpu.peak - before <= estimate <= 1.6 * (gpu.peak - before)
+        assert gpu.peak - before <= estimate <= 1.8 * (gpu.peak - before)
 
 
 def test_a_start_tries_the_largest_pass(

@@ -151,5 +151,5 @@ def test_a_gpus_pool_takes_a_share_of_what_weights_and_activations_leave() -> No
         assert f"activations of 8192 tokens {activations / MIB:.1f} MiB" in plan.explanation
     on_cpu = plan_memory(part, FLOAT32, 16, 0, available, max_model_len=64, pass_tokens=tokens, kv_share=0.5)
     assert on_cpu.kv_bytes == pytest.approx(0.5 * (available - on_cpu.weight_bytes), rel=0.01)
-    with pytest.raises(ConfigError, match=r"activations of 8192 tokens .* MiB, and 1.0 MiB are available"):
+    with pytest.raises(ConfigError, match=r"activations of 8192 tokens .* MiB and 1.0 MiB are available"):
         plan_memory(part, gpu, 16, 0, MIB, max_model_len=64, pass_tokens=tokens)

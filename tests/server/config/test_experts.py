@@ -10,6 +10,7 @@ import pytest
 from headrace.core.config import Config
 from headrace.core.types.errors import ConfigError
 from headrace.core.types.ranks.coordinate import Rules
+from headrace.engine.device import resolve_computation
 from headrace.engine.model.expert_plan import plan_experts
 from headrace.engine.model.source import load_spec, resolve_source
 from headrace.server.config.resolve import Resolved, resolve
@@ -63,7 +64,12 @@ def test_ranks_of_a_stage_hold_each_expert_once_and_plan_their_memory(folder: Pa
     flags = ("--pp", "2", "--dp", str(dp), "--tp", str(tp), "--expert-parallel")
     config = resolve(configured(folder, flags)).config
     layout = config.scheduler.layout
-    plan = plan_experts(config.model, config.engine, layout, load_spec(resolve_source(str(folder))))
+    plan = plan_experts(
+        resolve_computation(config.model, config.engine.cpuinfo),
+        config.engine,
+        layout,
+        load_spec(resolve_source(str(folder))),
+    )
     assert plan is not None
     for stage in range(2):
         held = [plan.own(layout.place(rank)) for rank in layout.stage_ranks(stage)]

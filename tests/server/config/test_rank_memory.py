@@ -6,6 +6,7 @@ import pytest
 
 from headrace.core.types.errors import ConfigError
 from headrace.core.types.ranks.layout import Layout
+from headrace.engine.device import resolve_computation
 from headrace.engine.model.expert_plan import plan_experts
 from headrace.engine.model.source import load_spec, resolve_source
 from headrace.server.config import rank_memory
@@ -29,7 +30,12 @@ def test_latents_count_once_per_shard(folder: Path, tp: int, monkeypatch: pytest
     config, plans = found.config, found.memory
     page = tp * plans[0].page_bytes
     assert sum(plan.page_bytes for plan in plans) == page
-    experts = plan_experts(config.model, config.engine, config.scheduler.layout, load_spec(resolve_source(str(folder))))
+    experts = plan_experts(
+        resolve_computation(config.model, config.engine.cpuinfo),
+        config.engine,
+        config.scheduler.layout,
+        load_spec(resolve_source(str(folder))),
+    )
     held = sum(plan.weight_bytes for plan in plans)  # norms and routers on every shard
     other = held + (experts.exchange_bytes * tp if experts else 0)
     monkeypatch.setattr(rank_memory, "available_memory", lambda _: other + 64 * page)
