@@ -14,6 +14,7 @@ from torch import Tensor
 
 from headrace.core.runtime.native_library import load_library
 from headrace.engine.model.arithmetic import Arithmetic, Weight, linear
+from headrace.engine.model.float8 import Float8Weight
 from headrace.engine.model.int8 import Int8Weight
 from headrace.engine.native import onednn
 from headrace.engine.native.int8 import Int8Record, PackedInt8, pack_int8
@@ -123,6 +124,8 @@ class Kernels(Arithmetic):
         """
         if isinstance(weight, Int8Weight):
             return pack_int8(weight, self._int8_lanes)
+        if isinstance(weight, Float8Weight):
+            return weight
         if weight.dtype == torch.bfloat16 and onednn.has_bfloat16():
             return onednn.pack(weight)
         if weight.dtype != torch.float32 or weight.shape[0] % self._lanes:
@@ -134,7 +137,7 @@ class Kernels(Arithmetic):
         an x that is not dense or of another width, and MemoryError when there is no memory to quantise it."""
         if isinstance(weight, PackedInt8):
             return self._multiply_by_int8(x, weight, bias)
-        if isinstance(weight, Int8Weight) or x.dtype != torch.float32:
+        if isinstance(weight, Int8Weight | Float8Weight) or x.dtype != torch.float32:
             return _other_linear(x, weight, bias)
         packed = weight if weight.dtype == x.dtype else self.pack(weight.float())
         assert isinstance(packed, Tensor)
@@ -189,7 +192,12 @@ class Kernels(Arithmetic):
         """SwiGLU gate of a product: gate(linear(x, gate_up)), bit by bit. Raises what linear() raises."""
         if isinstance(gate_up, PackedInt8) and gate_up.columns % (2 * self._int8_lanes) == 0:
             return self._multiply_by_int8(x, gate_up, gate=True)
-        if isinstance(gate_up, Int8Weight) or gate_up.dtype != torch.float32 or len(gate_up) % 2 or gate_up.dim() != 3:
+        if (
+            isinstance(gate_up, Int8Weight | Float8Weight)
+            or gate_up.dtype != torch.float32
+            or len(gate_up) % 2
+            or gate_up.dim() != 3
+        ):
             return self.gate(self.linear(x, gate_up))
         depth = gate_up.shape[1]
         _require(x.is_contiguous() and x.shape[1] == depth and gate_up.is_contiguous())

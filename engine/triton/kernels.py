@@ -249,7 +249,7 @@ def scaled_product(
     tile = tl.program_id(0)
     first = tile * TILE_M
     last = rows
-    expert = 0
+    expert = tile * 0  # a number of Triton's
     if EXPERTS:
         number = tl.arange(0, EXPERT_BLOCK)
         owned = number < EXPERTS
@@ -268,8 +268,8 @@ def scaled_product(
     inside = column < columns
     inner = tl.arange(0, BLOCK)
     of_row = row.to(tl.int64) * blocks
-    of_column = (expert.to(tl.int64) if EXPERTS else 0) * columns + column.to(tl.int64)
-    shared = (expert if EXPERTS else 0) * tl.cdiv(columns, SHARED) + column // SHARED
+    of_column = expert.to(tl.int64) * columns + column.to(tl.int64)
+    shared = expert * tl.cdiv(columns, SHARED) + column // SHARED
     sums = tl.zeros([TILE_M, TILE_N], tl.float32)
     for block in range(blocks):
         a = tl.load(x + (of_row + block)[:, None] * BLOCK + inner[None, :], mask=there[:, None], other=0.0)

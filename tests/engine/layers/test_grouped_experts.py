@@ -7,7 +7,7 @@ from msgspec.structs import replace
 from torch import Tensor
 
 from headrace.engine.dtypes import Precision
-from headrace.engine.layers import grouped_experts
+from headrace.engine.model import arithmetic
 from headrace.engine.layers.grouped_experts import GroupedExperts
 from headrace.engine.layers.moe import Experts
 from headrace.engine.model.arithmetic import TorchArithmetic
@@ -41,7 +41,7 @@ def _unwritten_rows_are_nan(monkeypatch: pytest.MonkeyPatch) -> None:
         result[int(offs[-1]) :] = torch.nan
         return result
 
-    monkeypatch.setattr(grouped_experts.F, "grouped_mm", poisoned)
+    monkeypatch.setattr(arithmetic.F, "grouped_mm", poisoned)
 
 
 @pytest.mark.parametrize("own", [range(MOE.experts), range(3), range(2, 7), range(9, 11)])

@@ -124,5 +124,5 @@ def test_the_memory_plan_keeps_it_and_counts_own_experts_only() -> None:
     assert whole.weight_bytes - part.weight_bytes == 4 * fewer
     assert "exchange 1.0 MiB" in part.explanation
     assert "exchange" not in whole.explanation
-    with pytest.raises(ConfigError, match=r"the exchange of tokens between experts 16.0 MiB, and 16.0 MiB are"):
+    with pytest.raises(ConfigError, match=r"the exchange of tokens between experts 16.0 MiB and 16.0 MiB are"):
         plan_memory(part_of(spec, exchange_bytes=1 << 24), FLOAT32, 16, 0, 1 << 24, max_model_len=64)
