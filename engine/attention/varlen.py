@@ -80,7 +80,7 @@ class VarlenDense:
         keys, values = split_heads(expanded, rotated, nope_dim)
         value_dim, tokens, positions = values.shape[2], len(query), len(keys)
         width = ceil_div(max(keys.shape[2], value_dim), KERNEL_STEP) * KERNEL_STEP
-        heads = [F.pad(rows, (0, width - rows.shape[2])).contiguous() for rows in (query, keys, values)]
+        heads = [_widened(rows, width) for rows in (query, keys, values)]
         ends = [_ends([count], query.device) for count in (tokens, positions)]
         attended = varlen_attn(
             heads[0],
@@ -95,6 +95,13 @@ class VarlenDense:
         )
         assert isinstance(attended, Tensor)
         return attended[..., :value_dim]
+
+
+def _widened(rows: Tensor, width: int) -> Tensor:
+    """Heads [tokens, heads, ...] of this width, filled up with zeros, each dense."""
+    if rows.shape[2] == width:
+        return rows if rows.stride(2) == 1 else rows.contiguous()
+    return F.pad(rows, (0, width - rows.shape[2]))
 
 
 def _ends(lengths: list[int], device: torch.device) -> Tensor:

@@ -195,7 +195,7 @@ class LatentAttentionBlock:
         return part.expanded.attend(layer, query, latents, self._projections.expand)
 
     def _norm(self, rows: Tensor, weight: Tensor) -> Tensor:
-        return self._arithmetic.add_norm(rows.contiguous(), None, weight, INNER_NORM_EPS)
+        return self._arithmetic.add_norm(rows, None, weight, INNER_NORM_EPS)
 
 
 def _projections(

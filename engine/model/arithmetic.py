@@ -63,7 +63,8 @@ class Arithmetic(Protocol):
         ...
 
     def add_norm(self, hidden: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
-        """hidden [rows, width] += delta in place, unless delta is None; returns RMSNorm(hidden) * weight [width]."""
+        """hidden [rows, width] += delta in place, unless delta is None; returns RMSNorm(hidden) * weight [width]. Rows
+        may be strided where delta is None."""
         ...
 
     def rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> None:
@@ -85,8 +86,7 @@ class Arithmetic(Protocol):
         query, keys = heads[:, : rules.query_heads], heads[:, rules.query_heads : -rules.kv_heads]
         for part, weight in ((query, rules.q_norm), (keys, rules.k_norm)):
             if weight is not None:
-                # Rows of a single head are still a view of all heads, which the kernels do not take.
-                part.copy_(self.add_norm(part.flatten(0, 1).contiguous(), None, weight, rules.eps).view_as(part))
+                part.copy_(self.add_norm(part.flatten(0, 1), None, weight, rules.eps).view_as(part))
         self.rotate(heads[:, : -rules.kv_heads], cos, sin)
         if slots is not None:
             slots.write(heads[:, rules.query_heads :])

@@ -179,6 +179,8 @@ class Kernels(Arithmetic):
     def add_norm(self, hidden: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
         """hidden [rows, width] += delta in place, unless delta is None; returns RMSNorm(hidden) * weight [width]."""
         weight = weight.to(hidden.dtype).contiguous()
+        if delta is None:
+            hidden = hidden.contiguous()
         _require(hidden.is_contiguous() and (delta is None or (delta.is_contiguous() and delta.shape == hidden.shape)))
         _require(delta is None or delta.dtype == hidden.dtype)
         normed = torch.empty_like(hidden)

@@ -27,7 +27,7 @@ class TritonArithmetic(TorchArithmetic):
     said."""
 
     def add_norm(self, hidden: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
-        """See Arithmetic. Rows of hidden may be strided."""
+        """See Arithmetic."""
         rows, width = hidden.shape
         normed = torch.empty(rows, width, dtype=hidden.dtype, device=hidden.device)
         if rows:
