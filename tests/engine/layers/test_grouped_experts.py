@@ -7,9 +7,9 @@ from msgspec.structs import replace
 from torch import Tensor
 
 from headrace.engine.dtypes import Precision
-from headrace.engine.model import arithmetic
 from headrace.engine.layers.grouped_experts import GroupedExperts
 from headrace.engine.layers.moe import Experts
+from headrace.engine.model import arithmetic
 from headrace.engine.model.arithmetic import TorchArithmetic
 from headrace.engine.model.expert_choice import NO_EXPERT, ExpertChoice, choose
 from headrace.engine.model.weights import LayerReader
