@@ -1,7 +1,7 @@
 """What is to be run first on a GPU: the machine, kernels, whole passes, KV on its way, in ten minutes at the most.
 
-`python -m benchmarks.first_gpu_minutes`, one process, no network and no model files: weights of published shapes are
-made on the device. Every part goes on when another fails or its time is over; what is worth keeping is printed again at
+`python -m benchmarks.first_gpu_minutes`, no network and no model files: weights of published shapes are made on the
+device. Every part goes on when another fails or its time is over; what is worth keeping is printed again at
 the end. `--device cpu --tiny` runs every part that a CPU can.
 """
 
@@ -25,6 +25,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.arguments import add_threads, make_parser
+from benchmarks.first_gpu_kernels import own_kernels
+from benchmarks.first_gpu_servers import servers
 from benchmarks.profile import PAGE, rows_of
 from benchmarks.report import console, run
 from benchmarks.shapes import DEEPSEEK_V3, LLAMA_8B, QWEN3_30B_A3B
@@ -393,7 +395,7 @@ def first_line(error: BaseException) -> str:
 
 
 PARTS: tuple[Callable[[Minutes], None], ...] = (
-    machine, correctness, handoff, pages, second_process, kernels, passes,
+    machine, correctness, handoff, pages, second_process, kernels, own_kernels, passes, servers,
 )  # fmt: skip
 
 
