@@ -140,15 +140,31 @@ def model_terms(model: ModelConfig, engine: EngineConfig, max_model_len: int = 0
         raise ConfigError("--lora: the stub model has no adapters")
     if spec.library is None:
         check_native(adapters, spec)
+    computation = resolve_computation(model, engine.cpuinfo)
+    if engine.attention == "flashinfer":
+        _check_flashinfer(spec, computation.device)
     return ModelTerms(
         model=model,
         engine=engine,
         source=source,
         spec=spec,
-        computation=resolve_computation(model, engine.cpuinfo),
+        computation=computation,
         length=spec.resolve_length(max_model_len or model.max_model_len),
         adapters=adapters,
     )
+
+
+def _check_flashinfer(spec: ModelSpec, device: str) -> None:
+    """Raises ConfigError for a model or device whose attention FlashInfer does not compute."""
+    why = ""
+    if device == "cpu":
+        why = "it is for GPUs, and --device is cpu"
+    elif spec.mla is not None:
+        why = "this model attends to latents"
+    elif spec.library is not None:
+        why = "this model is computed by transformers' modules"
+    if why:
+        raise ConfigError(f"--attention flashinfer: {why}; leave it out")
 
 
 def plan_rank(

@@ -192,6 +192,10 @@ class ModelRunner:
         self.geometry = plan.geometry
         self.pool = KVPool(self.geometry, kv_pages, device, allocate)
         self._decoder.attach(self.pool)
+        layers = "torch's operators" if type(arithmetic) is TorchArithmetic else "Triton's kernels"
+        weights = "FP8 where they are published so" if precision.float8 else memory.weight_dtype
+        self.computed_by = f"attention by {self._decoder.attention}; layers by {layers}; weights in {weights}"
+        """What was chosen for a GPU, in words."""
         self.same_bits: bool | None = None
         if spec.library is not None:
             self._try_library(spec.library.architecture, distinct(terms.adapters))
@@ -397,6 +401,7 @@ def _make_decoder(
             mla_form=resolve_form(terms.engine.mla, device),
             kernels=kernels,
             native_units=native,
+            attention=terms.engine.attention,
             adapters=adapters,
         )
     from headrace.engine.library.decoder import LibraryDecoder  # imports transformers
