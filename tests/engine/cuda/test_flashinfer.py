@@ -1,5 +1,6 @@
 """Attention by FlashInfer on a GPU: what its passes launch and wait for, and plans that are in flight together."""
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -8,10 +9,15 @@ import numpy as np
 import pytest
 import torch
 
+from benchmarks.shapes import DEEPSEEK_V3, LLAMA_8B
+from headrace.core.config import EngineConfig, ModelConfig
+from headrace.core.types.errors import ConfigError
 from headrace.core.types.kv.geometry import Geometry
 from headrace.core.types.ranks.coordinate import Agreement
+from headrace.engine import device
 from headrace.engine.attention.paged import AttentionSpan
 from headrace.engine.kv.pool import KVPool
+from headrace.engine.load_plan import model_terms
 from tests.engine.attention import fake_flashinfer
 from tests.engine.attention.passes import attend
 from tests.engine.cuda.clocks import HOST
@@ -41,6 +47,24 @@ def test_keys_and_values_are_read_where_they_are(gpu: FakeGpu, tmp_path: Path, n
     assert cost.counts.operations()["[paged_attention]"] == 1
     assert cost.counts.operations()["index_select"] == 0
     assert not any("pageable" in way for way in cost.counts.copied)
+
+
+@pytest.mark.parametrize(
+    ("shape", "chosen", "why"),
+    [
+        (DEEPSEEK_V3, "cuda:0", "this model attends to latents"),
+        (LLAMA_8B, "cpu", "it is for GPUs, and --device is cpu"),
+    ],
+)
+def test_what_it_cannot_compute_is_refused_before_anything_is_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shape: dict[str, Any], chosen: str, why: str
+) -> None:
+    monkeypatch.setattr(device, "_torch_finds_gpu", lambda: True)
+    (tmp_path / "config.json").write_text(json.dumps(shape))
+    model = ModelConfig(model=str(tmp_path), dtype="bfloat16", device=chosen)
+    with pytest.raises(ConfigError, match=rf"^--attention flashinfer: {why}; leave it out$"):
+        model_terms(model, EngineConfig(attention="flashinfer"))
+    model_terms(model, EngineConfig())
 
 
 def test_halves_wait_for_nothing(gpu: FakeGpu, tmp_path: Path) -> None:
