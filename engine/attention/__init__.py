@@ -91,7 +91,5 @@ def _try_flashinfer(pool: KVPool, heads: int) -> tuple[Attention | None, str]:
         from headrace.engine.attention.flashinfer import try_flashinfer
 
         return try_flashinfer(pool, heads), ""
-    except torch.OutOfMemoryError:
-        raise
     except Exception as error:  # its compilers and bindings raise errors of many kinds
         return None, f"{type(error).__name__}: {error}".partition("\n")[0]

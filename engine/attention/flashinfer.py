@@ -47,7 +47,6 @@ class _Plans:
         size = pool.page_size
         counts, lengths = [span.count for span in spans], [span.start + span.count for span in spans]
         pages = [span.pages[: ceil_div(length, size)] for span, length in zip(spans, lengths, strict=True)]
-        self._launching = True
         self._wrapper.plan(
             self._host(_ends(counts)),
             self._host(_ends([len(each) for each in pages])),
@@ -61,6 +60,7 @@ class _Plans:
             q_data_type=pool.tensor.dtype,
             seq_lens=self._host(lengths),  # else it makes its own in pageable memory, which the host waits for
         )
+        self._launching = True
         if self._on_gpu:
             self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._copied.record()
