@@ -32,6 +32,11 @@ class Decoder(Protocol):
         """Counters of the experts of this stage's layers; None where they have none."""
         ...
 
+    @property
+    def attention(self) -> str:
+        """What computes attention, in words, once a pool is attached."""
+        ...
+
     def attach(self, pool: KVPool) -> None:
         """Where keys and values are; called once, before the first pass."""
         ...

@@ -150,6 +150,8 @@ def model_terms(
         check_native(adapters, spec)
     computation = resolve_computation(model, engine.cpuinfo, elsewhere=elsewhere)
     multiplies = computation.device != "cpu" and computation.dtype != "float32" and engine.compile != "off"
+    if engine.attention == "flashinfer":
+        _check_flashinfer(spec, computation.device)
     return ModelTerms(
         model=model,
         engine=engine,
@@ -166,6 +168,19 @@ def model_terms(
             and (elsewhere or (find_spec("triton") is not None and has_float8_units(computation.device)))
         ),
     )
+
+
+def _check_flashinfer(spec: ModelSpec, device: str) -> None:
+    """Raises ConfigError for a model or device whose attention FlashInfer does not compute."""
+    why = ""
+    if device == "cpu":
+        why = "it is for GPUs, and --device is cpu"
+    elif spec.mla is not None:
+        why = "this model attends to latents"
+    elif spec.library is not None:
+        why = "this model is computed by transformers' modules"
+    if why:
+        raise ConfigError(f"--attention flashinfer: {why}; leave it out")
 
 
 def plan_rank(

@@ -23,6 +23,7 @@ from headrace.engine.attention.paged import AttentionSpan
 from headrace.engine.collectives.operations import ALONE, Collectives, check_equal_sums, least
 from headrace.engine.decoder import Decoder
 from headrace.engine.device import has_bfloat16_vectors, has_int8_vectors, has_wide_vectors
+from headrace.engine.device_report import Chosen, log_device
 from headrace.engine.dtypes import TORCH_DTYPES, Precision
 from headrace.engine.grammar.compiler import GrammarCompiler
 from headrace.engine.kv.device_copies import place
@@ -193,6 +194,10 @@ class ModelRunner:
         self.geometry = plan.geometry
         self.pool = KVPool(self.geometry, kv_pages, device, allocate)
         self._decoder.attach(self.pool)
+        layers = "torch's operators" if type(arithmetic) is TorchArithmetic else "Triton's kernels"
+        weights = "FP8 where they are published so" if precision.float8 else memory.weight_dtype
+        self._computed_by = f"attention by {self._decoder.attention}; layers by {layers}; weights in {weights}"
+        self._available_bytes = memory.available_bytes
         self.same_bits: bool | None = None
         if spec.library is not None:
             self._try_library(spec.library.architecture, distinct(terms.adapters))
@@ -229,7 +234,8 @@ class ModelRunner:
 
     def warm_up(self, most: int = WARM_UP_TOKENS) -> None:
         """See Runner. Runs a chunk and a decoding row, so that kernels and threads exist before the first plan; on a
-        GPU the largest pass, too. Raises ConfigError when memory is too little for that."""
+        GPU the largest pass, too, and what was found and chosen is logged. Raises ConfigError when memory is too little
+        for that pass."""
         count = min(most, WARM_UP_TOKENS, self.pool.pages * self.geometry.page_size, self._max_model_len)
         pages = packed.pack(range(self.geometry.pages_for(count)))
         greedy = SamplingParams(temperature=0.0)
@@ -241,7 +247,10 @@ class ModelRunner:
             if self._part.last:
                 self.sample([row], hidden).result()
         if self.hidden_spec.device.type == "cuda":
-            self._try_largest_pass(min(most, self._pass_tokens, self.pool.pages * self.geometry.page_size))
+            positions = self.pool.pages * self.geometry.page_size
+            self._try_largest_pass(min(most, self._pass_tokens, positions))
+            chosen = Chosen(self._computed_by, self._pass_tokens, positions, self.pool.memory.nbytes)
+            log_device(self.hidden_spec.device, self.hidden_spec.dtype, self._available_bytes, chosen)
         self.release(WARM_UP_REQUEST)
 
     def _try_largest_pass(self, tokens: int) -> None:
@@ -398,6 +407,7 @@ def _make_decoder(
             mla_form=resolve_form(terms.engine.mla, device),
             kernels=kernels,
             native_units=native,
+            attention=terms.engine.attention,
             adapters=adapters,
         )
     from headrace.engine.library.decoder import LibraryDecoder  # imports transformers

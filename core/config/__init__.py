@@ -4,6 +4,7 @@ from headrace.core.config.config import Config
 from headrace.core.config.flag import Flag
 from headrace.core.config.gateway import GatewayConfig
 from headrace.core.config.model import (
+    AttentionChoice,
     Compile,
     DecoderChoice,
     Dtype,
@@ -21,6 +22,7 @@ from headrace.core.config.transfer import KvEventsConfig, TransferConfig
 
 __all__ = [
     "STAGE_KEY_VARIABLE",
+    "AttentionChoice",
     "Compile",
     "Config",
     "DecoderChoice",

@@ -10,6 +10,7 @@ from headrace.core.types.requests.images import ImageTerms
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 Quantize = Literal["none", "int8"]
 Compile = Literal["auto", "on", "off"]
+AttentionChoice = Literal["auto", "flashinfer", "torch"]
 DecoderChoice = Literal["auto", "native", "library"]
 MlaForm = Literal["auto", "absorbed", "expanded", "length"]
 Windows = Literal["keep", "free"]
@@ -116,6 +117,15 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
             "compile",
             MODEL,
             "fused kernels for GPUs, compiled by Triton at the start; auto: on a GPU where Triton is installed",
+        ),
+    ] = "auto"
+    attention: Annotated[
+        AttentionChoice,
+        Flag(
+            "attention",
+            MODEL,
+            "attention of our own layers on GPUs: flashinfer, which reads KV pages where they are, or torch's; auto: "
+            "flashinfer where headrace[flashinfer] is installed and works",
         ),
     ] = "auto"
     mla: Annotated[

@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 from torch import Tensor
 
-from headrace.core.config import MlaForm
+from headrace.core.config import AttentionChoice, MlaForm
 from headrace.core.runtime.progress import PassProgress
 from headrace.core.types.requests.images import ImageInput
 from headrace.engine.attention import choose_attention
@@ -58,13 +58,14 @@ class NativeDecoder:
         mla_form: MlaForm = "absorbed",
         kernels: Kernels | None = None,
         native_units: bool = True,
+        attention: AttentionChoice = "auto",
         adapters: Sequence[LoraAdapter] = (),
     ) -> None:
         """Read the weights of these layers, and of nothing else.
 
         positions: length of the rotary tables, the longest sequence. shard: the part of them to read, None for all. tp:
         the shards of this stage. exchanges: how the ranks of the stage share experts, one for each half of passes that
-        are cut; none for a rank that holds all. mla_form: see load_layer. kernels, native_units: see
+        are cut; none for a rank that holds all. mla_form: see load_layer. kernels, native_units, attention: see
         choose_attention(). adapters: of which rows of a pass may go through one each. Raises ConfigError for a missing
         or misshapen tensor.
         """
@@ -75,7 +76,11 @@ class NativeDecoder:
         self._precision = precision
         self._arithmetic = arithmetic
         self._mla_form, self._kernels, self._native_units = mla_form, kernels, native_units
+        self._wanted_attention: AttentionChoice = attention
+        self._heads = len(shard.heads)
         self._attention: Attention | None = None
+        self.attention = ""
+        """See Decoder."""
         # Packing is for weights in 8 bits or held in the compute dtype; others are converted for every product.
         packs = precision.int8 or precision.held == precision.compute
         pack = arithmetic.pack if packs else TorchArithmetic().pack
@@ -109,11 +114,18 @@ class NativeDecoder:
         self._cos, self._sin = cos.to(device), sin.to(device)
 
     def attach(self, pool: KVPool) -> None:
-        """See Decoder."""
+        """See Decoder. Raises ConfigError when an attention is wanted that does not work here."""
         if self._spec.mla is not None:
             self._attention = latent_attention(self._spec.mla, pool, self._mla_form, kernels=self._kernels)
+            self.attention = f"torch over latents (--mla {self._mla_form})"
         else:
-            self._attention = choose_attention(pool, native_units=self._native_units, kernels=self._kernels)
+            self._attention, self.attention = choose_attention(
+                pool,
+                native_units=self._native_units,
+                kernels=self._kernels,
+                wanted=self._wanted_attention,
+                heads=self._heads,
+            )
 
     def begin(self, tokens: Sequence[int], padded: int, cut: int = 0) -> None:
         """See Decoder and begin_pass()."""

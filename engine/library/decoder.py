@@ -101,6 +101,11 @@ class LibraryDecoder:
         }
         self._rings = {name for each in self._slots.values() if each.window for name in each.slot[:2]}
 
+    @property
+    def attention(self) -> str:
+        """See Decoder."""
+        return "transformers' modules"
+
     def attach(self, pool: KVPool) -> None:
         """See Decoder."""
         self._pool = pool

@@ -79,7 +79,7 @@ def test_nan_in_a_key_or_value_shows_in_all_that_see_it(kind: str, dtype: str, s
         attention: Attention = partial(SdpaPass, pool)
         if kind != "sdpa":
             kernels = load_kernels(wide=has_wide_vectors(cpuinfo(kind)), bfloat16=has_bfloat16_vectors(cpuinfo(kind)))
-            attention = choose_attention(pool, native_units=native, kernels=kernels)
+            attention = choose_attention(pool, native_units=native, kernels=kernels).begin
         compute = torch_dtype if native else torch.float32
         tokens = sum(span.count for span in spans)
         generator = torch.Generator().manual_seed(2)
@@ -128,7 +128,7 @@ def test_sixteen_bit_keys_are_attended_in_float32() -> None:
     spans = [AttentionSpan(20, 9, np.array([3, 1])), AttentionSpan(40, 1, np.array([0, 7, 5]))]
     low, high = make_pool(16, "bfloat16"), make_pool(16)
     high.tensor.copy_(low.tensor)
-    found = run(choose_attention(low, native_units=False), spans, torch.bfloat16)
+    found = run(choose_attention(low, native_units=False).begin, spans, torch.bfloat16)
     for one, other in zip(found, run(partial(SdpaPass, high), spans), strict=True):
         torch.testing.assert_close(one.float(), other, atol=1e-5, rtol=2**-8)  # one rounding, at the end
 
@@ -138,7 +138,7 @@ def test_the_cpus_matrix_units_are_given_sixteen_bits() -> None:
     spans = make_spans([(37, 60), (0, 150), (44, 1), (9, 1)], 16, PAGES, seed=3)
     low, high = make_pool(16, "bfloat16"), make_pool(16)
     high.tensor.copy_(low.tensor)
-    found = run(choose_attention(low, native_units=True), spans, torch.bfloat16)
+    found = run(choose_attention(low, native_units=True).begin, spans, torch.bfloat16)
     for one, other in zip(found, run(partial(SdpaPass, high), spans), strict=True):
         assert one.dtype == torch.bfloat16
         torch.testing.assert_close(one.float(), other, atol=2e-2, rtol=2e-2)

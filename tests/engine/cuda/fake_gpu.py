@@ -24,7 +24,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from functools import cache
 from pathlib import Path
-from types import TracebackType
+from types import SimpleNamespace, TracebackType
 from typing import Any, Self
 from unittest.mock import patch
 
@@ -40,6 +40,7 @@ from tests.engine.cuda.clocks import HOST, Clock, Clocks, Race, Unit
 ROOT = Path(__file__).parents[3]
 OURS = tuple(f"{ROOT / name}/" for name in ("engine", "transfer", "scheduler", "peer"))
 TOTAL_BYTES = 80 << 30
+PROPERTIES = SimpleNamespace(name="No GPU", major=9, minor=0)
 # Operations whose results have no values yet, and all that launch nothing.
 NO_VALUES = ("empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided")
 FREE = {*NO_VALUES, "detach", "alias", "lift_fresh", "_unsafe_view", "_reshape_alias", "is_pinned", "set_", "resize_"}
@@ -411,6 +412,7 @@ def _patches(gpu: FakeGpu) -> Iterator[Any]:
     yield patch.object(torch.cuda, "max_memory_allocated", lambda *_: gpu.peak)
     yield patch.object(torch.cuda, "reset_peak_memory_stats", reset_peak)
     yield patch.object(torch.cuda, "device_count", lambda: 8)
+    yield patch.object(torch.cuda, "get_device_properties", lambda *_: PROPERTIES)
     yield patch.object(torch.cuda, "mem_get_info", lambda *_: (gpu._free, TOTAL_BYTES))
 
 

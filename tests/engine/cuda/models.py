@@ -256,7 +256,7 @@ class Cost(NamedTuple):
     """Of the pass through one layer, with its lines."""
 
 
-PRODUCTS = ("mm", "addmm", "bmm", "_grouped_mm", "_varlen_attn")
+PRODUCTS = ("mm", "addmm", "bmm", "_grouped_mm", "_varlen_attn", "[paged_attention]")
 
 
 def pass_cost(gpu: FakeGpu, folder: Path, name: str, rows: Sequence[PlanRow]) -> Cost:

@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import headrace.engine.layers.native_decoder
 from headrace.core.types.requests.request import SamplingParams, TokenLogprob
+from headrace.engine.attention import ChosenAttention
 from headrace.engine.attention.varlen import VarlenPass
 from headrace.engine.model.arithmetic import TorchArithmetic
 from headrace.engine.model.checkpoint import open_checkpoint
@@ -76,7 +77,9 @@ def cpu_with_units(patch: pytest.MonkeyPatch) -> str:
 def gpu(patch: pytest.MonkeyPatch) -> str:
     """What a GPU is given to do, down to its flash kernel."""
     patch.setattr(
-        headrace.engine.layers.native_decoder, "choose_attention", lambda pool, **others: partial(VarlenPass, pool)
+        headrace.engine.layers.native_decoder,
+        "choose_attention",
+        lambda pool, **others: ChosenAttention(partial(VarlenPass, pool), "flash"),
     )
     patch.setattr(headrace.engine.runner, "choose_arithmetic", lambda *others: TorchArithmetic())
     return cpuinfo("bf16")

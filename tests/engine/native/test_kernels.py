@@ -210,9 +210,9 @@ def test_who_computes_attention(kernels: Kernels) -> None:
     for dtype in ("float32", "bfloat16", "float16"):
         pool = KVPool(Geometry(dtype, 1, 1, 16, 16), 2)
         for native_units in (False, True):
-            chosen = choose_attention(pool, native_units=native_units, kernels=kernels)
+            chosen = choose_attention(pool, native_units=native_units, kernels=kernels).begin
             assert isinstance(chosen(spans), NativePass)
-        assert isinstance(choose_attention(pool, native_units=True, kernels=None)(spans), CpuPass)
+        assert isinstance(choose_attention(pool, native_units=True, kernels=None).begin(spans), CpuPass)
 
 
 @pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.full), "bfloat16"])

@@ -33,6 +33,7 @@ FLAGS = """\
 --allowed-host TEXT =
 --allowed-image-host TEXT =
 --api-key TEXT =
+--attention {auto,flashinfer,torch} = auto
 --bootstrap-port N [0..65535] = 0
 --bootstrap-timeout SECONDS [0.001..] = 30.0
 --cache-dir TEXT =
