@@ -11,9 +11,11 @@ from headrace.core.config import AttentionChoice
 from headrace.core.types.errors import ConfigError
 from headrace.engine.attention.cpu import CpuPass
 from headrace.engine.attention.gpu import SdpaPass
-from headrace.engine.attention.native import NativePass
+from headrace.engine.attention.native import NativePass, NativeWork
 from headrace.engine.attention.paged import Attention
+from headrace.engine.attention.work import MakeWork
 from headrace.engine.kv.pool import KVPool
+from headrace.engine.model.arithmetic import Arithmetic
 from headrace.engine.native.kernel_calls import Kernels
 
 log = logging.getLogger(__name__)
@@ -63,6 +65,18 @@ def choose_attention(
 
     name = f"torch's flash kernel behind a gather (FlashInfer: {reason})"
     return ChosenAttention(partial(VarlenPass, pool), name)
+
+
+def choose_work(kernels: Kernels | None, arithmetic: Arithmetic) -> MakeWork | None:
+    """What attends to pages in passes of models whose layers differ: native kernels or our own in Triton; None where
+    there are neither."""
+    if kernels is not None:
+        return partial(NativeWork, kernels)
+    if not arithmetic.compiled:
+        return None
+    from headrace.engine.attention.triton_work import TritonWork
+
+    return TritonWork
 
 
 def _on_cpu(pool: KVPool) -> bool:

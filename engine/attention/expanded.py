@@ -8,8 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from headrace.engine.attention.native import NativeWork, PagedRows
+from headrace.engine.attention.native import NativeWork
 from headrace.engine.attention.paged import AttentionSpan, SlotWriter, slot_index
+from headrace.engine.attention.work import PagedRows
 from headrace.engine.kv.pool import KVPool
 from headrace.engine.model.mla_spec import MlaSpec
 from headrace.engine.native.kernel_calls import Kernels

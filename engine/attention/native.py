@@ -15,13 +15,12 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from headrace.core.types.kv.geometry import ceil_div
 from headrace.engine.attention.paged import AttentionPass, AttentionSpan, SlotWriter, first_slots
+from headrace.engine.attention.work import PagedRows, Ranges, RowWork
 from headrace.engine.kv.pool import KVPool
 from headrace.engine.native.kernel_calls import (
     ALL_SEGMENTS,
@@ -56,34 +55,6 @@ class Item(NamedTuple):
     tokens: int
     segment: int = ALL_SEGMENTS
     partial: int = 0
-
-
-class PagedRows(NamedTuple):
-    """Keys and values as the kernels find them: [pages, layers, kv_heads, page_size, width] each."""
-
-    keys: Tensor
-    values: Tensor | None
-    """None where a value is the first elements of its key, which all heads share: a latent."""
-    value_width: int
-
-    @classmethod
-    def of_pool(cls, pool: KVPool) -> "PagedRows":
-        """The keys and values of a pool."""
-        keys, values = pool.tensor.unbind(2)
-        return cls(keys, values, values.shape[-1])
-
-    @classmethod
-    def of_latents(cls, pool: KVPool, value_width: int) -> "PagedRows":
-        """The latents of a pool, whose first elements are values."""
-        return cls(pool.tensor[:, :, 0], None, value_width)
-
-
-class Ranges(NamedTuple):
-    """The positions [begin, end) that each row of a batch attends to: int32 [rows] each, on the host. Neither decreases
-    from a row of a request to the next."""
-
-    begins: NDArray[np.int32]
-    ends: NDArray[np.int32]
 
 
 class NativePass(AttentionPass):
@@ -124,7 +95,7 @@ class NativePass(AttentionPass):
         self._kernels.write_slots(keys_values, of_layer, self._pool.slots, self._pool.page_size)
 
 
-class NativeWork:
+class NativeWork(RowWork):
     """Kernel calls over keys and values that are in memory already, by work items that are planned once."""
 
     def __init__(
@@ -152,8 +123,7 @@ class NativeWork:
         self._pass: PassRecord | None = None  # made by the first attend(), which knows the number of query heads
 
     def attend(self, layer: int, query: Tensor, sinks: Tensor | None = None) -> Tensor:
-        """Attention: query [tokens, heads, width] → [tokens, heads, value_width]. sinks: one more score of each head
-        [heads], which has no value."""
+        """See RowWork."""
         if self._pass is None:
             self._pass = self._plan(query.shape[1])
         of_layer = None if sinks is None else (sinks.float() * LOG2_E).contiguous()

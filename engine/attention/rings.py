@@ -4,7 +4,7 @@
              │ 320…383 │ 384… ● │ 128…191│ 192…255│ 256…319    position p is in place p mod 320; ● is written next
 
 A chunk may have more tokens than a ring has places beside its window, so they are written and attended to a step of
-them at a time. By the native kernels, to which a step of a ring is a page, else by plain torch.
+them at a time. By kernels, to which a step of a ring is a page (work.py), else by plain torch.
 """
 
 from collections.abc import Iterable, Sequence
@@ -17,12 +17,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from headrace.core.types.kv.geometry import RING_STEP, ceil_div
-from headrace.engine.attention.native import NativeWork, PagedRows, Ranges
 from headrace.engine.attention.paged import AttentionSpan
 from headrace.engine.attention.slots import LayerSlot, Scores, plain_attention
+from headrace.engine.attention.work import MakeWork, PagedRows, Ranges, RowWork
 from headrace.engine.kv.device_copies import place
 from headrace.engine.kv.pool import KVPool
-from headrace.engine.native.kernel_calls import Kernels
 
 
 class RingStep(NamedTuple):
@@ -40,13 +39,13 @@ class RingStep(NamedTuple):
 class RingPass:
     """Attention of one forward pass over rows, of layers with a window."""
 
-    def __init__(self, pool: KVPool, kernels: Kernels | None, spans: Sequence[AttentionSpan]) -> None:
-        """kernels: None computes by torch."""
+    def __init__(self, pool: KVPool, make_work: MakeWork | None, spans: Sequence[AttentionSpan]) -> None:
+        """make_work: None computes by torch."""
         self._pool = pool
-        self._kernels = kernels if pool.tensor.device.type == "cpu" else None
+        self._make_work = make_work
         self._spans = spans
         self._steps: dict[tuple[int, int], list[RingStep]] = {}
-        self._work: dict[tuple[object, ...], list[NativeWork]] = {}
+        self._work: dict[tuple[object, ...], list[RowWork]] = {}
         self._kept: list[Ranges] = []  # alive, so that their ids stay theirs
 
     def resume(self, tensors: Iterable[str]) -> None:
@@ -75,7 +74,7 @@ class RingPass:
         rings = tuple(self._pool.tensors[name] for name in (slot.keys, slot.values))
         own = rings[0][:, slot.layer, 0], rings[1][:, slot.layer, -1]  # [slots, kv_heads, places, width]
         steps = self._steps_of(rings[0])
-        work = None if self._kernels is None else self._native(slot, query.shape[1], scores, ranges, steps)
+        work = None if self._make_work is None else self._planned(slot, query.shape[1], scores, ranges, steps)
         parts = []
         for number, step in enumerate(steps):
             for ring, rows in zip(own, (keys, values), strict=True):
@@ -95,18 +94,16 @@ class RingPass:
             rings = self._pool.tensors[name]
             rings[to].copy_(rings[source])
 
-    def _native(
+    def _planned(
         self, slot: LayerSlot, heads: int, scores: Scores, ranges: Ranges, steps: Sequence[RingStep]
-    ) -> list[NativeWork]:
-        assert self._kernels is not None
+    ) -> list[RowWork]:
+        assert self._make_work is not None
         key = slot.keys, slot.values, heads, scores.scale, scores.softcap, id(ranges)
         if key not in self._work:
             keys, values = self._pool.tensors[slot.keys], self._pool.tensors[slot.values]
             rows = PagedRows(_pages(keys, 0), _pages(values, values.shape[2] - 1), values.shape[-1])
             self._work[key] = [
-                NativeWork(
-                    self._kernels, step.spans, rows, scores.scale, softcap=scores.softcap, ranges=_of_rows(ranges, step)
-                )
+                self._make_work(step.spans, rows, scores.scale, softcap=scores.softcap, ranges=_of_rows(ranges, step))
                 for step in steps
             ]
             self._kept.append(ranges)

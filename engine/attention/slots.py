@@ -1,7 +1,7 @@
 """Attention over any tensors of a pool: layers whose keys and values lie in tensors of their own, of other widths, that
 write and attend apart, or attend to what another layer has written.
 
-By the native kernels where there are any, else by plain torch, row by row.
+By kernels where there are any (work.py), else by plain torch, row by row.
 """
 
 from collections.abc import Sequence
@@ -11,11 +11,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from headrace.engine.attention.native import NativeWork, PagedRows, Ranges
 from headrace.engine.attention.paged import AttentionSpan
+from headrace.engine.attention.work import MakeWork, PagedRows, Ranges, RowWork
 from headrace.engine.kv.device_copies import place
 from headrace.engine.kv.pool import KVPool
-from headrace.engine.native.kernel_calls import Kernels
 
 
 class LayerSlot(NamedTuple):
@@ -42,14 +41,14 @@ class Scores(NamedTuple):
 class SlotPass:
     """Attention of one forward pass over rows; keys and values are written before they are attended to."""
 
-    def __init__(self, pool: KVPool, kernels: Kernels | None, spans: Sequence[AttentionSpan]) -> None:
-        """Prepare the indices of all rows. kernels: None computes by torch."""
+    def __init__(self, pool: KVPool, make_work: MakeWork | None, spans: Sequence[AttentionSpan]) -> None:
+        """Prepare the indices of all rows. make_work: None computes by torch."""
         self.spans = spans
         self._pool = pool
-        self._kernels = kernels if pool.tensor.device.type == "cpu" else None
+        self._make_work = make_work
         self._own = self._where([(span, span.start) for span in spans])
         self._all: tuple[Tensor, Tensor] | None = None  # made by the first layer that gathers
-        self._work: dict[tuple[object, ...], NativeWork] = {}
+        self._work: dict[tuple[object, ...], RowWork] = {}
         self._kept: list[Ranges] = []  # alive, so that their ids stay theirs
 
     def write(self, slot: LayerSlot, keys: Tensor, values: Tensor) -> None:
@@ -70,14 +69,12 @@ class SlotPass:
         """query [tokens, heads, width] → [tokens, heads, width of values]. ranges: what each token attends to; None:
         causally, all up to itself."""
         keys, values = self._views(slot)
-        if self._kernels is None:
+        if self._make_work is None:
             return torch.cat([self._plain(slot, query, scores, ranges, number) for number in range(len(self.spans))])
         key = slot.keys, slot.values, query.shape[1], scores.scale, scores.softcap, id(ranges)
         if key not in self._work:
             rows = PagedRows(keys, values, values.shape[-1])
-            self._work[key] = NativeWork(
-                self._kernels, self.spans, rows, scores.scale, softcap=scores.softcap, ranges=ranges
-            )
+            self._work[key] = self._make_work(self.spans, rows, scores.scale, softcap=scores.softcap, ranges=ranges)
             if ranges is not None:
                 self._kept.append(ranges)
         rows_of = query if query.stride()[1:] == (query.shape[2], 1) else query.contiguous()

@@ -10,9 +10,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from headrace.engine.attention.native import Ranges
 from headrace.engine.attention.rings import RingPass
 from headrace.engine.attention.slots import LayerSlot, Scores, SlotPass, plain_attention
+from headrace.engine.attention.work import Ranges
 from headrace.engine.library.cache import CacheOwner, RowsCache
 from headrace.engine.library.hooks import Asked, Mask, positions_seen
 from headrace.engine.library.modules import PackedExperts

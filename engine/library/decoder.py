@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from headrace.core.runtime.progress import LoadProgress, PassProgress
 from headrace.core.types.requests.images import ImageInput
+from headrace.engine.attention import choose_work
 from headrace.engine.attention.paged import AttentionSpan, ImageRows
 from headrace.engine.attention.rings import RingPass
 from headrace.engine.attention.slots import LayerSlot, SlotPass
@@ -69,7 +70,8 @@ class LibraryDecoder:
         assert spec.library is not None
         self.progress = PassProgress()
         library = spec.library
-        self._spec, self._arithmetic, self._kernels = spec, arithmetic, kernels
+        self._spec, self._arithmetic = spec, arithmetic
+        self._make_work = choose_work(kernels, arithmetic)
         self._shard, self._tp = shard, tp
         self._pool: KVPool | None = None
         self._model = load_model(source, checkpoint, layers, precision.model, loading, shard).to(device)
@@ -125,8 +127,8 @@ class LibraryDecoder:
     def forward(self, hidden: Tensor, positions: Tensor, spans: Sequence[AttentionSpan]) -> Tensor:
         """See Decoder. Of the last stage the states are behind the model's final norm."""
         assert self._pool is not None, "attach() comes first"
-        attention = SlotPass(self._pool, self._kernels, spans)
-        rings = RingPass(self._pool, self._kernels, spans)
+        attention = SlotPass(self._pool, self._make_work, spans)
+        rings = RingPass(self._pool, self._make_work, spans)
         rings.resume(self._rings)
         batch = Batch(
             attention, rings, self._slots, self._states, positions, self._spec.layers, one_by_one=self.one_by_one

@@ -49,6 +49,9 @@ class Arithmetic(Protocol):
     Operations of several steps are here as those steps; an implementation may have a kernel for all of them.
     """
 
+    compiled: bool = False
+    """Kernels are compiled for the device, by Triton."""
+
     def pack(self, weight: Weight) -> Weight:
         """A weight [out, in] in the layout that linear() multiplies fastest, for rows of the same dtype if it is not in
         8 bits."""

@@ -26,6 +26,8 @@ class TritonArithmetic(TorchArithmetic):
     first call with new widths: all of them by the first forward pass. Rows are contiguous unless something else is
     said."""
 
+    compiled = True
+
     def add_norm(self, hidden: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
         """See Arithmetic."""
         rows, width = hidden.shape
@@ -147,7 +149,7 @@ class TritonArithmetic(TorchArithmetic):
             kernels.scaled_product, (triton.cdiv(rows, tile) + experts, triton.cdiv(columns, PRODUCT_TILE)),
             values, scales, weight.values, weight.scales, out if bias is None else bias, out,
             grouped.ends if grouped else scales, rows, columns, x.shape[1] // BLOCK,
-            SHARED=weight.rows, EXPERTS=experts, BIASED=bias is not None, WIDE=triton.knobs.runtime.interpret,
+            SHARED=weight.rows, EXPERTS=experts, BIASED=bias is not None, WIDE=kernels.INTERPRETED,
             TILE_M=tile, TILE_N=PRODUCT_TILE, BLOCK=BLOCK, EXPERT_BLOCK=_power(max(1, experts)),
             num_warps=4 if tile == FEW_ROWS else 8, num_stages=3,
         )  # fmt: skip

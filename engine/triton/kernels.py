@@ -7,6 +7,9 @@ Each rounds where TorchArithmetic does. Imported where Triton is installed.
 import triton
 import triton.language as tl
 
+INTERPRETED: bool = triton.knobs.runtime.interpret
+"""Whether these kernels are run by Triton's interpreter, on the CPU. It multiplies raw bits of what is no float32."""
+
 
 @triton.jit
 def add_norm(hidden, delta, weight, normed, width, eps, step, ADDS: tl.constexpr, BLOCK: tl.constexpr):
@@ -285,3 +288,77 @@ def scaled_product(
         sums += tl.load(bias + column, mask=inside, other=0.0).to(tl.float32)[None, :]
     target = out + row.to(tl.int64)[:, None] * columns + column[None, :]
     tl.store(target, sums.to(out.dtype.element_ty), mask=there[:, None] & inside[None, :])
+
+
+@triton.jit
+def attend(
+    query, keys, values, table, tiles, begins, stops, sinks, out, scale, cap,
+    query_step, key_page, key_head, value_page, value_head, table_step,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr, PAGE: tl.constexpr,
+    RANGED: tl.constexpr, CAPPED: tl.constexpr, SINKS: tl.constexpr, WIDE: tl.constexpr,
+    TILE_M: tl.constexpr, TILE_N: tl.constexpr, BLOCK: tl.constexpr, VALUE_BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Attention over pages, by online softmax (FlashAttention-2, arXiv 2307.08691). Grid: (tiles, KV heads).
+
+    query [tokens, HEADS, WIDTH] of any step between tokens; keys and values of one layer, PAGE dense slots in a page
+    for each head; table: pages of each row. tiles: row, first token of the batch, how many tokens, and the first one's
+    position; query heads of one KV head share a tile, token by token. begins, stops: the positions that each token
+    attends to, which do not decrease; else all up to itself. cap: of scores that become cap * tanh(score / cap). sinks:
+    one more score of each head. WIDE: factors are widened first, for Triton's interpreter."""
+    row = tl.load(tiles + tl.program_id(0) * 4)
+    first = tl.load(tiles + tl.program_id(0) * 4 + 1)
+    count = tl.load(tiles + tl.program_id(0) * 4 + 2)
+    start = tl.load(tiles + tl.program_id(0) * 4 + 3)
+    head = tl.program_id(1)
+    pair = tl.arange(0, TILE_M)
+    token, member = pair // GROUP, head * GROUP + pair % GROUP
+    there = token < count
+    inner, outer = tl.arange(0, BLOCK), tl.arange(0, VALUE_BLOCK)
+    of_query = (first + token).to(tl.int64)[:, None] * query_step + member[:, None] * WIDTH + inner[None, :]
+    q = tl.load(query + of_query, mask=there[:, None] & (inner < WIDTH)[None, :], other=0.0)
+    if RANGED:
+        begin = tl.load(begins + first + token, mask=there, other=0)
+        stop = tl.load(stops + first + token, mask=there, other=0)
+        from_place, to_place = tl.load(begins + first), tl.load(stops + first + count - 1)
+    else:
+        begin = tl.zeros([TILE_M], tl.int32)
+        stop = start + token + 1
+        from_place, to_place = 0, start + count
+    if SINKS:
+        best = tl.load(sinks + member, mask=there, other=0.0).to(tl.float32) * 1.4426950408889634
+        total = tl.full([TILE_M], 1.0, tl.float32)
+    else:
+        best = tl.full([TILE_M], float("-inf"), tl.float32)
+        total = tl.zeros([TILE_M], tl.float32)
+    sums = tl.zeros([TILE_M, VALUE_BLOCK], tl.float32)
+    for at in range(from_place // TILE_N * TILE_N, to_place, TILE_N):
+        place = at + tl.arange(0, TILE_N)
+        known = (place >= from_place) & (place < to_place)
+        page = tl.load(table + row * table_step + place // PAGE, mask=known, other=0).to(tl.int64)
+        key_at = page * key_page + head * key_head + (place % PAGE) * WIDTH
+        k = tl.load(keys + key_at[None, :] + inner[:, None], mask=known[None, :] & (inner < WIDTH)[:, None], other=0.0)
+        if WIDE:
+            scores = tl.dot(q.to(tl.float32), k.to(tl.float32))
+        else:
+            scores = tl.dot(q, k.to(q.dtype), input_precision="ieee")
+        scores *= scale
+        if CAPPED:
+            scores = cap * (1.0 - 2.0 / (tl.exp(2.0 * scores / cap) + 1.0))
+        seen = (place[None, :] >= begin[:, None]) & (place[None, :] < stop[:, None]) & known[None, :]
+        scores = tl.where(seen, scores * 1.4426950408889634, float("-inf"))
+        higher = tl.maximum(best, tl.max(scores, 1))
+        lowest = tl.where(higher == float("-inf"), 0.0, higher)
+        weights = tl.exp2(scores - lowest[:, None])
+        shrink = tl.exp2(best - lowest)
+        value_at = page * value_page + head * value_head + (place % PAGE) * VALUE_WIDTH
+        inside = known[:, None] & (outer < VALUE_WIDTH)[None, :]
+        v = tl.load(values + value_at[:, None] + outer[None, :], mask=inside, other=0.0)
+        if WIDE:
+            sums = sums * shrink[:, None] + tl.dot(weights.to(q.dtype).to(tl.float32), v.to(tl.float32))
+        else:
+            sums = tl.dot(weights.to(q.dtype), v.to(q.dtype), sums * shrink[:, None], input_precision="ieee")
+        total = total * shrink + tl.sum(weights, 1)
+        best = higher
+    attended = sums / tl.where(total == 0.0, 1.0, total)[:, None]
+    of_out = ((first + token).to(tl.int64)[:, None] * HEADS + member[:, None]) * VALUE_WIDTH + outer[None, :]
+    tl.store(out + of_out, attended.to(out.dtype.element_ty), mask=there[:, None] & (outer < VALUE_WIDTH)[None, :])

@@ -14,8 +14,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 import headrace.engine.attention.native as native_attention
-from headrace.engine.attention.native import NativeWork, PagedRows, Ranges
+from headrace.engine.attention.native import NativeWork
 from headrace.engine.attention.paged import AttentionSpan
+from headrace.engine.attention.work import PagedRows, Ranges
 from headrace.engine.native.kernel_calls import Kernels, load_kernels
 from tests.engine.attention.test_cpu import make_spans
 from tests.engine.kernels import assert_same_bits, normal

@@ -1,5 +1,6 @@
 """Attention over rings of requests' last keys and values, against all of them side by side; other slots have NaN."""
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -10,10 +11,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from headrace.core.types.kv.geometry import Component, Geometry, ring_positions
-from headrace.engine.attention.native import Ranges
+from headrace.engine.attention.native import NativeWork
 from headrace.engine.attention.paged import AttentionSpan
 from headrace.engine.attention.rings import RingPass
 from headrace.engine.attention.slots import LayerSlot, Scores, plain_attention
+from headrace.engine.attention.work import Ranges
 from headrace.engine.kv.pool import KVPool
 from headrace.engine.native.kernel_calls import Kernels, load_kernels
 from tests.engine.kernels import assert_same_bits, normal
@@ -65,7 +67,9 @@ def computed(
     )
     slot = LayerSlot("k", "v" if "v" in pool.tensors else "k", layer)
     ranges = window_ranges(spans, window)
-    return RingPass(pool, kernels, spans).attend(slot, query, keys, values, scores, ranges, window)
+    return RingPass(pool, None if kernels is None else partial(NativeWork, kernels), spans).attend(
+        slot, query, keys, values, scores, ranges, window
+    )
 
 
 def expected(request: Request, window: int, scores: Scores) -> Tensor:

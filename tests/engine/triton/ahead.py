@@ -16,6 +16,7 @@ from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from headrace.engine.attention import triton_work
 from headrace.engine.triton import arithmetic
 
 TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
@@ -46,7 +47,7 @@ def recorded() -> Iterator[list[Launch]]:
         assert grid
         launches.append(Launch(kernel, arguments, constants))
 
-    with patch.object(arithmetic, "launch", record):
+    with patch.object(arithmetic, "launch", record), patch.object(triton_work, "launch", record):
         yield launches
 
 

@@ -1,12 +1,19 @@
 """Kernels compiled for Ampere, Hopper and Blackwell, at the widths of published models."""
 
 from collections.abc import Callable
+from typing import NamedTuple
+from unittest.mock import patch
 
+import numpy as np
 import pytest
 import torch
 from msgspec.structs import replace
 from torch import Tensor
 
+from headrace.engine.attention import triton_work
+from headrace.engine.attention.paged import AttentionSpan
+from headrace.engine.attention.triton_work import TritonWork
+from headrace.engine.attention.work import PagedRows, Ranges
 from headrace.engine.model.arithmetic import HeadRules, KvSlots
 from headrace.engine.model.expert_choice import ExpertChoice
 from headrace.engine.model.expert_rows import SortedRows
@@ -16,6 +23,7 @@ from tests.engine.layers.mixtures import SPECS
 from tests.engine.triton.ahead import compiled, recorded
 
 TOKENS, PAGE_SIZE = 2048, 16
+AMPERE, HOPPER, BLACKWELL = pytest.param(80, marks=pytest.mark.full), 90, pytest.param(100, marks=pytest.mark.full)
 QWEN = replace(SPECS["qwen3"], experts=128, top_k=8)
 DEEPSEEK = replace(
     SPECS["qwen3"], experts=256, top_k=8, groups=8, top_groups=4, group_score="two best", scores="sigmoid",
@@ -78,10 +86,46 @@ PRODUCTS: dict[str, Callable[[TritonArithmetic], object]] = {
     "few rows of experts": lambda made: product(made, 1024, 32),
     "many rows of experts": lambda made: product(made, TOKENS * 8, 32),
 }
+
+
+class Heads(NamedTuple):
+    query: int
+    kv: int
+    width: int
+    softcap: float = 0.0
+    sinks: bool = False
+
+
+ATTENTION = {
+    "Gemma 3 27B": Heads(32, 16, 128),
+    "Gemma 2 9B": Heads(16, 8, 256, softcap=50.0),
+    "gpt-oss": Heads(64, 8, 64, sinks=True),
+    "Phi 3": Heads(32, 32, 96),
+}
+
+
+@pytest.mark.parametrize("capability", [AMPERE, HOPPER, BLACKWELL])
+@pytest.mark.parametrize("name", ATTENTION)
+@pytest.mark.parametrize("tokens", [1, 700])
+def test_attention_uses_matrix_units(name: str, tokens: int, capability: int) -> None:
+    heads = ATTENTION[name]
+    pages = empty(64, 2, heads.kv, PAGE_SIZE, heads.width)
+    spans = [AttentionSpan(40, tokens, np.arange(64))]
+    numbers = np.zeros(tokens, np.int32)
+    work = TritonWork(
+        spans, PagedRows(pages, pages, heads.width), 0.1, softcap=heads.softcap, ranges=Ranges(numbers, numbers)
+    )
+    with recorded() as launches, patch.object(triton_work, "place", lambda values, _: torch.from_numpy(values)):
+        work.attend(1, empty(tokens, heads.query, heads.width), empty(heads.query) if heads.sinks else None)
+    taken = compiled(launches[0], capability)
+    assert taken.fits(capability), f"attend takes {taken}"
+    assert sum(taken.instructions[name] for name in ("HMMA", "HGMMA", "UTCHMMA")), taken.instructions
+
+
 MATRIX_UNITS = {90: "QGMMA", 100: "UTCQMMA"}  # instructions that multiply matrices in FP8
 
 
-@pytest.mark.parametrize("capability", MATRIX_UNITS)
+@pytest.mark.parametrize("capability", [HOPPER, BLACKWELL])
 @pytest.mark.parametrize("name", PRODUCTS)
 def test_products_in_float8_use_matrix_units(name: str, capability: int) -> None:
     with recorded() as launches:
@@ -98,7 +142,7 @@ def test_a_kernel_that_takes_too_much_is_found() -> None:
     assert not compiled(launches[0], 90).fits(90)
 
 
-@pytest.mark.parametrize("capability", [80, 90, 100])
+@pytest.mark.parametrize("capability", [AMPERE, HOPPER, BLACKWELL])
 @pytest.mark.parametrize("name", CASES)
 def test_kernels_fit(name: str, capability: int) -> None:
     with recorded() as launches:

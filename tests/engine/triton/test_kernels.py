@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 from torch import Tensor
@@ -19,7 +19,10 @@ PLAIN = TorchArithmetic()
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 # The interpreter rounds to bfloat16 towards zero, as no GPU does.
 CLOSE = {torch.float32: 1e-5, torch.bfloat16: 2**-5, torch.float16: 2**-9}
-FEW = settings(max_examples=6, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+FEW = settings(
+    max_examples=6, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture],
+    phases=[Phase.explicit, Phase.generate],  # an example takes too long for smaller ones to be looked for
+)  # fmt: skip
 
 
 def normal(*shape: int, seed: int, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -1,0 +1,106 @@
+"""Attention on GPUs by our own Triton kernel, which reads pages where they lie: for layers that other kernels do not
+take, with windows, ranges, softcap, sinks, and keys and values of any widths.
+
+Imported where Triton is installed.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+import triton
+from numpy.typing import NDArray
+from torch import Tensor
+
+from headrace.core.types.kv.geometry import ceil_div
+from headrace.engine.attention.paged import AttentionSpan
+from headrace.engine.attention.work import PagedRows, Ranges, RowWork
+from headrace.engine.kv.device_copies import place
+from headrace.engine.triton import kernels
+from headrace.engine.triton.arithmetic import launch
+
+LEAST_ROWS = 16  # of a tile: matrix units take no fewer
+MOST_ROWS = 64  # queries of a tile, each head counted
+WIDE_HEADS = 128  # elements; of wider ones a tile has half as many positions, to fit into shared memory
+POSITIONS = 64  # of a tile
+
+
+class TritonWork(RowWork):
+    """Attention of one pass by the kernel `attend`. Tiles are planned once, for all layers, the longest first."""
+
+    def __init__(
+        self,
+        spans: Sequence[AttentionSpan],
+        rows: PagedRows,
+        scale: float,
+        *,
+        softcap: float = 0.0,
+        ranges: Ranges | None = None,
+    ) -> None:
+        """See MakeWork. rows: in pages whose slots lie one after the other. Raises ValueError for others."""
+        assert rows.values is not None, "latents have another way"
+        for part in (rows.keys, rows.values):
+            if part.stride()[3:] != (part.shape[4], 1):
+                raise ValueError("slots of a page do not lie one after the other")
+        self._spans, self._keys, self._values = spans, rows.keys, rows.values
+        self._scale, self._softcap, self._ranges = scale, softcap, ranges
+        self._device = rows.keys.device
+        self._tiles: Tensor | None = None  # made by the first attend(), which knows the number of query heads
+
+    def attend(self, layer: int, query: Tensor, sinks: Tensor | None = None) -> Tensor:
+        """See RowWork."""
+        tokens, heads, width = query.shape
+        keys, values = self._keys[:, layer], self._values[:, layer]
+        kv_heads, page_size, value_width = values.shape[1:]
+        group = heads // kv_heads
+        if self._tiles is None:
+            self._plan(group)
+        assert self._tiles is not None
+        out = query.new_empty(tokens, heads, value_width)
+        blocks = [max(16, triton.next_power_of_2(size)) for size in (width, value_width)]
+        launch(
+            kernels.attend, (len(self._tiles), kv_heads), query, keys, values, self._table, self._tiles, self._begins,
+            self._ends, query if sinks is None else sinks, out, self._scale, self._softcap, query.stride(0),
+            keys.stride(0), keys.stride(1), values.stride(0), values.stride(1), self._table.stride(0),
+            HEADS=heads, GROUP=group, WIDTH=width, VALUE_WIDTH=value_width, PAGE=page_size,
+            RANGED=self._ranges is not None, CAPPED=self._softcap > 0, SINKS=sinks is not None,
+            WIDE=kernels.INTERPRETED, TILE_M=self._rows,
+            TILE_N=POSITIONS if max(blocks) <= WIDE_HEADS else POSITIONS // 2,
+            BLOCK=blocks[0], VALUE_BLOCK=blocks[1], num_stages=2,
+            num_warps=_warps(self._rows, max(blocks)),
+        )  # fmt: skip
+        return out
+
+    def _plan(self, group: int) -> None:
+        """Divide the rows into tiles, and place what the kernel looks up. group: query heads of a KV head."""
+        longest = max(span.count for span in self._spans)
+        most = max(LEAST_ROWS, min(MOST_ROWS, triton.next_power_of_2(longest * group)))
+        self._rows = max(most, triton.next_power_of_2(group))
+        each = self._rows // group
+        tiles, first = [], 0
+        for number, span in enumerate(self._spans):
+            tiles += [
+                (number, first + at, min(each, span.count - at), span.start + at) for at in range(0, span.count, each)
+            ]
+            first += span.count
+        tiles.sort(key=lambda tile: tile[2] + tile[3], reverse=True)
+        self._tiles = place(np.array(tiles, np.int32), self._device)
+        size = self._keys.shape[3]
+        pages = [span.pages[: ceil_div(span.start + span.count, size)] for span in self._spans]
+        table = np.zeros((len(pages), max(map(len, pages))), np.int32)
+        for row, held in zip(table, pages, strict=True):
+            row[: len(held)] = held
+        self._table = place(table, self._device)
+        self._begins, self._ends = self._table, self._table
+        if self._ranges is not None:
+            self._begins, self._ends = (place(_dense(part), self._device) for part in self._ranges)
+
+
+def _dense(values: NDArray[np.int32]) -> NDArray[np.int32]:
+    return np.ascontiguousarray(values, np.int32)
+
+
+def _warps(rows: int, width: int) -> int:
+    """Of a tile: as many as its registers need."""
+    if rows == LEAST_ROWS:
+        return 2
+    return 8 if width > WIDE_HEADS else 4
