@@ -179,6 +179,7 @@ class ModelRunner:
         checkpoint = open_checkpoint(terms.source, spec)
         loading.begin(plan.weights, memory.weight_bytes)
         self._part, self._max_model_len, self._pass_tokens = part, terms.length, engine.pass_tokens
+        self._graphs = engine.cuda_graphs == "auto"
         precision = Precision(TORCH_DTYPES[dtype], TORCH_DTYPES[memory.weight_dtype], compute, terms.int8)
         arithmetic = choose_arithmetic(engine.compile, device, kernels or TorchArithmetic())
         self._decoder = _make_decoder(plan, checkpoint, loading, precision, arithmetic, kernels, exchanges, tp)
@@ -228,7 +229,8 @@ class ModelRunner:
 
     def warm_up(self, most: int = WARM_UP_TOKENS) -> None:
         """See Runner. Runs a chunk and a decoding row, so that kernels and threads exist before the first plan; on a
-        GPU the largest pass, too. Raises ConfigError when memory is too little for that."""
+        GPU captures CUDA graphs, too, and runs the largest pass. Raises ConfigError when memory is too little for
+        that."""
         count = min(most, WARM_UP_TOKENS, self.pool.pages * self.geometry.page_size, self._max_model_len)
         pages = packed.pack(range(self.geometry.pages_for(count)))
         greedy = SamplingParams(temperature=0.0)
@@ -240,11 +242,16 @@ class ModelRunner:
             if self._part.last:
                 self.sample([row], hidden).result()
         if self.hidden_spec.device.type == "cuda":
+            if self._graphs:
+                self._decoder.capture(self._pass_tokens)
             self._try_largest_pass(min(most, self._pass_tokens, self.pool.pages * self.geometry.page_size))
         self.release(WARM_UP_REQUEST)
 
     def _try_largest_pass(self, tokens: int) -> None:
-        """Raises ConfigError when a pass of so many tokens does not fit beside weights and KV."""
+        """Raises ConfigError when a pass of so many tokens does not fit beside weights and KV. tokens: 0 where no largest
+        pass is set."""
+        if not tokens:
+            return
         device = self.hidden_spec.device
         length = min(tokens, self._max_model_len)
         pages = packed.pack(range(self.geometry.pages_for(length)))

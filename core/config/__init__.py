@@ -5,6 +5,7 @@ from headrace.core.config.flag import Flag
 from headrace.core.config.gateway import GatewayConfig
 from headrace.core.config.model import (
     Compile,
+    CudaGraphs,
     DecoderChoice,
     Dtype,
     EngineConfig,
@@ -23,6 +24,7 @@ __all__ = [
     "STAGE_KEY_VARIABLE",
     "Compile",
     "Config",
+    "CudaGraphs",
     "DecoderChoice",
     "Dtype",
     "EngineConfig",

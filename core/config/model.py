@@ -10,6 +10,7 @@ from headrace.core.types.requests.images import ImageTerms
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 Quantize = Literal["none", "int8"]
 Compile = Literal["auto", "on", "off"]
+CudaGraphs = Literal["auto", "off"]
 DecoderChoice = Literal["auto", "native", "library"]
 MlaForm = Literal["auto", "absorbed", "expanded", "length"]
 Windows = Literal["keep", "free"]
@@ -116,6 +117,15 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
             "compile",
             MODEL,
             "fused kernels for GPUs, compiled by Triton at the start; auto: on a GPU where Triton is installed",
+        ),
+    ] = "auto"
+    cuda_graphs: Annotated[
+        CudaGraphs,
+        Flag(
+            "cuda-graphs",
+            MODEL,
+            "launch what a GPU computes between attention and attention as one, in passes of up to 1,024 tokens; auto: "
+            "with models whose layers allow it, without --tp",
         ),
     ] = "auto"
     mla: Annotated[
