@@ -248,8 +248,8 @@ class ModelRunner:
         self.release(WARM_UP_REQUEST)
 
     def _try_largest_pass(self, tokens: int) -> None:
-        """Raises ConfigError when a pass of so many tokens does not fit beside weights and KV. tokens: 0 where no largest
-        pass is set."""
+        """Raises ConfigError when a pass of so many tokens does not fit beside weights and KV. tokens: 0 where none is
+        the largest."""
         if not tokens:
             return
         device = self.hidden_spec.device

@@ -50,9 +50,7 @@ class MlpBlock(Protocol):
         """See AttentionBlock."""
         ...
 
-    def steps(
-        self, normed: Tensor, half: int = 0, groups: Groups = (), padding: Tensor | None = None
-    ) -> Steps[Tensor]:
+    def steps(self, normed: Tensor, half: int = 0, groups: Groups = (), padding: Tensor | None = None) -> Steps[Tensor]:
         """normed: [tokens, hidden size], after the layer's second norm. half: of the forward pass, where it is cut.
         groups: rows that go through adapters. padding: bool [tokens, 1], which rows go to no expert; None: all go to
         some.

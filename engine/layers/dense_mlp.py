@@ -36,9 +36,7 @@ class DenseMlp:
         """See MlpBlock. What is summed over shards is not captured."""
         return self._tp.size == 1
 
-    def steps(
-        self, normed: Tensor, half: int = 0, groups: Groups = (), padding: Tensor | None = None
-    ) -> Steps[Tensor]:
+    def steps(self, normed: Tensor, half: int = 0, groups: Groups = (), padding: Tensor | None = None) -> Steps[Tensor]:
         """See MlpBlock."""
         inner = self._gate_up.gated(normed, groups)
         summed = self._tp.all_reduce(self._down(inner, groups))

@@ -102,7 +102,8 @@ class PassGraphs:
 
     def capture(self, attention: Attention) -> None:
         """Capture graphs of all sizes, the largest first, as far as the time goes, and try them. Pages of the pool are
-        overwritten. attention: without graphs. Raises RuntimeError for a trial that fails, and what capturing raises."""
+        overwritten. attention: without graphs. Raises RuntimeError for a trial that fails, and what capturing raises.
+        """
         began = time.monotonic()
         memory = torch.cuda.graph_pool_handle()
         stream: Any = torch.cuda.Stream(self._form.device)  # type: ignore[no-untyped-call]
@@ -140,17 +141,16 @@ class PassGraphs:
         return next(size for size in self._sizes if size >= tokens)
 
     def _place(self, hidden: Tensor, positions: Tensor, attention: AttentionPass, size: int) -> None:
-        """Put a pass into the buffers, with padding behind it. Positions of padding are those of passes before."""
+        """Put a pass into the buffers. Padding behind it is what passes before have left there, without slots."""
         slots = attention.slots(0)
         assert slots is not None, "attention on GPUs leaves keys and values to the layers"
         count = len(hidden)
-        rows, padding = self._buffers.rows(slice(0, count)), self._buffers.rows(slice(count, size))
+        rows = self._buffers.rows(slice(0, count))
         rows.hidden.copy_(hidden)
         rows.positions.copy_(positions)
         rows.first.copy_(slots.first)
         if count < size:
-            padding.hidden.zero_()
-            padding.first.fill_(-1)
+            self._buffers.first[count:size].fill_(-1)
 
     def _captured(self, size: int, memory: Any, stream: Any) -> list[torch.cuda.CUDAGraph]:
         """The graphs of a size."""
@@ -248,7 +248,7 @@ class _Seam(AttentionPass):
 def capture_graphs(
     layers: Layers, form: Form, pool: KVPool, attention: Attention, tokens: int, step: Callable[[], None]
 ) -> PassGraphs | None:
-    """Graphs of passes of up to so many tokens, as PassGraphs.capture(); None where that fails, and the log says why."""
+    """Graphs of passes of up to so many tokens, as PassGraphs.capture(); None where that fails, as the log then says."""
     try:
         with torch.inference_mode():
             graphs = PassGraphs(layers, form, pool, graph_sizes(tokens), step)

@@ -151,9 +151,7 @@ class MoeMlp:
         """The result of steps() in a pass that is not cut."""
         return finish(self.steps(normed))
 
-    def steps(
-        self, normed: Tensor, half: int = 0, groups: Groups = (), padding: Tensor | None = None
-    ) -> Steps[Tensor]:
+    def steps(self, normed: Tensor, half: int = 0, groups: Groups = (), padding: Tensor | None = None) -> Steps[Tensor]:
         """See MlpBlock. No adapter changes it."""
         mixture: Mixture = self if padding is None else PaddedMixture(self, padding)
         sums = yield from self._exchanges[half].run(normed, mixture)

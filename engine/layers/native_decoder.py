@@ -121,13 +121,15 @@ class NativeDecoder:
 
     def capture(self, tokens: int) -> None:
         """See Decoder: of layers that queue the same for any pass of as many tokens."""
-        assert self._attention is not None and self._pool is not None, "attach() comes first"
+        attention, pool = self._attention, self._pool
+        assert attention is not None, "attach() comes first"
+        assert pool is not None, "attach() comes first"
         if not all(layer.attention.fixed and layer.mlp.fixed for layer in self._layers):
             return
         spec = self._spec
         device, dtype = torch.device(self._device), self._precision.compute
         form = Form(spec.hidden_size, spec.heads, spec.head_dim, dtype, device, len(self._cos))
-        self._graphs = capture_graphs(self._whole, form, self._pool, self._attention, tokens, self.progress.step)
+        self._graphs = capture_graphs(self._whole, form, pool, attention, tokens, self.progress.step)
 
     def begin(self, tokens: Sequence[int], padded: int, cut: int = 0) -> None:
         """See Decoder and begin_pass()."""
