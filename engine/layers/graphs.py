@@ -157,13 +157,15 @@ class PassGraphs:
         rows = self._buffers.rows(slice(0, size))
         current = torch.cuda.current_stream(self._form.device)
         stream.wait_stream(current)
-        with torch.cuda.stream(stream), _Recording(memory) as recording:
-            # Once without capture: kernels are compiled and loaded, and workspaces allocated, which a capture forbids.
-            rows.first[:1].zero_()
-            self._run(rows, lambda: None)
-            recording.begin()
-            self._run(rows, recording.next)
-        current.wait_stream(stream)
+        try:
+            with torch.cuda.stream(stream), _Recording(memory) as recording:
+                # First without capture, which forbids to compile and load kernels and to allocate workspaces.
+                rows.first[:1].zero_()
+                self._run(rows, lambda: None)
+                recording.begin()
+                self._run(rows, recording.next)
+        finally:
+            current.wait_stream(stream)  # before the buffers are used again, or given back
         return recording.graphs
 
     def _run(self, rows: Buffers, cut: Callable[[], None]) -> None:
