@@ -250,7 +250,7 @@ class _Seam(AttentionPass):
 def capture_graphs(
     layers: Layers, form: Form, pool: KVPool, attention: Attention, tokens: int, step: Callable[[], None]
 ) -> PassGraphs | None:
-    """Graphs of passes of up to so many tokens, as PassGraphs.capture(); None where that fails, as the log then says."""
+    """Graphs of passes of up to so many tokens, see PassGraphs.capture(); None where that fails, as the log says."""
     try:
         with torch.inference_mode():
             graphs = PassGraphs(layers, form, pool, graph_sizes(tokens), step)

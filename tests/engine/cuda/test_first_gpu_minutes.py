@@ -19,6 +19,7 @@ def test_every_part_runs_on_a_cpu(capsys: pytest.CaptureFixture[str]) -> None:
     assert first_gpu_minutes.main(ON_CPU) == 0
     found = in_short(capsys.readouterr().out)
     assert "Llama, tiny, 2 layers, handed over after 40 tokens: 8 of 8 tokens as alone" in found
+    assert "CUDA graphs: needs CUDA" in found
     for name in first_gpu_minutes.TINY_SHAPES:
         [gap] = [line.split()[-1] for line in found if line.startswith(f"{name}: bfloat16 differs")]
         assert float(gap) < 0.02
