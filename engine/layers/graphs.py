@@ -45,7 +45,7 @@ class Layers(Protocol):
         ...
 
 
-class Form(NamedTuple):
+class StageForm(NamedTuple):
     """Shapes of a stage, on one device."""
 
     hidden: int
@@ -76,7 +76,7 @@ class Buffers(NamedTuple):
         return Buffers(*(each[tokens] for each in self))
 
 
-def make_buffers(tokens: int, form: Form) -> Buffers:
+def make_buffers(tokens: int, form: StageForm) -> Buffers:
     """Buffers for so many tokens, full of padding."""
     attended = (tokens, form.heads, form.head_dim)
     wide: dict[str, Any] = {"dtype": form.dtype, "device": form.device}
@@ -93,7 +93,7 @@ class PassGraphs:
     """Graphs of passes of several sizes. Used by one thread, on its current stream."""
 
     def __init__(
-        self, layers: Layers, form: Form, pool: KVPool, sizes: Sequence[int], step: Callable[[], None]
+        self, layers: Layers, form: StageForm, pool: KVPool, sizes: Sequence[int], step: Callable[[], None]
     ) -> None:
         """Allocate the buffers. sizes: ascending. step: called for each graph that is replayed."""
         self._layers, self._form, self._pool, self._sizes, self._step = layers, form, pool, tuple(sizes), step
@@ -248,7 +248,7 @@ class _Seam(AttentionPass):
 
 
 def capture_graphs(
-    layers: Layers, form: Form, pool: KVPool, attention: Attention, tokens: int, step: Callable[[], None]
+    layers: Layers, form: StageForm, pool: KVPool, attention: Attention, tokens: int, step: Callable[[], None]
 ) -> PassGraphs | None:
     """Graphs of passes of up to so many tokens, see PassGraphs.capture(); None where that fails, as the log says."""
     try:

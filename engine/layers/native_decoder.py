@@ -18,7 +18,7 @@ from headrace.engine.dtypes import Precision
 from headrace.engine.kv.pool import KVPool
 from headrace.engine.layers.base import Rotary
 from headrace.engine.layers.exchange import Exchange, NoExchange, begin_pass
-from headrace.engine.layers.graphs import Form, PassGraphs, capture_graphs
+from headrace.engine.layers.graphs import PassGraphs, StageForm, capture_graphs
 from headrace.engine.layers.layer import Layer, load_layer
 from headrace.engine.layers.lora import Groups, row_groups
 from headrace.engine.layers.moe import ExpertRows, MoeMlp
@@ -128,7 +128,7 @@ class NativeDecoder:
             return
         spec = self._spec
         device, dtype = torch.device(self._device), self._precision.compute
-        form = Form(spec.hidden_size, spec.heads, spec.head_dim, dtype, device, len(self._cos))
+        form = StageForm(spec.hidden_size, spec.heads, spec.head_dim, dtype, device, len(self._cos))
         self._graphs = capture_graphs(self._whole, form, pool, attention, tokens, self.progress.step)
 
     def begin(self, tokens: Sequence[int], padded: int, cut: int = 0) -> None:
