@@ -264,6 +264,44 @@ def passes(at: Minutes) -> None:
                 at.keep(f"{name}: {launches(made)}")
 
 
+def graphs(at: Minutes) -> None:
+    """Rows that decode, and short passes, with CUDA graphs and without."""
+    if not at.on_gpu:
+        at.keep("CUDA graphs: needs CUDA")
+        return
+    for name, config in at.shapes.items():
+        with model(at, config, 2048) as made:
+            kinds = {f"{count} decoding": [decoding_row()] * count for count in (1, 8, 64)}
+            kinds |= {f"{tokens:,} tokens": rows_of([5] * tokens, tokens) for tokens in (512, 1024)}
+            plain = {kind: pass_times(at, made, rows) for kind, rows in kinds.items()}
+            expected = made.forward(kinds["512 tokens"]).float()
+            before, began = torch.cuda.mem_get_info(at.device)[0], time.perf_counter()
+            made._decoder.capture(0)
+            taken, held = time.perf_counter() - began, before - torch.cuda.mem_get_info(at.device)[0]
+            if getattr(made._decoder, "_graphs", None) is None:
+                at.keep(f"{name}: no CUDA graphs")
+                continue
+            gap = gap_of(made.forward(kinds["512 tokens"]).float(), expected)
+            at.keep(f"{name}: graphs captured in {taken:.1f} s, {held >> 20} MiB; 512 tokens differ by {gap:.1e}")
+            for kind, rows in kinds.items():
+                at.keep(f"{name}, {kind}: {plain[kind]} without graphs, {pass_times(at, made, rows)} with")
+
+
+def decoding_row() -> PlanRow:
+    """A token behind a prefix."""
+    return PlanRow(1, 500, 1, packed.pack(range(ceil_div(501, PAGE))), packed.pack([5]))
+
+
+def pass_times(at: Minutes, made: ModelRunner, rows: list[PlanRow]) -> str:
+    """How long a pass takes, and how long the host takes to queue it."""
+    taken = at.time(lambda: made.forward(rows))
+    started = time.perf_counter()
+    made.forward(rows)
+    queued = time.perf_counter() - started
+    synchronize(at.device)
+    return f"{1e3 * taken:.2f} ms ({1e3 * queued:.2f} to queue)"
+
+
 def launches(made: ModelRunner) -> str:
     """Launches and waits of a pass of 2,048 tokens, by torch's profiler."""
     from torch.profiler import ProfilerActivity, profile
@@ -395,7 +433,7 @@ def first_line(error: BaseException) -> str:
 
 
 PARTS: tuple[Callable[[Minutes], None], ...] = (
-    machine, correctness, handoff, pages, second_process, kernels, own_kernels, passes, servers,
+    machine, correctness, handoff, pages, second_process, kernels, own_kernels, graphs, passes, servers,
 )  # fmt: skip
 
 

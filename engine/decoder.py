@@ -41,6 +41,11 @@ class Decoder(Protocol):
         """Where keys and values are; called once, before the first pass."""
         ...
 
+    def capture(self, tokens: int) -> None:
+        """Capture CUDA graphs of passes of up to so many tokens, where the layers allow it and it works; 0: of all that
+        are worth it. After attach(), on a GPU. Pages of the pool are overwritten."""
+        ...
+
     def begin(self, tokens: Sequence[int], padded: int, cut: int = 0) -> None:
         """Begin a pass. tokens: of every replica, see Exchange.begin(); cut: tokens of its first half."""
         ...

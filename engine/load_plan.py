@@ -20,6 +20,7 @@ from headrace.engine.kv.memory_plan import MemoryPlan, plan_memory, stage_geomet
 from headrace.engine.library.spec_store import kept_spec
 from headrace.engine.model.config import ModelSpec
 from headrace.engine.model.expert_plan import own_experts
+from headrace.engine.model.graph_sizes import graph_sizes
 from headrace.engine.model.lora import LoraAdapter, check_native, delta_count, open_adapters
 from headrace.engine.model.quantization_scheme import read_scheme
 from headrace.engine.model.sharding import RankPart, part_of, split_model
@@ -66,6 +67,7 @@ class ModelTerms(NamedTuple):
             adapter_weights=delta_count(part, self.adapters),
             kv_share=self.engine.kv_memory,
             pass_tokens=self.engine.pass_tokens,
+            graphs=self._graphs(part),
         )
         plan = LoadPlan(self, part, memory)
         if library is not None and part.shard.offered and plan.offered is None:
@@ -74,6 +76,15 @@ class ModelTerms(NamedTuple):
                 "shards divide; write a lower --pp, or --tp 1"
             )
         return plan
+
+    def _graphs(self, part: RankPart) -> tuple[int, ...]:
+        """Sizes of passes that CUDA graphs are captured of, see NativeDecoder.capture()."""
+        spec, on_gpu = self.spec, self.computation.device != "cpu"
+        experts = spec.moe.experts if spec.moe is not None else 0
+        shared = part.shard.count > 1 or part.experts not in (None, experts)
+        if not on_gpu or self.engine.cuda_graphs == "off" or spec.library or spec.mla or shared:
+            return ()
+        return graph_sizes(self.engine.pass_tokens)
 
 
 class LoadPlan(NamedTuple):

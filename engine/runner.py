@@ -182,6 +182,7 @@ class ModelRunner:
         self._part, self._max_model_len, self._pass_tokens = part, terms.length, engine.pass_tokens
         held = TORCH_DTYPES[memory.weight_dtype]
         precision = Precision(TORCH_DTYPES[dtype], held, compute, terms.int8, terms.float8)
+        self._graphs = engine.cuda_graphs == "auto"
         arithmetic = choose_arithmetic(engine.compile, device, kernels or TorchArithmetic())
         self._decoder = _make_decoder(plan, checkpoint, loading, precision, arithmetic, kernels, exchanges, tp)
         loading.end()
@@ -234,8 +235,8 @@ class ModelRunner:
 
     def warm_up(self, most: int = WARM_UP_TOKENS) -> None:
         """See Runner. Runs a chunk and a decoding row, so that kernels and threads exist before the first plan; on a
-        GPU the largest pass, too, and what was found and chosen is logged. Raises ConfigError when memory is too little
-        for that pass."""
+        GPU captures CUDA graphs and runs the largest pass, too, and what was found and chosen is logged. Raises
+        ConfigError when memory is too little for that."""
         count = min(most, WARM_UP_TOKENS, self.pool.pages * self.geometry.page_size, self._max_model_len)
         pages = packed.pack(range(self.geometry.pages_for(count)))
         greedy = SamplingParams(temperature=0.0)
@@ -247,6 +248,8 @@ class ModelRunner:
             if self._part.last:
                 self.sample([row], hidden).result()
         if self.hidden_spec.device.type == "cuda":
+            if self._graphs:
+                self._decoder.capture(self._pass_tokens)
             positions = self.pool.pages * self.geometry.page_size
             self._try_largest_pass(min(most, self._pass_tokens, positions))
             chosen = Chosen(self._computed_by, self._pass_tokens, positions, self.pool.memory.nbytes)
@@ -254,7 +257,10 @@ class ModelRunner:
         self.release(WARM_UP_REQUEST)
 
     def _try_largest_pass(self, tokens: int) -> None:
-        """Raises ConfigError when a pass of so many tokens does not fit beside weights and KV."""
+        """Raises ConfigError when a pass of so many tokens does not fit beside weights and KV. tokens: 0 where none is
+        the largest."""
+        if not tokens:
+            return
         device = self.hidden_spec.device
         length = min(tokens, self._max_model_len)
         pages = packed.pack(range(self.geometry.pages_for(length)))

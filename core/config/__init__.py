@@ -6,6 +6,7 @@ from headrace.core.config.gateway import GatewayConfig
 from headrace.core.config.model import (
     AttentionChoice,
     Compile,
+    CudaGraphs,
     DecoderChoice,
     Dtype,
     EngineConfig,
@@ -25,6 +26,7 @@ __all__ = [
     "AttentionChoice",
     "Compile",
     "Config",
+    "CudaGraphs",
     "DecoderChoice",
     "Dtype",
     "EngineConfig",

@@ -11,6 +11,7 @@ Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 Quantize = Literal["none", "int8"]
 Compile = Literal["auto", "on", "off"]
 AttentionChoice = Literal["auto", "flashinfer", "torch"]
+CudaGraphs = Literal["auto", "off"]
 DecoderChoice = Literal["auto", "native", "library"]
 MlaForm = Literal["auto", "absorbed", "expanded", "length"]
 Windows = Literal["keep", "free"]
@@ -126,6 +127,15 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
             MODEL,
             "attention of our own layers on GPUs: flashinfer, which reads KV pages where they are, or torch's; auto: "
             "flashinfer where headrace[flashinfer] is installed and works",
+        ),
+    ] = "auto"
+    cuda_graphs: Annotated[
+        CudaGraphs,
+        Flag(
+            "cuda-graphs",
+            MODEL,
+            "launch what a GPU computes between attention and attention as one, in passes of up to 1,024 tokens; auto: "
+            "with models whose layers allow it, without --tp",
         ),
     ] = "auto"
     mla: Annotated[

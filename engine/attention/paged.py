@@ -98,6 +98,16 @@ class SlotWriter:
         self._pool.slots_from(layer).index_copy_(0, self._index, rows)
 
 
+def write_padded(pool: KVPool, layer: int, first: Tensor, keys_values: Tensor) -> None:
+    """Write a layer's keys and values [tokens, 2 * kv_heads, head_dim] to the slots that begin at first int64 [tokens];
+    those of tokens with a negative one nowhere. The first token has slots."""
+    # The first token's are written once more in their place: shapes that follow from values make the host wait.
+    absent = first < 0
+    index = _with_heads(pool, torch.where(absent, first[:1], first))
+    rows = torch.where(absent[:, None, None], keys_values[:1], keys_values).flatten(0, 1)
+    pool.slots_from(layer).index_copy_(0, index, rows.to(pool.slots.dtype))
+
+
 def slot_index(pool: KVPool, spans: Sequence[AttentionSpan], *, prefixes: bool) -> Tensor:
     """Rows of pool.slots that hold layer 0 of the spans' positions: int64 [positions * 2 * kv_heads], on the pool's
     device.

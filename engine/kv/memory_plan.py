@@ -1,5 +1,6 @@
 """Memory plan of a stage: bytes of weights, and how many KV pages fit. Pure arithmetic."""
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -14,6 +15,7 @@ WIDE_SHARE = 0.25  # of the available memory, at most, for 16-bit weights held i
 KV_SHARE = 0.4  # of the available memory, at most, for a KV pool whose size is not configured
 GPU_KV_SHARE = 0.9  # the same on a GPU, of what weights and activations leave
 SAMPLED_ROWS = 64  # whose logits are in memory at a time
+GRAPH_BYTES = 256 << 10  # of one CUDA graph on the device, at most: about ten launches; not measured here
 
 
 class MemoryPlan(msgspec.Struct, frozen=True, kw_only=True):
@@ -128,6 +130,7 @@ def plan_memory(
     adapter_weights: int = 0,
     kv_share: float = 0.0,
     pass_tokens: int = 0,
+    graphs: Sequence[int] = (),
 ) -> MemoryPlan:
     """Decide in which dtype a rank holds its weights and how many KV pages it allocates.
 
@@ -136,7 +139,7 @@ def plan_memory(
     linear layers are in 8 bits. kv_copies: how often the memory holds each page, in ranks that share it.
     adapter_weights: number of those of LoRA adapters, in the dtype of computation. kv_share: 0 takes, on a GPU, 90%, on
     a CPU pages for 65,536 tokens or 40% of the available memory, whichever is less. pass_tokens: of the largest forward
-    pass, whose activations a GPU keeps room for.
+    pass, whose activations a GPU keeps room for. graphs: sizes of passes that CUDA graphs are captured of, ascending.
 
     Raises ConfigError when the weights and one request of max_model_len do not fit, or the configured pages do not.
     """
@@ -146,10 +149,12 @@ def plan_memory(
     adapters = adapter_weights * ITEM_BYTES[computation.compute_dtype]
     on_gpu = computation.device != "cpu"
     activations = activation_bytes(part, computation.dtype, pass_tokens, length) if on_gpu else 0
-    room = int((available_bytes - weights - adapters - exchange_bytes - activations) / kv_copies)
+    captured = graph_bytes(part, computation.dtype, graphs)
+    room = int((available_bytes - weights - adapters - exchange_bytes - activations - captured) / kv_copies)
     if room < geometry.page_bytes:
         parts = {
             f"activations of {pass_tokens} tokens": activations,
+            "CUDA graphs (--cuda-graphs off)": captured,
             "adapters": adapters,
             "the exchange of tokens between experts": exchange_bytes,
         }
@@ -171,6 +176,7 @@ def plan_memory(
             f"weights {_mib(weights)} ({'int8 and ' if int8 else 'float8 and ' if float8 else ''}{weight_dtype}); "
             f"{f'adapters {_mib(adapters)}; ' if adapters else ''}"
             f"{f'activations of {pass_tokens} tokens {_mib(activations)}; ' if activations else ''}"
+            f"{f'CUDA graphs {_mib(captured)}; ' if captured else ''}"
             f"{_pool(geometry, pages, reason)}"
             f"{f'exchange {_mib(exchange_bytes)}; ' if exchange_bytes else ''}"
             f"{_mib(available_bytes)} available; longest request {length} tokens = {geometry.pages_for(length)} pages"
@@ -244,6 +250,25 @@ def activation_bytes(part: RankPart, dtype: str, tokens: int, length: int) -> in
     this length, and logits.
     """
     spec, shard = part.spec, part.shard
+    gathered = length * 2 * len(shard.kv_heads) * spec.head_dim if spec.mla is None else 0
+    logits = 3 * SAMPLED_ROWS * spec.vocab_size * ITEM_BYTES["float32"] if part.last else 0
+    return ITEM_BYTES[dtype] * (tokens * _widths(part) + gathered) + logits
+
+
+def graph_bytes(part: RankPart, dtype: str, sizes: Sequence[int]) -> int:
+    """Memory of CUDA graphs of passes of these sizes, ascending: an estimate from above. What the layers of the largest
+    give, which all share; buffers; and the graphs themselves, one more than there are layers for each size."""
+    if not sizes:
+        return 0
+    buffers = part.spec.hidden_size + 2 * part.spec.heads * part.spec.head_dim
+    shared = ITEM_BYTES[dtype] * sizes[-1] * (_widths(part) + buffers)
+    return shared + len(sizes) * (len(part.layers) + 1) * GRAPH_BYTES
+
+
+def _widths(part: RankPart) -> int:
+    """Elements of a token's activations that are in memory at a time: hidden states and their norms and sums, and the
+    widest MLP."""
+    spec, shard = part.spec, part.shard
     hidden, kinds = spec.hidden_size, {spec.layer_kinds[layer] for layer in part.layers}
     wide = 0
     if spec.library:  # all that its products give, if no experts are among them
@@ -253,9 +278,7 @@ def activation_bytes(part: RankPart, dtype: str, tokens: int, length: int) -> in
     if spec.moe is not None and "moe" in kinds:
         routed = spec.moe.top_k * (3 * hidden + 2 * spec.moe.intermediate_size)
         wide = max(wide, routed + 3 * spec.moe.shared_size // shard.count)
-    gathered = length * 2 * len(shard.kv_heads) * spec.head_dim if spec.mla is None else 0
-    logits = 3 * SAMPLED_ROWS * spec.vocab_size * ITEM_BYTES["float32"] if part.last else 0
-    return ITEM_BYTES[dtype] * (tokens * (8 * hidden + wide) + gathered) + logits
+    return 8 * hidden + wide
 
 
 def _default_pages(geometry: Geometry, least: int, available_bytes: int, room: int) -> tuple[int, str]:

@@ -20,6 +20,12 @@ class Rotary(NamedTuple):
 class AttentionBlock(Protocol):
     """Projections, rotary embedding and attention of one layer."""
 
+    @property
+    def fixed(self) -> bool:
+        """Whether it queues the same operations for any pass of as many tokens, beside attention itself, and waits for
+        nothing: CUDA graphs can be captured of them."""
+        ...
+
     def post(
         self, layer: int, normed: Tensor, rotary: Rotary, attention: AttentionPass, groups: Groups = ()
     ) -> Pending:
@@ -39,9 +45,15 @@ class MlpBlock(Protocol):
         """Whether rows go to experts of other ranks."""
         ...
 
-    def steps(self, normed: Tensor, half: int = 0, groups: Groups = ()) -> Steps[Tensor]:
+    @property
+    def fixed(self) -> bool:
+        """See AttentionBlock."""
+        ...
+
+    def steps(self, normed: Tensor, half: int = 0, groups: Groups = (), padding: Tensor | None = None) -> Steps[Tensor]:
         """normed: [tokens, hidden size], after the layer's second norm. half: of the forward pass, where it is cut.
-        groups: rows that go through adapters.
+        groups: rows that go through adapters. padding: bool [tokens, 1], which rows go to no expert; None: all go to
+        some.
 
         Returns what is added to the residual stream, [tokens, hidden size]: on every shard the sum over all. Raises
         LinkBroken when another rank is gone."""

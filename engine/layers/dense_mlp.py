@@ -31,7 +31,12 @@ class DenseMlp:
         self._gate_up = AdaptedLinear(arithmetic, gate_up, deltas=read.deltas(both, rows=rows))
         self._down = AdaptedLinear(arithmetic, down, deltas=read.deltas(output, columns=columns))
 
-    def steps(self, normed: Tensor, half: int = 0, groups: Groups = ()) -> Steps[Tensor]:
+    @property
+    def fixed(self) -> bool:
+        """See MlpBlock. What is summed over shards is not captured."""
+        return self._tp.size == 1
+
+    def steps(self, normed: Tensor, half: int = 0, groups: Groups = (), padding: Tensor | None = None) -> Steps[Tensor]:
         """See MlpBlock."""
         inner = self._gate_up.gated(normed, groups)
         summed = self._tp.all_reduce(self._down(inner, groups))

@@ -106,6 +106,8 @@ class HeadsTogether:
 class LatentAttentionBlock:
     """Attention block whose keys and values are made of one latent per token."""
 
+    fixed = False  # what is computed beside attention depends on its form, and that on lengths
+
     def __init__(
         self,
         spec: ModelSpec,

@@ -12,12 +12,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from headrace.engine.collectives.steps import Steps, finish
-from headrace.engine.layers.exchange import Exchange
+from headrace.engine.layers.exchange import Exchange, Mixture, NoExchange
 from headrace.engine.layers.grouped_experts import GroupedExperts, can_group
 from headrace.engine.layers.lora import Groups
 from headrace.engine.layers.router import Router
 from headrace.engine.model.arithmetic import Arithmetic
-from headrace.engine.model.expert_choice import ExpertChoice
+from headrace.engine.model.expert_choice import NO_EXPERT, ExpertChoice
 from headrace.engine.model.expert_plan import TILE_ROWS
 from headrace.engine.model.moe_spec import MoeSpec
 from headrace.engine.model.weights import LayerReader
@@ -142,13 +142,19 @@ class MoeMlp:
         """Count them there from now on."""
         self._experts.counts = counts
 
+    @property
+    def fixed(self) -> bool:
+        """See MlpBlock."""
+        return isinstance(self._experts, GroupedExperts) and isinstance(self._exchanges[0], NoExchange)
+
     def forward(self, normed: Tensor) -> Tensor:
         """The result of steps() in a pass that is not cut."""
         return finish(self.steps(normed))
 
-    def steps(self, normed: Tensor, half: int = 0, groups: Groups = ()) -> Steps[Tensor]:
+    def steps(self, normed: Tensor, half: int = 0, groups: Groups = (), padding: Tensor | None = None) -> Steps[Tensor]:
         """See MlpBlock. No adapter changes it."""
-        sums = yield from self._exchanges[half].run(normed, self)
+        mixture: Mixture = self if padding is None else PaddedMixture(self, padding)
+        sums = yield from self._exchanges[half].run(normed, mixture)
         return sums.to(normed.dtype)
 
     def route(self, x: Tensor) -> ExpertChoice:
@@ -164,6 +170,21 @@ class MoeMlp:
         if self._shared is None:
             return None
         return self._shared.compute(x) if len(x) else torch.empty_like(x)
+
+
+class PaddedMixture:
+    """A Mixture of whose rows some are padding, which no expert computes or counts."""
+
+    def __init__(self, mixture: MoeMlp, padding: Tensor) -> None:
+        """padding: bool [tokens, 1]."""
+        self._padding = padding
+        self._route = mixture.route
+        self.compute, self.shared = mixture.compute, mixture.shared
+
+    def route(self, x: Tensor) -> ExpertChoice:
+        """See Mixture."""
+        choice = self._route(x)
+        return choice._replace(experts=choice.experts.masked_fill(self._padding, NO_EXPERT))
 
 
 class SharedExperts:

@@ -18,6 +18,7 @@ from headrace.engine.dtypes import Precision
 from headrace.engine.kv.pool import KVPool
 from headrace.engine.layers.base import Rotary
 from headrace.engine.layers.exchange import Exchange, NoExchange, begin_pass
+from headrace.engine.layers.graphs import PassGraphs, StageForm, capture_graphs
 from headrace.engine.layers.layer import Layer, load_layer
 from headrace.engine.layers.lora import Groups, row_groups
 from headrace.engine.layers.moe import ExpertRows, MoeMlp
@@ -81,6 +82,8 @@ class NativeDecoder:
         self._attention: Attention | None = None
         self.attention = ""
         """See Decoder."""
+        self._pool: KVPool | None = None
+        self._graphs: PassGraphs | None = None
         # Packing is for weights in 8 bits or held in the compute dtype; others are converted for every product.
         packs = precision.int8 or precision.held == precision.compute
         pack = arithmetic.pack if packs else TorchArithmetic().pack
@@ -115,6 +118,7 @@ class NativeDecoder:
 
     def attach(self, pool: KVPool) -> None:
         """See Decoder. Raises ConfigError when an attention is wanted that does not work here."""
+        self._pool = pool
         if self._spec.mla is not None:
             self._attention = latent_attention(self._spec.mla, pool, self._mla_form, kernels=self._kernels)
             self.attention = f"torch over latents (--mla {self._mla_form})"
@@ -126,6 +130,18 @@ class NativeDecoder:
                 wanted=self._wanted_attention,
                 heads=self._heads,
             )
+
+    def capture(self, tokens: int) -> None:
+        """See Decoder: of layers that queue the same for any pass of as many tokens."""
+        attention, pool = self._attention, self._pool
+        assert attention is not None, "attach() comes first"
+        assert pool is not None, "attach() comes first"
+        if not all(layer.attention.fixed and layer.mlp.fixed for layer in self._layers):
+            return
+        spec = self._spec
+        device, dtype = torch.device(self._device), self._precision.compute
+        form = StageForm(spec.hidden_size, spec.heads, spec.head_dim, dtype, device, len(self._cos))
+        self._graphs = capture_graphs(self._whole, form, pool, attention, tokens, self.progress.step)
 
     def begin(self, tokens: Sequence[int], padded: int, cut: int = 0) -> None:
         """See Decoder and begin_pass()."""
@@ -150,10 +166,18 @@ class NativeDecoder:
 
     def forward(self, hidden: Tensor, positions: Tensor, spans: Sequence[AttentionSpan]) -> Tensor:
         """See Decoder."""
-        hidden = hidden.clone()  # the residual stream, added to in place
-        finish(self._steps(hidden, positions, self._begun(spans), 0, self._groups(spans)))
+        attention, groups = self._begun(spans), self._groups(spans)
+        if self._graphs is not None and not groups and self._graphs.holds(len(hidden)):
+            hidden = self._graphs.run(hidden, positions, attention)
+        else:
+            hidden = hidden.clone()  # the residual stream, added to in place
+            finish(self._steps(hidden, positions, attention, 0, groups))
         self._publish()
         return hidden
+
+    def _whole(self, hidden: Tensor, positions: Tensor, attention: AttentionPass, padding: Tensor | None) -> None:
+        """See graphs.Layers."""
+        finish(self._steps(hidden, positions, attention, 0, (), padding))
 
     def forward_halves(
         self, hidden: Tensor, positions: Tensor, spans: Sequence[Sequence[AttentionSpan]], cut: int
@@ -181,7 +205,13 @@ class NativeDecoder:
         return row_groups(spans, torch.device(self._device))
 
     def _steps(
-        self, hidden: Tensor, positions: Tensor, attention: AttentionPass, half: int, groups: Groups
+        self,
+        hidden: Tensor,
+        positions: Tensor,
+        attention: AttentionPass,
+        half: int,
+        groups: Groups,
+        padding: Tensor | None = None,
     ) -> Steps[None]:
         """Run the layers over hidden states [tokens, hidden size], in place."""
         rotary = Rotary(self._cos[positions], self._sin[positions])
@@ -193,7 +223,8 @@ class NativeDecoder:
             attended = layer.attention.post(index, normed, rotary, attention, groups)
             if layer.pauses:
                 yield
-            delta = yield from layer.mlp.steps(add_norm(hidden, attended.wait(), layer.post_norm, eps), half, groups)
+            before_mlp = add_norm(hidden, attended.wait(), layer.post_norm, eps)
+            delta = yield from layer.mlp.steps(before_mlp, half, groups, padding)
         if delta is not None:
             hidden.add_(delta)
 

@@ -113,6 +113,9 @@ class LibraryDecoder:
         self._pool = pool
         self._states.attach(pool)
 
+    def capture(self, tokens: int) -> None:
+        """See Decoder. transformers' modules are not captured."""
+
     def begin(self, tokens: Sequence[int], padded: int, cut: int = 0) -> None:
         """See Decoder. Nothing is exchanged."""
 

@@ -36,7 +36,7 @@ class KvSlots(NamedTuple):
     slots: Tensor
     """[slots, width], of the layer and all that follow."""
     first: Tensor
-    """int64 [tokens]: the slot of each token's first key head."""
+    """int64 [tokens]: the slot of each token's first key head; negative: its keys and values are written nowhere."""
     step: int
     """Slots from one head to the next; value heads follow key heads."""
     write: Callable[[Tensor], None]

@@ -53,8 +53,8 @@ def place_heads(
     ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Norm and rotation of query and key heads in place, keys and values into their slots. Grid: (tokens, tiles of ROWS
-    heads). heads: [tokens, QUERY + 2 * KV, 2 * HALF]. first: slot of a token's first key head; step: slots from one
-    head to the next."""
+    heads). heads: [tokens, QUERY + 2 * KV, 2 * HALF]. first: slot of a token's first key head, negative for none; step:
+    slots from one head to the next."""
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     half = tl.arange(0, BLOCK)
@@ -90,8 +90,9 @@ def place_heads(
     kept = there & turned
     if PLACED:
         kept = there & (head < QUERY)[:, None]
-        of_kv = there & (head >= QUERY)[:, None]
-        slot = tl.load(first + token) + (head - QUERY)[:, None].to(tl.int64) * step
+        begin = tl.load(first + token)
+        of_kv = there & (head >= QUERY)[:, None] & (begin >= 0)
+        slot = begin + (head - QUERY)[:, None].to(tl.int64) * step
         target = slots + slot * (2 * HALF) + half[None, :]
         tl.store(target, low.to(slots.dtype.element_ty), mask=of_kv)
         tl.store(target + HALF, high.to(slots.dtype.element_ty), mask=of_kv)

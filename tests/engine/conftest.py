@@ -1,12 +1,13 @@
 """Saved models, made once per test run."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 
 from tests.engine.models import CONFIGS, Saved, save_model
+from tests.engine.recorded_graphs import Device, recorded_graphs
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -41,3 +42,10 @@ def reshaped(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, int, in
         return made[key]
 
     return get
+
+
+@pytest.fixture
+def device() -> Iterator[Device]:
+    """Records CUDA graphs."""
+    with recorded_graphs() as made:
+        yield made

@@ -135,6 +135,38 @@ class Event:
         return 1.0
 
 
+class Graph:
+    """Stands in for torch.cuda.CUDAGraph: one launch, which uses what the operations of its capture use."""
+
+    def __init__(self) -> None:
+        self.operations = 0
+        self._reads: dict[Unit, None] = {}
+        self._writes: dict[Unit, None] = {}
+
+    def capture_begin(self, pool: object = None, capture_error_mode: str = "global") -> None:
+        gpu = current()
+        assert gpu.graph is None, "one is being captured"
+        assert gpu.stream is not gpu.default, "the default stream cannot be captured"
+        gpu.graph = self
+
+    def capture_end(self) -> None:
+        assert current().graph is self
+        current().graph = None
+
+    def use(self, reads: Iterable[Unit], writes: Iterable[Unit]) -> None:
+        """An operation that is captured. Memory of the graphs is left out: no one else has it."""
+        self.operations += 1
+        made = current().made_in_graphs
+        self._reads |= {unit: None for unit in reads if unit[0] not in made}
+        self._writes |= {unit: None for unit in writes if unit[0] not in made}
+
+    def replay(self) -> None:
+        gpu = current()
+        gpu.clocks.join(gpu.stream.name, gpu.clocks.clock(HOST))
+        gpu.clocks.use(gpu.stream.name, self._reads, self._writes, line())
+        gpu.counts.launches["[graph]", line()] += 1
+
+
 _running: "list[FakeGpu]" = []
 
 
@@ -157,6 +189,10 @@ class FakeGpu(TorchDispatchMode):
         self.live = self.peak = 0
         """Bytes of the device's memory that tensors have now, and had at most since it was last set."""
         self.streams = 0
+        self.graph: Graph | None = None
+        """That is captured now."""
+        self.made_in_graphs: set[int] = set()
+        """Storages that were allocated in a capture, and are held."""
         self._free = free
         self._fakes = FakeTensorMode(allow_non_fake_inputs=True)
         self._parts: dict[int, int] = {}  # storage → bytes of each of its parts
@@ -185,6 +221,8 @@ class FakeGpu(TorchDispatchMode):
         with self.counted():
             yield
         self.peak = max(peak, self.live)
+        if self.graph is not None:
+            return
         self.counts.launches[f"[{name}]", line()] += 1
         self.counts.moved[f"[{name}]"] += moved
 
@@ -194,6 +232,8 @@ class FakeGpu(TorchDispatchMode):
 
     def sync(self, why: str) -> None:
         """The host waits for the device."""
+        if self.graph is not None:
+            raise RuntimeError(f"operation not permitted when stream is capturing: {why}")
         self.counts.syncs[why, line()] += 1
 
     def keep(self, tensor: Tensor) -> None:
@@ -256,6 +296,10 @@ class FakeGpu(TorchDispatchMode):
                 self._copy(name, source, target, args, kwargs)
                 return
         written = [*made, *_mutated(func, args)]
+        if self.graph is not None:  # what its operations touch follows from values that are not known yet
+            units = [[unit for each in some for unit in self._units(each)] for some in (given, written)]
+            self.graph.use(*units)
+            return
         reads = [unit for each in given for unit in self._touched(name, each, given)]
         writes = [unit for each in written for unit in self._touched(name, each, given)]
         self.clocks.use(stream, reads, writes, where)
@@ -264,6 +308,8 @@ class FakeGpu(TorchDispatchMode):
         self.counts.flops += _flops(name, given, made)
 
     def _copy(self, name: str, source: Any, target: Any, args: Any, kwargs: Any) -> None:
+        if self.graph is not None:
+            raise RuntimeError("a copy between host and device is not captured")
         where, up = line(), source.device.type == "cpu"
         host = source if up else target
         asynchronous = bool(kwargs.get("non_blocking") or (name == "copy_" and len(args) > 2 and args[2]))
@@ -308,6 +354,8 @@ class FakeGpu(TorchDispatchMode):
         self._parts.pop(storage, None)
         if made.device.type == "cuda":
             self._owners[storage] = owner = self.stream.name
+            if self.graph is not None:
+                self.made_in_graphs.add(storage)
             size = made.untyped_storage().nbytes()
             self.live += size
             self.peak = max(self.peak, self.live)
@@ -315,6 +363,7 @@ class FakeGpu(TorchDispatchMode):
 
     def _freed(self, storage: int, owner: str, size: int) -> None:
         self.live -= size
+        self.made_in_graphs.discard(storage)
         if self._owners.get(storage) == owner:
             self.clocks.join(owner, self.clocks.clock(HOST))  # it is the host that would use it again
             self.clocks.free(storage, owner)
@@ -348,7 +397,7 @@ class FakeGpu(TorchDispatchMode):
         if self._entered is None:
             self._entered = stack = contextlib.ExitStack()
             _running.append(self)
-            self.stream = Stream()
+            self.stream = self.default = Stream()
             stack.enter_context(self._fakes)
             for patched in _patches(self):
                 stack.enter_context(patched)
@@ -399,6 +448,9 @@ def _patches(gpu: FakeGpu) -> Iterator[Any]:
     yield patch.object(Tensor, "item", lambda tensor: values(tensor, lambda each: to_list(each.reshape(-1)[0])))
     yield patch.object(Tensor, "numpy", lambda tensor, **_: values(tensor, to_numpy))
     yield patch.object(Tensor, "record_stream", lambda tensor, _: gpu.keep(tensor))
+    yield patch.object(torch.cuda, "CUDAGraph", Graph)
+    yield patch.object(torch.cuda, "graph_pool_handle", lambda: (0, 1))
+    yield patch.object(torch.cuda, "empty_cache", lambda: None)
     yield patch.object(torch.cuda, "Stream", Stream)
     yield patch.object(torch.cuda, "Event", Event)
     yield patch.object(torch.cuda, "stream", stream)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.shapes import DEEPSEEK_V3, LLAMA_8B, QWEN3_30B_A3B
-from headrace.core.config import EngineConfig, ModelConfig
+from headrace.core.config import CudaGraphs, EngineConfig, ModelConfig
 from headrace.core.messages.orders import PlanRow
 from headrace.core.types import packed
 from headrace.core.types.requests.request import SamplingParams
@@ -203,10 +203,11 @@ def fake_runner(
     halves: bool = False,
     way: Way | None = None,
     float8: bool = False,
+    cuda_graphs: CudaGraphs = "auto",
 ) -> Iterator[ModelRunner]:
     """A runner of some layers of a model, in bfloat16. folder: for its config.json. count: of layers. whole: of a model
     that has no other layers, with embedding and output head. halves: for passes that are cut. way: of the exchange
-    between two replicas that divide the experts."""
+    between two replicas that divide the experts. cuda_graphs: whether a start captures them."""
     model = MODELS[name]
     config = dict(model.config)
     layers = range(model.first, model.first + count)
@@ -228,7 +229,7 @@ def fake_runner(
             stack.enter_context(patched)
         terms = model_terms(
             ModelConfig(model=str(folder), dtype="bfloat16", device="cuda:0"),
-            EngineConfig(page_size=PAGE_SIZE, kv_pages=KV_PAGES),
+            EngineConfig(page_size=PAGE_SIZE, kv_pages=KV_PAGES, cuda_graphs=cuda_graphs),
             LONGEST,
         )._replace(float8=float8)
         moe = terms.spec.moe

@@ -21,6 +21,7 @@ def test_every_part_runs_on_a_cpu(capsys: pytest.CaptureFixture[str]) -> None:
     assert "Llama, tiny, 2 layers, handed over after 40 tokens: 8 of 8 tokens as alone" in found
     for name in ("prefill and decode", "two stages and decode"):
         assert any(line.startswith(f"{name}: the text of one server, first token after") for line in found)
+    assert "CUDA graphs: needs CUDA" in found
     for name in first_gpu_minutes.TINY_SHAPES:
         [gap] = [line.split()[-1] for line in found if line.startswith(f"{name}: bfloat16 differs")]
         assert float(gap) < 0.02

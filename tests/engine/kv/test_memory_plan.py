@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from headrace.core.config import EngineConfig, ModelConfig
 from headrace.core.types.errors import ConfigError
 from headrace.engine.device import (
     Computation,
@@ -13,9 +14,19 @@ from headrace.engine.device import (
     resolve_device,
     resolve_dtype,
 )
-from headrace.engine.kv.memory_plan import activation_bytes, add_host_tier, plan_memory, stage_geometry, weight_count
+from headrace.engine.kv.memory_plan import (
+    activation_bytes,
+    add_host_tier,
+    graph_bytes,
+    plan_memory,
+    stage_geometry,
+    weight_count,
+)
+from headrace.engine.load_plan import ModelTerms
 from headrace.engine.model.config import spec_from_config
-from headrace.engine.model.sharding import part_of
+from headrace.engine.model.graph_sizes import graph_sizes
+from headrace.engine.model.sharding import part_of, split_model
+from headrace.engine.model.source import ModelSource
 from tests.cpus import cpuinfo
 from tests.engine.models import CONFIGS, Saved, save_model
 
@@ -153,3 +164,43 @@ def test_a_gpus_pool_takes_a_share_of_what_weights_and_activations_leave() -> No
     assert on_cpu.kv_bytes == pytest.approx(0.5 * (available - on_cpu.weight_bytes), rel=0.01)
     with pytest.raises(ConfigError, match=r"activations of 8192 tokens .* MiB and 1.0 MiB are available"):
         plan_memory(part, gpu, 16, 0, MIB, max_model_len=64, pass_tokens=tokens)
+
+
+def test_a_gpus_pool_leaves_room_for_graphs() -> None:
+    spec = spec_from_config(CONFIGS["llama"].to_dict() | {"architectures": ["LlamaForCausalLM"]})
+    part, gpu, sizes = part_of(spec), Computation("cuda:0", "bfloat16", native=True), graph_sizes(100)
+    plans = [plan_memory(part, gpu, 16, 0, 100 * MIB, max_model_len=64, graphs=each) for each in ((), sizes)]
+    taken = graph_bytes(part, "bfloat16", sizes)
+    assert len(sizes) == 8, "1, 2, 4 … 128"
+    assert taken > 8 * 4 * 200_000
+    assert plans[0].kv_bytes - plans[1].kv_bytes == pytest.approx(0.9 * taken, abs=plans[0].page_bytes)
+    assert f"CUDA graphs {taken / MIB:.1f} MiB" in plans[1].explanation
+    with pytest.raises(ConfigError, match=r"CUDA graphs .* MiB \(--cuda-graphs off\), and 1.0 MiB are available"):
+        plan_memory(part, gpu, 16, 0, MIB, max_model_len=64, graphs=sizes)
+
+
+@pytest.mark.parametrize(
+    ("name", "engine", "device", "tp", "experts", "planned"),
+    [
+        ("llama", {}, "cuda:0", 1, None, True),
+        ("llama", {"cuda_graphs": "off"}, "cuda:0", 1, None, False),
+        ("llama", {}, "cpu", 1, None, False),
+        ("llama", {}, "cuda:0", 2, None, False),
+        ("qwen3-moe", {}, "cuda:0", 1, None, True),
+        ("qwen3-moe", {}, "cuda:0", 1, 8, True),
+        ("qwen3-moe", {}, "cuda:0", 1, 4, False),
+        ("deepseek-v3", {}, "cuda:0", 1, None, False),
+    ],
+)
+def test_graphs_are_planned_where_they_are_captured(
+    name: str, engine: dict[str, str], device: str, tp: int, experts: int | None, planned: bool
+) -> None:
+    spec = spec_from_config(
+        CONFIGS[name].to_dict() | {"architectures": [type(CONFIGS[name]).__name__.replace("Config", "ForCausalLM")]}
+    )
+    terms = ModelTerms(
+        ModelConfig(), EngineConfig(**engine), ModelSource("folder", Path()), spec,  # type: ignore[arg-type]
+        Computation(device, "bfloat16", native=True), 64,
+    )  # fmt: skip
+    part = part_of(spec, shard=split_model(spec, tp)[0], experts=experts)
+    assert ("CUDA graphs" in terms.plan(part, 8, 1 << 30).memory.explanation) == planned

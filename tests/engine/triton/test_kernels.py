@@ -65,12 +65,12 @@ def test_gates(interpreted: TorchArithmetic, dtype: torch.dtype, rows: int, widt
 @pytest.mark.parametrize("normed", [False, True])
 @given(
     tokens=st.integers(0, 7), query=st.integers(1, 9), kv=st.integers(1, 3), half=st.sampled_from([8, 12, 48, 64]),
-    seed=st.integers(0, 99), placed=st.booleans(),
+    seed=st.integers(0, 99), placed=st.booleans(), padding=st.integers(0, 3),
 )  # fmt: skip
 @FEW
 def test_heads_are_normed_turned_and_placed(
     interpreted: TorchArithmetic, dtype: torch.dtype, normed: bool,
-    tokens: int, query: int, kv: int, half: int, seed: int, placed: bool,
+    tokens: int, query: int, kv: int, half: int, seed: int, placed: bool, padding: int,
 ) -> None:  # fmt: skip
     width, page_size, pages = 2 * half, 4, 8
     weights = [normal(width, seed=seed + each, dtype=dtype) for each in range(2)] if normed else [None, None]
@@ -84,7 +84,7 @@ def test_heads_are_normed_turned_and_placed(
     for arithmetic in (interpreted, PLAIN):
         found, expected = expected, heads.clone()
         pool = torch.full((pages * 2 * kv * page_size, width), torch.nan, dtype=dtype)
-        slots = kv_slots(pool, tokens, kv, page_size, seed) if placed else None
+        slots = kv_slots(pool, tokens, kv, page_size, seed, padding) if placed else None
         arithmetic.place_heads(expected, rules, cos, sin, slots)
         pools.append(pool)
     check_close(found[:, :query], expected[:, :query], dtype)
@@ -95,13 +95,19 @@ def test_heads_are_normed_turned_and_placed(
         check_close(found, expected, dtype)
 
 
-def kv_slots(pool: Tensor, tokens: int, kv: int, page_size: int, seed: int) -> KvSlots:
-    """Of tokens in shuffled pages, behind a prefix that ends within one."""
+def kv_slots(pool: Tensor, tokens: int, kv: int, page_size: int, seed: int, padding: int) -> KvSlots:
+    """Of tokens in shuffled pages, behind a prefix that ends within one. padding: tokens at the end without slots."""
     pages = torch.randperm(len(pool) // (2 * kv * page_size), generator=torch.Generator().manual_seed(seed))
     positions = torch.arange(3, 3 + tokens)
     first = pages[positions // page_size] * (2 * kv * page_size) + positions % page_size
-    index = (first[:, None] + torch.arange(2 * kv) * page_size).flatten()
-    return KvSlots(pool, first, page_size, lambda rows: pool.index_copy_(0, index, rows.reshape(-1, pool.shape[1])))
+    first[max(0, tokens - padding) :] = -1
+
+    def write(rows: Tensor) -> None:
+        for slot, heads in zip(first.tolist(), rows, strict=True):
+            for head, values in enumerate(heads if slot >= 0 else ()):
+                pool[slot + head * page_size] = values
+
+    return KvSlots(pool, first, page_size, write)
 
 
 MIXTURES = {

@@ -44,6 +44,7 @@ FLAGS = """\
 --chunking {fixed,dynamic} = fixed
 --compile {auto,on,off} = auto
 --control-port N [0..65535] = 0
+--cuda-graphs {auto,off} = auto
 --curve-allowed TEXT =
 --curve-key TEXT =
 --curve-server-key TEXT =
