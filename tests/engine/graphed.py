@@ -9,7 +9,9 @@ from torch import Tensor
 
 from headrace.core.config import EngineConfig, ModelConfig
 from headrace.engine import runner
+from headrace.engine.attention import ChosenAttention
 from headrace.engine.attention.gpu import SdpaPass
+from headrace.engine.kv.pool import KVPool
 from headrace.engine.layers import moe, native_decoder
 from headrace.engine.layers.exchange import NoExchange
 from headrace.engine.layers.graphs import PassGraphs
@@ -22,6 +24,10 @@ PAGE_SIZE, PAGES, LONGEST = 8, 96, 160
 CLOSE = 1e-4  # the kernel that multiplies follows from the number of rows
 
 
+def _by_sdpa(pool: KVPool, **_: object) -> ChosenAttention:
+    return ChosenAttention(partial(SdpaPass, pool), "")
+
+
 def make(folder: Path, arithmetic: Arithmetic | None = None, *, halves: int = 0, grouped: bool = True) -> ModelRunner:
     """As on a GPU in float32: keys and values are placed before attention, and experts are grouped. halves: exchanges
     for passes that are cut."""
@@ -30,7 +36,9 @@ def make(folder: Path, arithmetic: Arithmetic | None = None, *, halves: int = 0,
     experts = plan.terms.spec.moe.experts if plan.terms.spec.moe else 0
     with (
         patch.object(runner, "choose_arithmetic", lambda *_: arithmetic or TorchArithmetic()),
-        patch.object(native_decoder, "choose_attention", lambda pool, **_: partial(SdpaPass, pool)),
+        patch.object(
+            native_decoder, "choose_attention", lambda pool, **_: ChosenAttention(partial(SdpaPass, pool), "")
+        ),
         patch.object(moe, "can_group", lambda *_: grouped),
     ):
         return ModelRunner(plan, exchanges=[NoExchange(experts) for _ in range(halves)])

@@ -175,7 +175,7 @@ def test_a_gpus_pool_leaves_room_for_graphs() -> None:
     assert taken > 8 * 4 * 200_000
     assert plans[0].kv_bytes - plans[1].kv_bytes == pytest.approx(0.9 * taken, abs=plans[0].page_bytes)
     assert f"CUDA graphs {taken / MIB:.1f} MiB" in plans[1].explanation
-    with pytest.raises(ConfigError, match=r"CUDA graphs .* MiB \(--cuda-graphs off\), and 1.0 MiB are available"):
+    with pytest.raises(ConfigError, match=r"CUDA graphs \(--cuda-graphs off\) .* MiB and 1.0 MiB are available"):
         plan_memory(part, gpu, 16, 0, MIB, max_model_len=64, graphs=sizes)
 
 
