@@ -116,7 +116,8 @@ configuration says, and expanded to the model's dtype while they are loaded, fou
 | NVFP4 (compressed-tensors, modelopt) | `weight_packed` or `weight` + `weight_scale` + a scale of scales |
 | nf4, fp4 (bitsandbytes), nested scales too | `weight` + `weight.absmax` + `weight.quant_map` + `weight.quant_state…` |
 
-Products are those of expanded weights with activations as they are: scales of activations and of KV are not used.
+Products are those of expanded weights with activations as they are: scales of activations and of KV are not used. On
+GPUs that multiply FP8, linear layers in float8 of our own decoder's models stay so ([GPUs](gpu.md)).
 Refused: other methods (`hqq`, `aqlm`, `torchao` …), sparse layouts, transforms, GPTQ in 3 bits, AWQ's gemv.
 
 ## GGUF
