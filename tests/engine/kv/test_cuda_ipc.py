@@ -4,8 +4,6 @@ import logging
 import os
 import signal
 import struct
-import subprocess
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from random import Random
@@ -35,6 +33,7 @@ from headrace.transfer.backends.writer_locks import FOLDER, host_token
 from headrace.transfer.data import payload
 from headrace.transfer.protocol.layout import copies, pages_for
 from tests.engine.kv.fake_cuda import FakeGpus, OnGpu, Queue, compiled, filled, opened, share, share_with
+from tests.transfer.children import child, line_of
 from tests.transfer.harness import CONFIG, Pair, value, zmq_context
 from tests.transfer.layouts import random_layout
 
@@ -293,15 +292,6 @@ shared = share(gpus, gpus.pool(GEOMETRY, PAGES), time.monotonic)
 print(msgspec.json.encode(shared.memory).decode(), flush=True)
 time.sleep(60)
 """
-
-
-def child(script: str, *arguments: str) -> subprocess.Popen[str]:
-    return subprocess.Popen([sys.executable, "-c", script, *arguments], stdout=subprocess.PIPE, text=True)
-
-
-def line_of(process: subprocess.Popen[str]) -> str:
-    assert process.stdout is not None
-    return process.stdout.readline().strip()
 
 
 def changes(pool: KVPool) -> bool:

@@ -44,7 +44,7 @@ class Kept:
 
 def main() -> None:
     port, stages, rank = map(int, sys.argv[1:])
-    with _world(port, stages, rank):
+    with gloo_world(port, stages, rank):
         group = make_group(range(stages), TIMEOUT_S)
         spec = HiddenSpec(WIDTH, torch.float32, torch.device("cpu"))
         links = PipelineLinks(Layout(stages, 1, 1), rank, spec, group, CREDITS)
@@ -74,7 +74,7 @@ def _pass(links: PipelineLinks, number: int, kept: Kept) -> None:
 
 
 @contextmanager
-def _world(port: int, size: int, rank: int) -> Iterator[None]:
+def gloo_world(port: int, size: int, rank: int) -> Iterator[None]:
     torch.set_num_threads(1)
     store = dist.TCPStore("127.0.0.1", port, size, is_master=rank == 0, timeout=timedelta(seconds=TIMEOUT_S))
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size)

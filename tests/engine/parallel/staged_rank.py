@@ -8,9 +8,6 @@ other one has to find its links broken.
 import os
 import signal
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
-from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -21,6 +18,7 @@ from headrace.engine.collectives.torch_collectives import make_group
 from headrace.engine.parallel.carriers import DirectCarrier, StagedCarrier
 from headrace.engine.parallel.pipeline import PipelineLinks
 from headrace.engine.runner import HiddenSpec
+from tests.engine.parallel.gloo_rank import gloo_world
 from tests.engine.parallel.test_pipeline_links import plan, sampled, taken
 
 TIMEOUT_S = 60.0
@@ -63,7 +61,7 @@ def run(each: PipelineLinks, seq: int, number: int, stage: int) -> None:
 def main() -> None:
     port, stages, rank = map(int, sys.argv[1:4])
     layout = Layout(stages, 1, 1)
-    with _world(port, stages, rank):
+    with gloo_world(port, stages, rank):
         both = [links(layout, rank, staged=staged) for staged in (True, False)]
         try:
             for number in range(1, PLANS + 1):
@@ -73,15 +71,6 @@ def main() -> None:
             print(f"broken: {error}", flush=True)
             os._exit(0)  # leaving a broken group may take its timeout
         dist.barrier()
-
-
-@contextmanager
-def _world(port: int, size: int, rank: int) -> Iterator[None]:
-    torch.set_num_threads(1)
-    store = dist.TCPStore("127.0.0.1", port, size, is_master=rank == 0, timeout=timedelta(seconds=TIMEOUT_S))
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
-    yield
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -2,8 +2,6 @@
 
 import os
 import signal
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from random import Random
@@ -22,6 +20,7 @@ from headrace.transfer.backends.shm import SharedPool, ShmPages, ShmTransport
 from headrace.transfer.backends.strided_pool import ArrayPageStore, StridedPool, c_order
 from headrace.transfer.backends.writer_locks import FOLDER, OWNER_BYTE, host_token, sweep, writer_byte
 from headrace.transfer.protocol.layout import Box
+from tests.transfer.children import child, line_of
 from tests.transfer.harness import random_store
 from tests.transfer.layouts import random_layout
 
@@ -208,15 +207,6 @@ pool = SharedPool(LAYOUT)
 print(msgspec.json.encode(pool.memory).decode(), flush=True)
 time.sleep(60)
 """
-
-
-def child(script: str, *arguments: str) -> subprocess.Popen[str]:
-    return subprocess.Popen([sys.executable, "-c", script, *arguments], stdout=subprocess.PIPE, text=True)
-
-
-def line_of(process: subprocess.Popen[str]) -> str:
-    assert process.stdout is not None
-    return process.stdout.readline().strip()
 
 
 def changes(pool: SharedPool) -> bool:
