@@ -63,6 +63,7 @@ class DecodeEngines:
         self._handshake = handshake
         self._refreshed = -PROBE_S  # when the names of adapters were looked at
         self._tasks: list[asyncio.Task[None]] = []
+        self._on_up: Callable[[list[DecodeEngine]], None] = lambda _: None
 
     async def find(self) -> DecodeEngine:
         """Wait for all engines. Returns one of them; the others serve the same KV. Raises ConfigError for one that
@@ -79,8 +80,10 @@ class DecodeEngines:
                 raise ConfigError(f"the decode engines differ, so that KV for one is none for the other: {differs}")
         return found[0]
 
-    def watch(self, on_gone: Callable[[DecodeEngine], None]) -> None:
-        """Look at the engines every second from now on. on_gone: called with an engine whose process has ended."""
+    def watch(self, on_gone: Callable[[DecodeEngine], None], on_up: Callable[[list[DecodeEngine]], None]) -> None:
+        """Look at the engines every second from now on. on_gone: called with an engine whose process has ended. on_up:
+        with those that are up, whenever one of them is another one."""
+        self._on_up = on_up
         self._tasks = [asyncio.create_task(self._watch(engine, on_gone)) for engine in self.all]
 
     async def stop(self) -> None:
@@ -115,9 +118,13 @@ class DecodeEngines:
     def _adapters(self) -> set[str]:
         return {name for engine in self.all if engine.found is not None for name in engine.found.adapters}
 
+    def up(self) -> list[DecodeEngine]:
+        """The engines that are up."""
+        return [engine.found for engine in self.all if engine.up and engine.found is not None]
+
     def agents(self) -> list[str]:
         """NIXL agents of the engines that are up."""
-        return [engine.found.agent for engine in self.all if engine.up and engine.found is not None]
+        return [engine.agent for engine in self.up()]
 
     async def _find(self, engine: WatchedEngine) -> DecodeEngine:
         """Probe until there is an answer. Raises ConfigError."""
@@ -146,6 +153,8 @@ class DecodeEngines:
                 await self._check(engine, known, on_gone)
             except Exception:  # the watch goes on, whatever an engine sends
                 log.exception("the look at decode engine %s has failed", engine.url)
+            if engine.up and (not was_up or engine.found != known):
+                self._on_up(self.up())
             if (engine.up, engine.reason) != (was_up, reason):
                 level = logging.INFO if engine.up else logging.WARNING
                 log.log(level, "decode engine %s is %s", engine.url, "up" if engine.up else f"down: {engine.reason}")

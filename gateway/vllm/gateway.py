@@ -50,7 +50,8 @@ class VllmGateway(BaseGateway):
             fingerprint.cancel()
         self._parts = parts = assemble(config, engine, served, self.clock, self.front_metrics, self._fail)
         parts.start()
-        self._engines.watch(self._engine_gone)
+        parts.exporter.serve(self._engines.up())
+        self._engines.watch(self._engine_gone, parts.exporter.serve)
         await wait_connected(parts.prefills)
         if config.model_check:
             await check_models(self._engines, parts.prefills.up()[0].url, config.prefill_api_key, engine.geometry.dtype)

@@ -14,7 +14,7 @@ from msgspec.structs import replace
 
 from headrace.gateway.vllm_nixl.engine_probe import DecodeEngine
 from headrace.gateway.vllm_nixl.kv_pool import PoolMapping, VllmPool
-from headrace.gateway.vllm_nixl.wire import encode_payload
+from headrace.gateway.vllm_nixl.wire import AgentMetadata, encode_payload
 from headrace.transfer.backends.nixl import ERRORS, Agent
 
 log = logging.getLogger(__name__)
@@ -30,12 +30,12 @@ class AgentGeneration:
     Attributes:
         number: counts generations.
         engine_id: remote_engine_id of what it offers.
-        payload: its answer to handshakes.
         asked: when it was last sent, in seconds of the exporter's clock.
     """
 
     def __init__(self, number: int, engine: DecodeEngine, pool: VllmPool, devices: str) -> None:
-        """devices: network device of NIXL, "" for all. Raises OSError when NIXL cannot be used."""
+        """engine: one of those that read from it, which are alike but for their releases. devices: network device of
+        NIXL, "" for all. Raises OSError when NIXL cannot be used."""
         self.number = number
         self.engine_id = str(uuid.uuid4())
         self.asked = -math.inf
@@ -45,11 +45,18 @@ class AgentGeneration:
         except OSError:
             self._mapping.retire()
             raise
-        self.payload = self._encode(engine, pool)
+        self._metadata = self._describe(engine, pool)
+        self._payloads: dict[str, bytes] = {}  # by compatibility hash
 
-    def _encode(self, engine: DecodeEngine, pool: VllmPool) -> bytes:
+    def payload(self, compatibility_hash: str) -> bytes:
+        """Its answer to handshakes of engines with this hash."""
+        if compatibility_hash not in self._payloads:
+            self._payloads[compatibility_hash] = encode_payload(compatibility_hash, self._metadata)
+        return self._payloads[compatibility_hash]
+
+    def _describe(self, engine: DecodeEngine, pool: VllmPool) -> AgentMetadata:
         layers = pool.geometry.layers
-        metadata = replace(
+        return replace(
             engine.metadata,
             engine_id=self.engine_id,
             agent_metadata=self._agent.metadata(),
@@ -62,7 +69,6 @@ class AgentGeneration:
             block_strides=(pool.block_bytes,) * layers,
             attn_backend_name=BACKEND_NAME,
         )
-        return encode_payload(engine.compatibility_hash, metadata)
 
     def notices(self) -> Iterator[tuple[str, bytes]]:
         """(NIXL agent, notification) that have come since the last call."""

@@ -14,12 +14,12 @@ import msgspec
 from msgspec.structs import replace
 
 from headrace.core.types.kv.geometry import ITEM_BYTES
-from headrace.gateway.vllm_nixl.wire import CONNECTOR_VERSION
+from headrace.gateway.vllm_nixl.releases import connector_version
 
 DTYPES = ("bfloat16", "float16", "float32")
 TENSOR_SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64)  # tensor parallel degrees that are tried
 ONE_GROUP = "start it with --disable-hybrid-kv-cache-manager"
-OTHER_VERSIONS = tuple(version for version in range(1, 65) if version != CONNECTOR_VERSION)
+VERSIONS = range(1, 65)  # of NixlConnector, that are tried
 QUANTIZED = ("fp8", "fp8_e4m3", "fp8_e5m2")
 MOST_STAGES = 8  # pipeline parallel degrees that are tried
 
@@ -28,7 +28,7 @@ class Factors(msgspec.Struct, frozen=True, kw_only=True):
     """What goes into the hash."""
 
     vllm_version: str
-    nixl_connector_version: int = CONNECTOR_VERSION
+    nixl_connector_version: int
     model: str
     """As given to the engine's --model."""
     dtype: str
@@ -76,9 +76,9 @@ def explain_mismatch(wanted: str, observed: Observed) -> str:
                 return f"{name}: {value} at the decode engine; this gateway serves {ours}"
     return (
         f"its compatibility hash {wanted} is not that of a vLLM {observed.vllm_version} with NixlConnector version "
-        f"{CONNECTOR_VERSION}, the model {observed.model!r} with {observed.layers} layers and the attention backend "
-        f"{observed.attn_backend_name}, whichever its dtype and heads; an engine with EAGLE or MTP speculative "
-        "decoding has such a hash, too, and cannot be served"
+        f"{connector_version(observed.vllm_version)}, the model {observed.model!r} with {observed.layers} layers and "
+        f"the attention backend {observed.attn_backend_name}, whichever its dtype and heads; an engine with EAGLE or "
+        "MTP speculative decoding has such a hash, too, and cannot be served"
     )
 
 
@@ -96,13 +96,15 @@ def _served(observed: Observed) -> Iterator[Factors]:
 
 def _deviations(observed: Observed) -> Iterator[tuple[str, str, Iterator[tuple[str, Factors]]]]:
     """Factors that differ from served ones: (name, what is served, (value, factors))."""
+    expected = connector_version(observed.vllm_version)
     served = [factors for factors in _served(observed) if factors.cache_dtype == "auto" and factors.is_hma_enabled]
     yield (
         "version of NixlConnector",
-        str(CONNECTOR_VERSION),
+        f"{expected} of vLLM {observed.vllm_version}",
         (
             (str(version), replace(one, nixl_connector_version=version))
-            for version, one in product(OTHER_VERSIONS, served)
+            for version, one in product(VERSIONS, served)
+            if version != expected
         ),
     )
     yield (
@@ -147,6 +149,7 @@ def _factors(
 ) -> Factors:
     return Factors(
         vllm_version=observed.vllm_version,
+        nixl_connector_version=connector_version(observed.vllm_version),
         model=observed.model,
         dtype=f"torch.{dtype}",
         num_kv_heads=heads,

@@ -7,7 +7,7 @@ import http.client
 import re
 import ssl
 from collections.abc import Callable
-from socket import create_connection
+from socket import create_connection, gaierror, getaddrinfo
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -19,15 +19,9 @@ from headrace.core.types.errors import ConfigError
 from headrace.core.types.kv.geometry import Geometry
 from headrace.core.types.peers.addresses import url as make_url
 from headrace.gateway.vllm_nixl.compatibility import ONE_GROUP, Observed, explain_mismatch, find_factors
-from headrace.gateway.vllm_nixl.wire import (
-    CONNECTOR_VERSION,
-    LAYOUT,
-    AgentMetadata,
-    HandshakePayload,
-    encode_query,
-)
+from headrace.gateway.vllm_nixl.releases import RELEASES, connector_version
+from headrace.gateway.vllm_nixl.wire import LAYOUT, AgentMetadata, HandshakePayload, encode_query
 
-TESTED_VERSIONS = ("0.32.0",)
 TIMEOUT_S = 5.0
 MAX_BYTES = 1 << 22  # of an answer; a handshake of 100 layers and thousands of blocks has some 20 kB
 OF_GROUPS = ("KV cache groups", "order of layers")  # what is otherwise where layers of a model have several caches
@@ -65,10 +59,13 @@ class DecodeEngine(msgspec.Struct, frozen=True, kw_only=True):
     compatibility_hash: str
     metadata: AgentMetadata
     """Metadata of its first worker."""
+    addresses: tuple[str, ...] = ()
+    """IP addresses of its side channel's host, from which it asks, too, unless there is a proxy."""
 
     def differs_from(self, other: "DecodeEngine") -> str:
-        """What keeps two engines from being served with the same KV, with both values; "" if nothing does."""
-        for name in ("vllm_version", "model", "geometry", "compatibility_hash"):
+        """What keeps two engines from being served with the same KV, with both values; "" if nothing does. Their
+        releases may differ."""
+        for name in ("model", "geometry"):
             ours, theirs = getattr(self, name), getattr(other, name)
             if ours != theirs:
                 return f"{name.replace('_', ' ')}: {ours} at {self.url}, {theirs} at {other.url}"
@@ -98,7 +95,7 @@ def probe(url: str, side_channel: tuple[str, int], *, api_key: str = "", allow_u
     """Ask an engine what it is, and verify its compatibility hash.
 
     url: of its HTTP server. side_channel: VLLM_NIXL_SIDE_CHANNEL_HOST and _PORT of its first data-parallel rank.
-    allow_untested: also serve versions of vLLM that are not among TESTED_VERSIONS. Raises EngineUnreachable when it
+    allow_untested: also serve versions of vLLM that are not in releases.py. Raises EngineUnreachable when it
     does not answer, ConfigError, naming both values, when it cannot be served.
     """
     try:
@@ -194,8 +191,8 @@ def _verified(
     allow_untested: bool,
 ) -> DecodeEngine:
     """The engine, if it can be served. Raises ConfigError."""
-    if version not in TESTED_VERSIONS and not allow_untested:
-        tested = ", ".join(TESTED_VERSIONS)
+    if version not in RELEASES and not allow_untested:
+        tested = ", ".join(RELEASES)
         raise ConfigError(
             f"vLLM {version}; tested are {tested}. Another version may speak another protocol: --allow-untested tries "
             "it, as long as its compatibility hash is met"
@@ -204,7 +201,7 @@ def _verified(
     if not base:
         raise ConfigError("GET /v1/models names no model with a root")
     metadata: AgentMetadata = _decode(
-        f"its handshake, not one of NixlConnector version {CONNECTOR_VERSION},",
+        f"its handshake, not one of NixlConnector version {connector_version(version)},",
         msgspec.msgpack.Decoder(AgentMetadata).decode,
         payload.agent_metadata_bytes,
     )
@@ -238,7 +235,17 @@ def _verified(
         ),
         compatibility_hash=payload.compatibility_hash,
         metadata=metadata,
+        addresses=_addresses(side_channel[0]),
     )
+
+
+def _addresses(host: str) -> tuple[str, ...]:
+    """IP addresses of a host; none for a name that is not found."""
+    try:
+        found = getaddrinfo(host, None)
+    except gaierror:
+        return ()
+    return tuple(dict.fromkeys(str(address[0]) for *_, address in found))
 
 
 def _check_layout(metadata: AgentMetadata) -> None:

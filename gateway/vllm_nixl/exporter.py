@@ -13,7 +13,7 @@ import queue
 import secrets
 import threading
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 import msgspec
@@ -26,6 +26,7 @@ from headrace.core.runtime.rate_limit import Backoff
 from headrace.core.stats import Sample, Stats
 from headrace.core.types.kv.geometry import ceil_div
 from headrace.gateway.vllm_nixl.agent_generation import AgentGeneration
+from headrace.gateway.vllm_nixl.asked_hash import AskedHash
 from headrace.gateway.vllm_nixl.engine_probe import DecodeEngine
 from headrace.gateway.vllm_nixl.kv_pool import VllmPool
 from headrace.gateway.vllm_nixl.leases import LeaseTable
@@ -63,7 +64,7 @@ class ExporterOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 class SideChannel:
     """Side channel of NixlConnector's prefill side, where decode engines ask for the metadata of its NIXL agent: a
-    bound ROUTER that answers every query with the same payload.
+    bound ROUTER.
 
     Attributes:
         port: TCP port that it is bound to.
@@ -88,14 +89,16 @@ class SideChannel:
         """Sockets to poll for reading."""
         return self._listener.sockets()
 
-    def answer(self, payload: bytes, now: float) -> int:
-        """Answer what has come; returns the number of handshakes. payload: see wire.encode_payload()."""
+    def answer(self, payload: Callable[[str], bytes], now: float) -> int:
+        """Answer what has come; returns the number of handshakes. payload: for a query from an address, see
+        wire.encode_payload()."""
         before = self.handshakes
         for arrival in self._listener.receive(now):
             delimiter, query = arrival.body if len(arrival.body) == 2 else (b"", b"")
             if not delimiter and is_query(query):
                 clock = msgspec.msgpack.encode(time.perf_counter())
-                self._listener.put_tracked((arrival.route, b"", payload, clock), ())
+                _, address = self._listener.sender(arrival)
+                self._listener.put_tracked((arrival.route, b"", payload(address), clock), ())
                 self.handshakes += 1
             else:
                 self._listener.refuse(arrival, b"", now)
@@ -128,6 +131,7 @@ class KvExporter(threading.Thread):
         """
         super().__init__(name="headrace-exporter", daemon=True)
         self._engine, self._pool, self._options, self._release = engine, pool, options, release
+        self._hash = AskedHash(engine.compatibility_hash)
         self._clock = LoopClock(clock or SystemClock())  # leases do not end while this process is stopped
         self._zmq_context: Any = zmq.Context()
         self._side_channel = SideChannel(self._zmq_context, options.host, options.port)
@@ -170,6 +174,11 @@ class KvExporter(threading.Thread):
     def withdraw(self, load: str) -> None:
         """End the lease of an offer whose params were not taken, as far as is known; release() follows."""
         self._do(lambda leases, now: leases.withdraw(load))
+
+    def serve(self, engines: Iterable[DecodeEngine]) -> None:
+        """The engines that are there: alike, but for their releases of vLLM."""
+        known = [(engine.addresses, engine.compatibility_hash) for engine in engines]
+        self._do(lambda leases, now: self._hash.serve(known))
 
     def engine_gone(self, agent: str, others: Collection[str]) -> None:
         """A decode engine's process has ended. agent: its NIXL agent. others: those of the engines that are there."""
@@ -235,7 +244,7 @@ class KvExporter(threading.Thread):
                 self._commands.get_nowait()(self._leases, self._clock.now())
 
     def _answer_queries(self, current: AgentGeneration) -> None:
-        if self._side_channel.answer(current.payload, now := self._clock.now()):
+        if self._side_channel.answer(lambda address: current.payload(self._hash.of(address)), now := self._clock.now()):
             current.asked = now
 
     def _take_notices(self, generation: AgentGeneration) -> list[str]:

@@ -1,4 +1,4 @@
-"""Wire format of vLLM's NixlConnector in pull mode, as of its version 14 (vLLM 0.32): handshake, notices, request
+"""Wire format of vLLM's NixlConnector in pull mode, of the releases in releases.py: handshake, notices, request
 parameters. Pure.
 
     decode engine ──Query──► side channel of the prefill side          ZMQ, REQ to ROUTER
@@ -16,7 +16,6 @@ import msgspec
 
 from headrace.core.runtime.codec import NO_MESSAGE
 
-CONNECTOR_VERSION = 14
 QUERY_WORD = b"get_meta_msg"
 QUERY_BYTES = 256  # longest query; a real one has 16
 HEARTBEAT = b"HB:"

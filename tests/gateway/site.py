@@ -3,7 +3,7 @@ exporter, which need both sides' real protocols, are scripted, too; tests/gatewa
 
 import asyncio
 import queue
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -21,6 +21,7 @@ from headrace.gateway.vllm.gateway import VllmGateway
 from headrace.gateway.vllm.handoff import Handoffs
 from headrace.gateway.vllm.kv_loads import KvLoads
 from headrace.gateway.vllm.routes import create_vllm_app
+from headrace.gateway.vllm_nixl.engine_probe import DecodeEngine
 from headrace.peer.commands import (
     AnyCommand,
     AnyResult,
@@ -88,6 +89,11 @@ class RecordingExporter:
         self.offers: list[tuple[str, int, int, int]] = []
         self.withdrawn: list[str] = []
         self.gone: list[tuple[str, list[str]]] = []
+        self.served: list[list[str]] = []
+        """Compatibility hashes of the engines that were there."""
+
+    def serve(self, engines: Iterable[DecodeEngine]) -> None:
+        self.served.append([engine.compatibility_hash for engine in engines])
 
     def start(self) -> None:
         pass

@@ -8,8 +8,9 @@ import pytest
 from headrace.core.types.errors import ConfigError
 from headrace.gateway.vllm import engines, model_check
 from headrace.gateway.vllm.engines import WatchedEngine
+from headrace.gateway.vllm_nixl.compatibility import Factors, compatibility_hash
 from tests.gateway.site import Site, gateway_site
-from tests.gateway.vllm_nixl.engines import AGENT, BLOCK, HASH, metadata
+from tests.gateway.vllm_nixl.engines import AGENT, BLOCK, HASH, MODEL, metadata
 from tests.gateway.vllm_nixl.scripted_engine import handshake
 from tests.server.fakes import in_loop
 
@@ -62,8 +63,8 @@ async def _says(site: Site, words: str) -> bool:
 @in_loop
 async def test_an_engine_that_does_not_fit_ends_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
     async with gateway_site(monkeypatch, start=False) as site:
-        site.decode.answers["/version"] = (200, {"version": "0.31.0"})
-        with pytest.raises(ConfigError, match=r"vLLM 0\.31\.0; tested are 0\.32\.0"):
+        site.decode.answers["/version"] = (200, {"version": "0.30.0"})
+        with pytest.raises(ConfigError, match=r"vLLM 0\.30\.0; tested are 0\.31\.0, 0\.32\.0"):
             await site.gateway.start()
 
 
@@ -84,6 +85,23 @@ async def test_an_engine_that_ends_and_comes_back(monkeypatch: pytest.MonkeyPatc
         site.decode.payload = handshake(metadata(engine_id="fourth"), HASH)
         await until(lambda: _says(site, ""))
         await until(lambda: _ready(site))
+
+
+@in_loop
+async def test_an_engine_that_comes_back_as_another_release(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a rolling upgrade: it is served, and answered with its own hash."""
+    async with gateway_site(monkeypatch) as site:
+        assert site.exporter.served == [[HASH]]
+        factors = Factors(
+            vllm_version="0.33.0", nixl_connector_version=15, model=MODEL, dtype="torch.float32", num_kv_heads=3,
+            head_size=64, num_hidden_layers=30, attn_backend_name="CPU_ATTN",
+        )  # fmt: skip
+        newer = compatibility_hash(factors)
+        site.decode.answers["/version"] = (200, {"version": "0.33.0"})
+        site.decode.payload = handshake(metadata(engine_id="upgraded"), newer)
+        await until(lambda: _gone(site))
+        assert site.exporter.served[-1] == [newer]
+        assert await ready(site) == ""
 
 
 @in_loop

@@ -15,7 +15,8 @@ from headrace.gateway.vllm_nixl.compatibility import (
 from tests.gateway.vllm_nixl.engines import HASH, MODEL
 
 FACTORS = Factors(
-    vllm_version="0.32.0", model=MODEL, dtype="torch.float32", num_kv_heads=3, head_size=64, num_hidden_layers=30,
+    vllm_version="0.32.0", nixl_connector_version=14, model=MODEL, dtype="torch.float32", num_kv_heads=3, head_size=64,
+    num_hidden_layers=30,
     attn_backend_name="CPU_ATTN",
 )  # fmt: skip
 

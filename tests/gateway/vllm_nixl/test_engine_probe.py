@@ -18,6 +18,7 @@ from headrace.core.types.kv.geometry import Geometry
 from headrace.gateway.vllm_nixl import engine_probe
 from headrace.gateway.vllm_nixl.compatibility import Factors, compatibility_hash
 from headrace.gateway.vllm_nixl.engine_probe import EngineGone, EngineUnreachable, agent_name, probe
+from headrace.gateway.vllm_nixl.releases import RELEASES
 from headrace.server.launch.free_port import free_port
 from tests.gateway.vllm_nixl.engines import AGENT, LAYERS, MODEL, agent_blob, engine, metadata
 from tests.gateway.vllm_nixl.scripted_engine import ScriptedEngine, handshake, scripted_engine
@@ -38,6 +39,13 @@ def scripted(shared: ScriptedEngine) -> ScriptedEngine:
     return shared
 
 
+def factors_of(version: str, connector: int) -> Factors:
+    return Factors(
+        vllm_version=version, nixl_connector_version=connector, model=MODEL, dtype="torch.float32", num_kv_heads=3,
+        head_size=64, num_hidden_layers=LAYERS, attn_backend_name="CPU_ATTN",
+    )  # fmt: skip
+
+
 def refusal(scripted: ScriptedEngine, **options: Any) -> str:
     with pytest.raises(ConfigError) as caught:
         probe(scripted.url, scripted.side_channel, **options)
@@ -53,6 +61,7 @@ def test_an_engine_is_what_its_answers_say(scripted: ScriptedEngine) -> None:
         side_channel=scripted.side_channel,
         served_names=("smollm2", "alias"),
         adapters=("adapter",),
+        addresses=("127.0.0.1",),
     )
     assert found.agent == AGENT
     assert scripted.keys[-1] == "Bearer secret"
@@ -84,23 +93,30 @@ def test_caches_of_another_form_are_refused(scripted: ScriptedEngine, change: di
     ({"nixl_connector_version": 13}, "version of NixlConnector: 13"),
 ])  # fmt: skip
 def test_a_hash_that_is_not_met_is_refused(scripted: ScriptedEngine, change: dict[str, Any], words: str) -> None:
-    factors = Factors(
-        vllm_version="0.32.0", model=MODEL, dtype="torch.float32", num_kv_heads=3, head_size=64,
-        num_hidden_layers=LAYERS, attn_backend_name="CPU_ATTN",
-    )  # fmt: skip
+    factors = factors_of("0.32.0", 14)
     scripted.payload = handshake(digest=compatibility_hash(replace(factors, **change)))
     assert words in refusal(scripted)
 
 
+@pytest.mark.parametrize(("version", "connector"), RELEASES.items())
+def test_releases_are_told_by_their_connector(scripted: ScriptedEngine, version: str, connector: int) -> None:
+    scripted.answers["/version"] = (200, {"version": version})
+    scripted.payload = handshake(digest=compatibility_hash(factors_of(version, connector)))
+    found = probe(scripted.url, scripted.side_channel)
+    assert (found.vllm_version, found.addresses) == (version, ("127.0.0.1",))
+    assert found.differs_from(engine()) == ""
+    scripted.payload = handshake(digest=compatibility_hash(factors_of(version, 20)))
+    assert f"20 at the decode engine; this gateway serves {connector} of vLLM {version}" in refusal(scripted)
+
+
 def test_a_version_that_was_not_tested_needs_a_flag(scripted: ScriptedEngine) -> None:
-    scripted.answers["/version"] = (200, {"version": "0.33.0"})
-    assert "vLLM 0.33.0; tested are 0.32.0" in refusal(scripted)
-    factors = Factors(
-        vllm_version="0.33.0", model=MODEL, dtype="torch.float32", num_kv_heads=3, head_size=64,
-        num_hidden_layers=LAYERS, attn_backend_name="CPU_ATTN",
-    )  # fmt: skip
-    scripted.payload = handshake(digest=compatibility_hash(factors))
-    assert probe(scripted.url, scripted.side_channel, allow_untested=True).vllm_version == "0.33.0"
+    scripted.answers["/version"] = (200, {"version": "0.34.0"})
+    assert "vLLM 0.34.0; tested are 0.31.0, 0.32.0, 0.33.0" in refusal(scripted)
+    scripted.payload = handshake(digest=compatibility_hash(factors_of("0.34.0", 15)))
+    assert probe(scripted.url, scripted.side_channel, allow_untested=True).vllm_version == "0.34.0"
+    scripted.payload = handshake(digest=compatibility_hash(factors_of("0.34.0", 16)))
+    text = refusal(scripted, allow_untested=True)
+    assert "version of NixlConnector: 16 at the decode engine; this gateway serves 15 of vLLM 0.34.0" in text
 
 
 @pytest.mark.parametrize(("path", "answer", "words"), [
