@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import httpx
 
-from benchmarks.vllm_server import NAME, Ports, Vllm, takes_by_nixl
+from benchmarks.vllm_server import NAME, PYTHON, Ports, Vllm, takes_by_nixl
 from tests.e2e.harness import Server, pages_in_use, running, wait_until
 from tests.integrations.vllm.sides import BESIDE_OTHERS
 
@@ -20,15 +20,21 @@ ASKED = {
 
 
 def stock(
-    folder: Path, dtype: str = "float32", *flags: str, versioned: bool = False, ports: Ports | None = None
+    folder: Path,
+    dtype: str = "float32",
+    *flags: str,
+    versioned: bool = False,
+    ports: Ports | None = None,
+    python: Path = PYTHON,
 ) -> Vllm:
-    """A vLLM as it comes from its package. versioned: but for the version of its NixlConnector."""
+    """A vLLM as it comes from its package. versioned: but for the version of its NixlConnector. python: of its
+    environment."""
     transfer, modules = takes_by_nixl(), []
     if versioned:
         transfer["kv_connector_module_path"] = "versioned"
         modules.append(Path(__file__).parent / "in_vllm")
     flags = ("--max-num-seqs", "4", *flags)
-    return Vllm(folder, transfer, *flags, dtype=dtype, modules=modules, ports=ports, **BESIDE_OTHERS)
+    return Vllm(folder, transfer, *flags, dtype=dtype, modules=modules, ports=ports, python=python, **BESIDE_OTHERS)
 
 
 def gateway_flags(decodes: Sequence[Vllm], prefills: Sequence[Server]) -> tuple[str, ...]:
