@@ -6,6 +6,9 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.ready
 VLLM := .venv-vllm
 VLLM_STAMP := $(VLLM)/.ready
+# Releases of vLLM beside the one of requirements/vllm.txt, that test-vllm has behind one gateway with it.
+VLLM_RELEASES ?= 0.31.0 0.33.0
+VLLM_OTHERS := $(foreach release,$(VLLM_RELEASES),$(VLLM)-$(release)/.ready)
 OPENVINO := .venv-openvino
 OPENVINO_STAMP := $(OPENVINO)/.ready
 NIXL := .venv-nixl
@@ -91,8 +94,8 @@ faults: venv ## Strike a pair with every kind of fault at every place; write the
 test-browser: venv ## Open the page of a server in a real Chromium, which has to be installed.
 	$(PYTEST) -m browser tests/browser
 
-test-vllm: $(NIXL_STAMP) $(VLLM_STAMP) $(ROUTERS_STAMP) connector ## Have a stock vLLM, from its package, take its prompts' KV from a prefill server: by the connector, and through the gateway.
-	HEADRACE_VLLM_PYTHON=$(CURDIR)/$(VLLM)/bin/python HEADRACE_ROUTERS=$(CURDIR)/$(ROUTERS) $(NIXL)/bin/python -m pytest -m vllm tests/integrations tests/gateway
+test-vllm: $(NIXL_STAMP) $(VLLM_STAMP) $(VLLM_OTHERS) $(ROUTERS_STAMP) connector ## Have a stock vLLM, from its package, take its prompts' KV from a prefill server: by the connector, and through the gateway.
+	HEADRACE_VLLM_PYTHON=$(CURDIR)/$(VLLM)/bin/python HEADRACE_VLLM_RELEASES=$(CURDIR)/$(VLLM)$(foreach release,$(VLLM_RELEASES),:$(CURDIR)/$(VLLM)-$(release)) HEADRACE_ROUTERS=$(CURDIR)/$(ROUTERS) $(NIXL)/bin/python -m pytest -m vllm tests/integrations tests/gateway
 
 # Beside vLLM's packages, not among them: a vLLM looks into this folder only if it is told to.
 connector: $(VLLM_STAMP)
@@ -103,6 +106,10 @@ $(VLLM_STAMP): requirements/vllm.txt
 	$(PYTHON) -m venv $(VLLM)
 	$(VLLM)/bin/python -m pip install --require-hashes --no-deps -r requirements/vllm.txt
 	requirements/install-torch $(CURDIR)/$(VLLM)/bin/python
+	@touch $@
+
+$(VLLM)-%/.ready: requirements/vllm-%.txt requirements/make-vllm-release $(VLLM_STAMP)
+	requirements/make-vllm-release $(VLLM) $(VLLM)-$* $*
 	@touch $@
 
 test-routers: venv $(ROUTERS_STAMP) ## Run a pair behind each of the PD routers, from their packages.

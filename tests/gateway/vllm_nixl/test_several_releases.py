@@ -1,7 +1,7 @@
 """vLLM's of several releases behind one gateway: each loads all KV and gives its own texts, also one that comes back as
 another release.
 
-HEADRACE_VLLM_RELEASES names their environments, as make test-vllm does: 0.31.0=PYTHON,0.33.0=PYTHON.
+HEADRACE_VLLM_RELEASES names their environments, as make test-vllm does: folders, with colons between them.
 """
 
 import os
@@ -19,7 +19,7 @@ from tests.gateway.vllm_nixl.texts import COMPLETION, GREEDY, fresh, own
 from tests.integrations.vllm.sides import prompt
 from tests.routers.test_texts import texts
 
-PYTHONS = dict(each.split("=", 1) for each in os.environ.get("HEADRACE_VLLM_RELEASES", "").split(",") if each)
+PYTHONS = [Path(each, "bin/python") for each in os.environ.get("HEADRACE_VLLM_RELEASES", "").split(":") if each]
 pytestmark = [
     pytest.mark.vllm,
     pytest.mark.skipif(not PYTHONS, reason="HEADRACE_VLLM_RELEASES names no other release"),
@@ -29,13 +29,14 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def releases(folder: Callable[[str], Path]) -> Iterator[dict[str, Vllm]]:
-    """One of each, started one after the other: an idle NixlConnector keeps a core busy."""
+    """By their versions, one of each, started one after the other: an idle NixlConnector keeps a core busy."""
     with ExitStack() as stack:
         made: dict[str, Vllm] = {}
-        for release, python in PYTHONS.items():
-            engine = stack.enter_context(closing(stock(folder("float32"), python=Path(python))))
+        for python in PYTHONS:
+            engine = stack.enter_context(closing(stock(folder("float32"), python=python)))
             engine.wait_ready()
-            made[release] = engine
+            made[engine.client.get("/version").json()["version"]] = engine
+        assert len(made) == len(PYTHONS)
         yield made
 
 
@@ -52,11 +53,10 @@ def alone(releases: dict[str, Vllm], engine: Vllm) -> None:
         each.signal(signal.SIGCONT if each is engine else signal.SIGSTOP)
 
 
-@pytest.mark.parametrize("release", PYTHONS)
-def test_each_loads_all_and_gives_its_own_texts(releases: dict[str, Vllm], together: Site, release: str) -> None:
-    engine = releases[release]
+@pytest.mark.parametrize("number", range(len(PYTHONS)))
+def test_each_loads_all_and_gives_its_own_texts(releases: dict[str, Vllm], together: Site, number: int) -> None:
+    engine = list(releases.values())[number]
     alone(releases, engine)
-    assert engine.client.get("/version").json()["version"] == release
     wait_until(lambda: together.gateway.request("GET", "/ready").status_code == 200, 20, "the gateway is ready")
     through = Example(together, engine)
     for at in range(len(PYTHONS)):  # all have one address: the gateway tries their hashes in turn
