@@ -1,7 +1,7 @@
 """vLLM's of several releases behind one gateway: each loads all KV and gives its own texts, also one that comes back as
 another release.
 
-HEADRACE_VLLM_RELEASES names their environments, as make test-vllm does: folders, with colons between them.
+HEADRACE_VLLM_RELEASES names their environments, as make test-vllm does: folders, with spaces between them.
 """
 
 import os
@@ -19,7 +19,7 @@ from tests.gateway.vllm_nixl.texts import COMPLETION, GREEDY, fresh, own
 from tests.integrations.vllm.sides import prompt
 from tests.routers.test_texts import texts
 
-PYTHONS = [Path(each, "bin/python") for each in os.environ.get("HEADRACE_VLLM_RELEASES", "").split(":") if each]
+PYTHONS = [Path(each, "bin/python") for each in os.environ.get("HEADRACE_VLLM_RELEASES", "").split()]
 pytestmark = [
     pytest.mark.vllm,
     pytest.mark.skipif(not PYTHONS, reason="HEADRACE_VLLM_RELEASES names no other release"),
