@@ -177,7 +177,7 @@ class KvExporter(threading.Thread):
 
     def serve(self, engines: Iterable[DecodeEngine]) -> None:
         """The engines that are there: alike, but for their releases of vLLM."""
-        known = [(engine.addresses, engine.compatibility_hash) for engine in engines]
+        known = [(engine.addresses, engine.compatibility_hash, engine.agent) for engine in engines]
         self._do(lambda leases, now: self._hash.serve(known))
 
     def engine_gone(self, agent: str, others: Collection[str]) -> None:
@@ -251,6 +251,7 @@ class KvExporter(threading.Thread):
         over: list[str] = []
         for agent, text in generation.notices():
             if (notice := parse_notice(text)) is not None:
+                self._hash.heard(agent)
                 over += self._leases.notice(notice, agent, self._clock.now())
         return over
 
@@ -282,6 +283,7 @@ class KvExporter(threading.Thread):
         self._backoff.reset()
         self._next_attempt = now + GENERATION_S
         self._generations.append(made)
+        self._hash.begin_turns()
         log.info("engine id %s takes over from %s, whose offers may be read late", made.engine_id, current.engine_id)
 
     def _make_generation(self, number: int) -> AgentGeneration:
