@@ -8,7 +8,6 @@ from collections.abc import Sequence
 
 import numpy as np
 import triton
-from numpy.typing import NDArray
 from torch import Tensor
 
 from headrace.core.types.kv.geometry import ceil_div
@@ -92,11 +91,7 @@ class TritonWork(RowWork):
         self._table = place(table, self._device)
         self._begins, self._ends = self._table, self._table
         if self._ranges is not None:
-            self._begins, self._ends = (place(_dense(part), self._device) for part in self._ranges)
-
-
-def _dense(values: NDArray[np.int32]) -> NDArray[np.int32]:
-    return np.ascontiguousarray(values, np.int32)
+            self._begins, self._ends = (place(part, self._device) for part in self._ranges)
 
 
 def _warps(rows: int, width: int) -> int:

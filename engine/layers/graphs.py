@@ -5,7 +5,7 @@
 
 What attention does follows from the lengths of rows, so it stays outside. A graph is of a number of tokens: a pass
 takes those of the least size that holds it (engine/model/graph_sizes.py). Rows behind its own are padding. They have no
-slot in the pool, go to no expert, and are attended to by nobody, so that a row has the values that it would have in a
+slot in the pool, go to no expert, and no row attends to them, so that a row has the values that it would have in a
 pass of so many rows without graphs; which kernel multiplies, and so how sums are rounded, may depend on the size.
 
 The layers are captured by running them: where they call attention, one graph ends and the next begins. So what they

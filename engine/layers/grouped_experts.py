@@ -11,7 +11,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from headrace.engine.model import float8
+from headrace.core.types.errors import ConfigError
 from headrace.engine.model.arithmetic import Arithmetic
 from headrace.engine.model.expert_choice import ExpertChoice
 from headrace.engine.model.float8 import Float8Weight
@@ -64,18 +64,21 @@ def read_stacked(moe: MoeSpec, hidden: int, own: range, read: LayerReader) -> tu
     inner = moe.intermediate_size
 
     def stack(parts: Mapping[str, int], width: int) -> Stacked:
-        whole = torch.empty(0)
-        scaled: list[Float8Weight] = []
+        whole: list[Tensor] = []  # of the matrices, or of the values and the scales of those in FP8
+        shared = 0
         for index, expert in enumerate(own):
-            names = {f"{moe.module}.experts.{expert}.{name}": rows for name, rows in parts.items()}
-            matrix = read.matrix(names, width)
-            if isinstance(matrix, Float8Weight):
-                scaled.append(matrix)
-                continue
-            assert isinstance(matrix, Tensor), "whole numbers of 8 bits are for CPUs"
+            matrix = read.matrix({f"{moe.module}.experts.{expert}.{name}": rows for name, rows in parts.items()}, width)
+            assert isinstance(matrix, Tensor | Float8Weight), "whole numbers of 8 bits are for CPUs"
+            stored = (matrix,) if isinstance(matrix, Tensor) else (matrix.values, matrix.scales)
             if not index:
-                whole = matrix.new_empty(len(own), *matrix.shape)
-            whole[index] = matrix
-        return float8.stack(scaled) if scaled else whole
+                whole = [part.new_empty(len(own), *part.shape) for part in stored]
+                shared = 0 if isinstance(matrix, Tensor) else matrix.rows
+            if len(stored) != len(whole):
+                raise ConfigError(
+                    f"layer {read.layer} has experts in FP8 and others; write --compile off, which expands them all"
+                )
+            for all_of_them, part in zip(whole, stored, strict=True):
+                all_of_them[index] = part
+        return Float8Weight(whole[0], whole[1], shared) if shared else whole[0]
 
     return stack({gate: inner, up: inner}, hidden), stack({down: hidden}, inner)

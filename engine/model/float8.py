@@ -74,9 +74,3 @@ def join(parts: Sequence[Float8Weight]) -> Float8Weight:
     # torch cannot join float8 in all versions; bytes it can.
     values = torch.cat([part.values.view(torch.uint8) for part in alike]).view(torch.float8_e4m3fn)
     return Float8Weight(values, torch.cat([part.scales for part in alike]), alike[0].rows)
-
-
-def stack(parts: Sequence[Float8Weight]) -> Float8Weight:
-    """Weights of one shape [n, out, in]."""
-    values = torch.stack([part.values.view(torch.uint8) for part in parts]).view(torch.float8_e4m3fn)
-    return Float8Weight(values, torch.stack([part.scales for part in parts]), parts[0].rows)

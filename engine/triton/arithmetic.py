@@ -35,7 +35,7 @@ class TritonArithmetic(TorchArithmetic):
         if rows:
             launch(
                 kernels.add_norm, (rows,), hidden, hidden if delta is None else delta, weight, normed, width, eps,
-                hidden.stride(0), ADDS=delta is not None, BLOCK=_power(width),
+                hidden.stride(0), ADDS=delta is not None, BLOCK=triton.next_power_of_2(width),
                 num_warps=8 if width > TILE else 4,
             )  # fmt: skip
         return normed
@@ -65,8 +65,8 @@ class TritonArithmetic(TorchArithmetic):
         tokens, count, width = heads.shape
         if not tokens:
             return
-        half = _power(width // 2)
-        tile = max(1, min(_power(count), HEAD_TILE // (2 * half)))
+        half = triton.next_power_of_2(width // 2)
+        tile = max(1, min(triton.next_power_of_2(count), HEAD_TILE // (2 * half)))
         normed, nothing = rules.q_norm is not None, heads
         launch(
             kernels.place_heads, (tokens, triton.cdiv(count, tile)), heads, cos, sin,
@@ -87,8 +87,8 @@ class TritonArithmetic(TorchArithmetic):
                 logits.stride(0), moe.scaling, SMALLEST_SUM if moe.scores == "sigmoid" else 0.0,
                 EXPERTS=count, K=moe.top_k, GROUPS=moe.groups, TOP_GROUPS=moe.top_groups,
                 TWO_BEST=moe.group_score == "two best", SIGMOID=moe.scores == "sigmoid", BIASED=bias is not None,
-                NORMALIZED=moe.normalized, ROUNDED=moe.rounded_weights, BLOCK=_power(count),
-                K_BLOCK=_power(moe.top_k), GROUP_BLOCK=_power(moe.groups), num_warps=1,
+                NORMALIZED=moe.normalized, ROUNDED=moe.rounded_weights, BLOCK=triton.next_power_of_2(count),
+                K_BLOCK=triton.next_power_of_2(moe.top_k), GROUP_BLOCK=triton.next_power_of_2(moe.groups), num_warps=1,
             )  # fmt: skip
         return ExpertChoice(experts, weights)
 
@@ -127,7 +127,7 @@ class TritonArithmetic(TorchArithmetic):
         (rows, width), blocks = x.shape, x.shape[1] // BLOCK
         values = torch.empty(rows, width, dtype=torch.float8_e4m3fn, device=x.device)
         scales = torch.empty(rows, blocks, dtype=torch.float32, device=x.device)
-        tile = min(_power(blocks), TILE // BLOCK)
+        tile = min(triton.next_power_of_2(blocks), TILE // BLOCK)
         launch(
             kernels.quantize_rows, (rows, triton.cdiv(blocks, tile)), x.contiguous(), values, scales,
             scales if count is None else count, blocks, COUNTED=count is not None, TILE=tile, BLOCK=BLOCK,
@@ -150,7 +150,7 @@ class TritonArithmetic(TorchArithmetic):
             values, scales, weight.values, weight.scales, out if bias is None else bias, out,
             grouped.ends if grouped else scales, rows, columns, x.shape[1] // BLOCK,
             SHARED=weight.rows, EXPERTS=experts, BIASED=bias is not None, WIDE=kernels.INTERPRETED,
-            TILE_M=tile, TILE_N=PRODUCT_TILE, BLOCK=BLOCK, EXPERT_BLOCK=_power(max(1, experts)),
+            TILE_M=tile, TILE_N=PRODUCT_TILE, BLOCK=BLOCK, EXPERT_BLOCK=triton.next_power_of_2(max(1, experts)),
             num_warps=4 if tile == FEW_ROWS else 8, num_stages=3,
         )  # fmt: skip
         return out
@@ -182,9 +182,5 @@ def _gate(gate_up: Tensor, count: Tensor | None) -> Tensor:
 
 def _tile(width: int) -> int:
     """Elements of a row of this width that one program computes."""
-    return min(TILE, _power(width))
-
-
-def _power(count: int) -> int:
-    """The least power of two that is not below it."""
-    return 1 << (count - 1).bit_length()
+    least: int = triton.next_power_of_2(width)
+    return min(TILE, least)

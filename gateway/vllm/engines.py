@@ -63,7 +63,6 @@ class DecodeEngines:
         self._handshake = handshake
         self._refreshed = -PROBE_S  # when the names of adapters were looked at
         self._tasks: list[asyncio.Task[None]] = []
-        self._on_up: Callable[[list[DecodeEngine]], None] = lambda _: None
 
     async def find(self) -> DecodeEngine:
         """Wait for all engines. Returns one of them; the others serve the same KV. Raises ConfigError for one that
@@ -83,8 +82,7 @@ class DecodeEngines:
     def watch(self, on_gone: Callable[[DecodeEngine], None], on_up: Callable[[list[DecodeEngine]], None]) -> None:
         """Look at the engines every second from now on. on_gone: called with an engine whose process has ended. on_up:
         with those that are up, whenever one of them is another one."""
-        self._on_up = on_up
-        self._tasks = [asyncio.create_task(self._watch(engine, on_gone)) for engine in self.all]
+        self._tasks = [asyncio.create_task(self._watch(engine, on_gone, on_up)) for engine in self.all]
 
     async def stop(self) -> None:
         """End the watch."""
@@ -144,7 +142,12 @@ class DecodeEngines:
             log.info("decode engine %s: vLLM %s with %s", engine.url, engine.found.vllm_version, engine.found.model)
             return engine.found
 
-    async def _watch(self, engine: WatchedEngine, on_gone: Callable[[DecodeEngine], None]) -> None:
+    async def _watch(
+        self,
+        engine: WatchedEngine,
+        on_gone: Callable[[DecodeEngine], None],
+        on_up: Callable[[list[DecodeEngine]], None],
+    ) -> None:
         while True:
             await asyncio.sleep(PROBE_S)
             known, was_up, reason = engine.found, engine.up, engine.reason
@@ -154,7 +157,7 @@ class DecodeEngines:
             except Exception:  # the watch goes on, whatever an engine sends
                 log.exception("the look at decode engine %s has failed", engine.url)
             if engine.up and (not was_up or engine.found != known):
-                self._on_up(self.up())
+                on_up(self.up())
             if (engine.up, engine.reason) != (was_up, reason):
                 level = logging.INFO if engine.up else logging.WARNING
                 log.log(level, "decode engine %s is %s", engine.url, "up" if engine.up else f"down: {engine.reason}")

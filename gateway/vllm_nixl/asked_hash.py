@@ -54,7 +54,7 @@ class AskedHash:
         self._turns.clear()
 
     def of(self, address: str) -> str:
-        """The hash for a query from an address; "" for one that is not known."""
+        """The hash for a query from an address, "" where it is not known."""
         among = self._by_address.get(address, self._all)
         if len(among) == 1:
             return among[0]

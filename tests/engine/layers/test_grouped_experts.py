@@ -6,12 +6,14 @@ import torch.nn.functional as F
 from msgspec.structs import replace
 from torch import Tensor
 
+from headrace.core.types.errors import ConfigError
 from headrace.engine.dtypes import Precision
-from headrace.engine.layers.grouped_experts import GroupedExperts
+from headrace.engine.layers.grouped_experts import GroupedExperts, read_stacked
 from headrace.engine.layers.moe import Experts
 from headrace.engine.model import arithmetic
 from headrace.engine.model.arithmetic import TorchArithmetic
 from headrace.engine.model.expert_choice import NO_EXPERT, ExpertChoice, choose
+from headrace.engine.model.float8 import BLOCK, Float8Weight
 from headrace.engine.model.weights import LayerReader
 from tests.engine.layers.mixtures import SPECS, RandomWeights
 
@@ -70,3 +72,45 @@ def test_no_tokens() -> None:
     experts = GroupedExperts(MOE, HIDDEN, range(4), reader(torch.bfloat16), TorchArithmetic())
     x, choice = rows_and_choice(5)
     assert experts.compute(x[:0], ExpertChoice(choice.experts[:0], choice.weights[:0])).shape == (0, HIDDEN)
+
+
+class InFloat8(RandomWeights):
+    """Random weights that are stored in FP8, but for an expert's."""
+
+    def __init__(self, otherwise: str = "") -> None:
+        """otherwise: a part of the names of those that are not."""
+        super().__init__()
+        self._otherwise = otherwise
+
+    def read_float8(
+        self, name: str, shape: tuple[int, int], rows: range | None = None, columns: range | None = None
+    ) -> Float8Weight | None:
+        if self._otherwise and self._otherwise in name:
+            return None
+        values = self.read(name, shape).to(torch.float8_e4m3fn)
+        scales = torch.rand(
+            -(-shape[0] // BLOCK), shape[1] // BLOCK, generator=torch.Generator().manual_seed(len(name))
+        )
+        return Float8Weight(values, scales + 0.1, BLOCK)
+
+
+def float8_reader(weights: InFloat8) -> LayerReader:
+    precision = Precision(torch.bfloat16, torch.bfloat16, torch.bfloat16, False, float8=True)
+    return LayerReader(weights, 3, precision, "cpu", TorchArithmetic().pack)
+
+
+def test_experts_in_float8_are_stacked() -> None:
+    moe = replace(MOE, intermediate_size=BLOCK)
+    read = float8_reader(InFloat8())
+    _, down = read_stacked(moe, 2 * BLOCK, range(2, 5), read)
+    assert isinstance(down, Float8Weight)
+    for number, expert in enumerate(range(2, 5)):
+        one = read.matrix({f"mlp.experts.{expert}.down_proj": 2 * BLOCK}, BLOCK)
+        assert isinstance(one, Float8Weight)
+        assert torch.equal(down.expanded()[number], one.expanded())
+
+
+def test_experts_of_which_some_are_in_float8_are_refused() -> None:
+    moe = replace(MOE, intermediate_size=BLOCK)
+    with pytest.raises(ConfigError, match=r"^layer 3 has experts in FP8 and others; write --compile off"):
+        read_stacked(moe, 2 * BLOCK, range(4), float8_reader(InFloat8("experts.2.")))

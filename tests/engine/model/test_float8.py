@@ -1,4 +1,4 @@
-"""Weights in FP8: parts of them, joined and stacked, are those of the expanded weight."""
+"""Weights in FP8: parts of them, and joined ones, are those of the expanded weight."""
 
 import pytest
 import torch
@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from headrace.engine.model.float8 import BLOCK, Float8Weight, join, stack, stored_float8
+from headrace.engine.model.float8 import BLOCK, Float8Weight, join, stored_float8
 
 
 def stored(outputs: int, blocks: int, kind: str, seed: int = 0) -> Float8Weight:
@@ -38,11 +38,6 @@ def test_parts(outputs: int, blocks: int, kind: str, data: st.DataObject) -> Non
 def test_joined(parts: list[tuple[int, str]]) -> None:
     weights = [stored(outputs, 2, kind, seed) for seed, (outputs, kind) in enumerate(parts)]
     assert torch.equal(join(weights).expanded(), torch.cat([weight.expanded() for weight in weights]))
-
-
-def test_stacked() -> None:
-    weights = [stored(130, 2, "block", seed) for seed in range(3)]
-    assert torch.equal(stack(weights).expanded(), torch.stack([weight.expanded() for weight in weights]))
 
 
 @pytest.mark.parametrize(
