@@ -65,7 +65,7 @@ def started(flags: Sequence[str], decode: Sequence[str] = ()) -> Iterator[list[L
 
 
 def answer(server: LocalServer, tokens: int, more: int) -> tuple[str, float]:
-    """The text behind a prompt, and milliseconds to the first token of the same prompt when all is warm."""
+    """The text behind a prompt, and milliseconds to the first token of another one as long, when all is warm."""
     ids = [each % VOCABULARY for each in prompt(tokens, 1)]
     body = {"prompt": ids, "max_tokens": more, "temperature": 0, "ignore_eos": True}
     response = server.request("POST", "/v1/completions", body, timeout_s=120)
