@@ -79,6 +79,7 @@ from headrace.scheduler.draining import Draining
 from headrace.scheduler.lifecycle import integrity
 from headrace.scheduler.lifecycle.completion import Completion, release_ticket
 from headrace.scheduler.lifecycle.integrity import IdleCheck
+from headrace.scheduler.lifecycle.preemption import Preemption
 from headrace.scheduler.prefill.handoff import KvHandoff
 from headrace.scheduler.prefill.holding import HeldRequests
 from headrace.scheduler.prefill.rendezvous import Rendezvous
@@ -119,11 +120,13 @@ class Scheduler:
         self._handoff = KvHandoff(state, self._completion, self._holding)
         self._rendezvous = Rendezvous(state, self._completion, self._handoff)
         self._admission = Admission(state, self._rendezvous)
-        self._generation = TokenGeneration(state, self._completion, self._handoff)
+        preemption = Preemption(state, self._completion)
+        self._generation = TokenGeneration(state, self._completion, self._handoff, preemption)
         self._fetch = RemoteFetch(state, self._completion, self._generation)
         self._prefills = PrefillSessions(state, self._completion)
         self._planners = [
-            Planner(state, replica, self._generation, self._handoff, self._fetch) for replica in state.replicas
+            Planner(state, replica, self._generation, self._handoff, self._fetch, preemption)
+            for replica in state.replicas
         ]
         self._lockstep = LockstepPlanner(state, self._planners) if config.lockstep and config.dp > 1 else None
         self._turn = 0  # the replica that is planned first

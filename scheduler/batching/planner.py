@@ -32,6 +32,7 @@ from headrace.scheduler.batching.starting import Starter
 from headrace.scheduler.costs.cost_model import CostModel
 from headrace.scheduler.decode.fetch import RemoteFetch
 from headrace.scheduler.decode.generation import TokenGeneration
+from headrace.scheduler.lifecycle.preemption import Preemption
 from headrace.scheduler.prefill.handoff import KvHandoff
 from headrace.scheduler.queues.deadlines import OrderTimer, PlanTimer
 from headrace.scheduler.requests.record import Request
@@ -78,13 +79,20 @@ class Planner:
     credit left. Lockstep replicas have their passes ordered by LockstepPlanner."""
 
     def __init__(
-        self, state: State, replica: Replica, generation: TokenGeneration, handoff: KvHandoff, fetch: RemoteFetch
+        self,
+        state: State,
+        replica: Replica,
+        generation: TokenGeneration,
+        handoff: KvHandoff,
+        fetch: RemoteFetch,
+        preemption: Preemption,
     ) -> None:
         self._state = state
         self._replica = replica
         self._generation = generation
         self._handoff = handoff
         self._starter = Starter(state, replica, fetch)
+        self._preemption = preemption
         self._shares = PrefillShares(state, replica, self._starter)
 
     def plan(self, now: float) -> None:
@@ -97,6 +105,7 @@ class Planner:
     def draft(self, now: float) -> BatchBuilder:
         """The rows of the next forward pass, which has to be ordered if there are any."""
         config, queues = self._state.config, self._replica.queues
+        self._preemption.make_way(self._replica, now)
         batch = BatchBuilder(config.chunk_tokens, config.max_running)
         self._decode(batch, now)
         if queues.policy.strict:
@@ -145,7 +154,8 @@ class Planner:
 
     def _in_order(self, batch: BatchBuilder, now: float) -> None:
         """Add running prefills, then waiting ones, each to its end before the next."""
-        for request in list(self._replica.queues.prefilling.values()):
+        running = self._replica.queues.prefilling.values()
+        for request in sorted(running, key=lambda request: request.gives_way):
             if batch.full:
                 break
             if request.has_kv:

@@ -63,6 +63,8 @@ class PrefillShares:
         for request in heapq.merge(policy.by_age(started=True), waiting, key=lambda request: request.arrival):
             if left <= 0 or self._budget <= 0:
                 return
+            if request.gives_way:
+                continue
             if request.phase is Phase.WAITING:
                 queues.look_up(request, now)
                 if not self._start(request, now):

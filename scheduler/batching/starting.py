@@ -120,7 +120,8 @@ class Starter:
 
     def refused(self, request: Request) -> None:
         """The oldest request that waits to be computed could not be started: keep pages for it."""
-        self._claim.refused(request)
+        if not request.gives_way:
+            self._claim.refused(request)
 
     def _head(self) -> Request | None:
         return next(self._replica.queues.policy.by_age(started=False), None)
@@ -184,7 +185,7 @@ class Starter:
         request.queued.expected_cached = 0
         replica.queues.plan(request, cached)
         request.computed = cached
-        if not request.generated:
+        if not request.preempted:
             request.cached_tokens = cached
             counters.add("prompt_tokens_total", request.prompt_tokens)
             counters.add("cached_tokens_total", cached)

@@ -1,4 +1,4 @@
-"""The results of plans: computed positions, sampled tokens, decoding here, and preemption when pages run out."""
+"""The results of plans: computed positions, sampled tokens, and decoding here."""
 
 from headrace.core.messages.replies import HiddenPart, LogprobPart, Progress, Tokens
 from headrace.core.messages.stage_events import PlanDone, PromptLogprobs, RowHidden, SampledToken
@@ -7,6 +7,7 @@ from headrace.core.types.errors import GRAMMAR_REJECTED, NONFINITE, ErrorInfo
 from headrace.core.types.requests.outcomes import DISCARDED
 from headrace.core.types.requests.request import FetchFrom, SendTo
 from headrace.scheduler.lifecycle.completion import Completion
+from headrace.scheduler.lifecycle.preemption import Preemption
 from headrace.scheduler.prefill.handoff import KvHandoff
 from headrace.scheduler.requests.phase import Phase
 from headrace.scheduler.requests.record import Request
@@ -17,10 +18,11 @@ from headrace.scheduler.state.state import State
 class TokenGeneration:
     """Applies the results of plans to requests."""
 
-    def __init__(self, state: State, completion: Completion, handoff: KvHandoff) -> None:
+    def __init__(self, state: State, completion: Completion, handoff: KvHandoff, preemption: Preemption) -> None:
         self._state = state
         self._completion = completion
         self._handoff = handoff
+        self._preemption = preemption
 
     def plan_done(self, plan: Plan, event: PlanDone, now: float) -> None:
         """The last stage has computed the plan. Rows of requests that have ended meanwhile only free their pages; those
@@ -70,7 +72,7 @@ class TokenGeneration:
             if victim is request and len(queues.decoding) == 1:
                 self._make_room_alone(request, now)
                 return False
-            self._preempt(victim, now)
+            self._preemption.preempt(victim, now)
             if victim is request:
                 return False
         return True
@@ -87,7 +89,7 @@ class TokenGeneration:
         if replica.cache.pages_for(request.planned + 1) > replica.cache.total:
             self._completion.complete(request, "length", now)
         else:
-            self._preempt(request, now)
+            self._preemption.preempt(request, now)
 
     def _fail_nonfinite(self, row: PlannedRow, now: float) -> None:
         """A row came out NaN or infinite: fail its request."""
@@ -122,19 +124,25 @@ class TokenGeneration:
         state.of(request).cache.publish(request.lease, request.tokens, row.end)
         if request.phase is Phase.RUNNING:
             self._progress(request)
-        if sampled is None or not row.sampled:
-            return
-        if not request.generated:
-            state.metrics.first_token(request, now)
+        if sampled is not None and row.sampled:
+            self._token_computed(plan, request, sampled, now)
+        self._preemption.requeue_if_due(request, now)
+
+    def _token_computed(self, plan: Plan, request: Request, sampled: SampledToken, now: float) -> None:
+        if not request.generated and request.result.first is None:
+            self._state.metrics.first_token(request, now)
         if request.decodes_here:
             self.accept_token(request, sampled, now)
         else:
             self._last_token_here(plan, request, sampled, now)
-        if request.arrival in state.of(request).queues.preempting and request.in_flight == 0:
-            self._requeue(request, now)
 
     def _last_token_here(self, plan: Plan, request: Request, sampled: SampledToken, now: float) -> None:
         """The first token of a request that is not decoded here is the last one that this server generates."""
+        first = request.result.first
+        if first is not None:  # its prompt was computed once before, and the client has that token
+            request.append(first.token)
+            self._handoff.prompt_computed(plan, request, sampled, now)
+            return
         reason = self._append(request, sampled)
         if isinstance(request.route, SendTo):
             self._handoff.first_token(plan, request, sampled, reason, now)
@@ -171,24 +179,3 @@ class TokenGeneration:
         if request.submit.progress and request.generated == 0:
             done, total = request.computed, request.prompt_tokens
             self._state.out.add(Progress(rid=request.rid, phase="computing", done=done, total=total))
-
-    def _preempt(self, request: Request, now: float) -> None:
-        """Send the request back to the waiting queue, once its plans in flight are done."""
-        self._state.of(request).queues.preempt(request)
-        self._state.metrics.counters.add("preemptions_total")
-        if request.in_flight == 0:
-            self._requeue(request, now)
-
-    def _requeue(self, request: Request, now: float) -> None:
-        """Free the pages of a preempted request, and have it start again with all its tokens as the prompt.
-
-        Fetched KV that has not been computed with yet is published first, so that it need not be computed here.
-        """
-        state = self._state
-        if request.lease is not None:
-            state.of(request).cache.publish(request.lease, request.tokens, request.computed)
-        self._completion.free_pages(request)
-        state.requests.renumber(request)
-        state.of(request).queues.requeue(request)
-        state.rebind(request)
-        state.enter(request, Phase.WAITING, now)

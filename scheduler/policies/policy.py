@@ -57,7 +57,8 @@ class Policy(Protocol):
 
 
 class Fcfs:
-    """First come, first served: half-done prompts in the order in which they were started, then by arrival."""
+    """First come, first served: half-done prompts in the order in which they were started, then by arrival. Those that
+    wait and whose peer has not come are behind the others."""
 
     strict = True
 
@@ -69,7 +70,7 @@ class Fcfs:
     def push(self, request: Request, work_s: float, now: float) -> None:
         """Add a request at the place of its arrival number."""
         self._requests[request.arrival] = request
-        self._waiting.put(request.arrival, (request.arrival,), request)
+        self._place(request)
 
     def start(self, request: Request) -> None:
         """Put it behind those that were started before. Raises KeyError when it does not wait."""
@@ -77,7 +78,9 @@ class Fcfs:
         self._started[request.arrival] = request
 
     def revise(self, request: Request, work_s: float, now: float) -> None:
-        """Nothing depends on the work."""
+        """Nothing depends on the work, but a request may give way to others no more."""
+        if request.arrival in self._waiting:
+            self._place(request)
 
     def remove(self, request: Request) -> None:
         """Take a request out. Raises KeyError when it is not here."""
@@ -89,7 +92,7 @@ class Fcfs:
         """Nothing depends on what was served."""
 
     def by_age(self, started: bool) -> Iterator[Request]:
-        """By arrival number."""
+        """By arrival number; of those that wait, prompts whose peer has not come last."""
         if started:
             return iter([self._started[arrival] for arrival in sorted(self._started)])
         return (request for _, request in self._waiting.ordered())
@@ -107,6 +110,9 @@ class Fcfs:
 
     def __contains__(self, request: Request) -> bool:
         return request.arrival in self._requests
+
+    def _place(self, request: Request) -> None:
+        self._waiting.put(request.arrival, (request.gives_way, request.arrival), request)
 
 
 def make_policy(config: SchedulerConfig) -> Policy:

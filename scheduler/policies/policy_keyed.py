@@ -1,11 +1,12 @@
 """Policies that order prompts by a key: shortest remaining prefill first, and earliest objective first.
 
-    key = (priority, whether its tenant is too far ahead, what the policy says, arrival)
+    key = (priority, whether its tenant is too far ahead, whether it gives way, what the policy says, arrival)
 
-A key changes with the request's own progress alone, or with the time in a way that only makes it larger: such a key
-is renewed when it comes up. That a tenant is ahead is no part of the keys in the heaps, as it would change those of all
-its requests at once. Instead, requests of such a tenant that come up go to a heap of its own, and stay there. Those
-without the name of a key have a heap together, and one for each cache salt that is ahead of other salts:
+A key changes with the request's own progress and that of its peer, or with the time in a way that only makes it
+larger: such a key is renewed when it comes up. That a tenant is ahead is no part of the keys in the heaps, as it would
+change those of all its requests at once. Instead, requests of such a tenant that come up go to a heap of its own, and
+stay there. Those without the name of a key have a heap together, and one for each cache salt that is ahead of other
+salts:
 
     order = merge(common heap, own heaps of keys and salts), comparing (priority, ahead?, …) of their first entries
 """
@@ -115,7 +116,7 @@ class KeyedPolicy:
 
     def _key(self, request: Request, now: float) -> Key:
         key = self._key_of(request, self._work[request.arrival], now)
-        return (request.terms.priority, *key, request.arrival)
+        return (request.terms.priority, request.gives_way, *key, request.arrival)
 
     def _advance(
         self,

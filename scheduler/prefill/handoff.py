@@ -49,10 +49,14 @@ class KvHandoff:
         does not; then the peer is sent the token alone."""
         result = request.result
         result.first = request.make_first_token(sampled.token, sampled.logprob, reason)
-        result.plan, result.draft_tokens = plan.seq, sampled.draft
         if reason:
             self._completion.complete(request, reason, now, result.first)
-            return
+        else:
+            self.prompt_computed(plan, request, sampled, now)
+
+    def prompt_computed(self, plan: Plan, request: Request, sampled: SampledToken, now: float) -> None:
+        """The plan has computed the last of a prompt whose first token is known: send the rest."""
+        request.result.plan, request.result.draft_tokens = plan.seq, sampled.draft
         self._state.enter(request, Phase.INFLIGHT, now)
         for other in self._state.unacknowledged.add(request):
             self._state.enter(other, Phase.BOOTSTRAP, now)

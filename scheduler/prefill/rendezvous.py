@@ -209,7 +209,10 @@ class Rendezvous:
         if request.phase is Phase.BOOTSTRAP:
             if not state.unacknowledged.must_wait(request):
                 self._enqueue(request, now)
-        elif request.phase is not Phase.WAITING:
+        elif request.phase is Phase.WAITING:
+            state.of(request).queues.peer_came(request, now)
+        elif request.arrival not in state.of(request).queues.preempting:
+            state.of(request).queues.peer_came(request, now)
             state.awaiting_row[request.arrival] = request
             for other in state.unacknowledged.add(request) if request.phase is Phase.INFLIGHT else ():
                 state.enter(other, Phase.BOOTSTRAP, now)

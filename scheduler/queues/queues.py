@@ -81,7 +81,7 @@ class Queues:
         """May get a decode row in the next plan, least recently planned first."""
 
         self.preempting: dict[int, Request] = {}
-        """Have to give up their pages, once their plans in flight are done."""
+        """Have to give up their pages, once their plans in flight are done (lifecycle/preemption.py)."""
 
         self.awaiting_row = awaiting_row
         """Were started before a peer reserved; a peer has since, and they need a metadata row. Of all replicas, which
@@ -215,6 +215,11 @@ class Queues:
         self.policy.charge(request, seconds)
         return seconds
 
+    def peer_came(self, request: Request, now: float) -> None:
+        """A request that gave way to others need not any more."""
+        if request in self.policy:
+            self.revise(request, now)
+
     def end_prefill(self, request: Request) -> None:
         """The whole prompt is planned."""
         del self.prefilling[request.arrival]
@@ -233,8 +238,10 @@ class Queues:
         del self.decoding[request.arrival]
 
     def preempt(self, request: Request) -> None:
-        """Take a request out of decoding, so that it gives up its pages."""
-        del self.decoding[request.arrival]
+        """Have no more of a request planned, so that it gives up its pages."""
+        if request.arrival in self.prefilling:
+            self.end_prefill(request)
+        self.decoding.pop(request.arrival, None)
         self.preempting[request.arrival] = request
 
     def requeue(self, request: Request) -> None:

@@ -88,6 +88,9 @@ class Request:
     row: int | None = None
     """Its metadata row."""
 
+    preempted: bool = False
+    """It gave up its pages once: what the prefix cache has of it since is its own work."""
+
     early_prefill: bool = False
     """Route SendTo: computed before a peer has reserved the ticket."""
 
@@ -217,6 +220,12 @@ class Request:
         return self.early_prefill and self.outgoing is None and not self.ended
 
     @property
+    def gives_way(self) -> bool:
+        """It is computed in the hope that its peer comes soon: prompts whose peer has come go first, and may have its
+        pages."""
+        return self.awaiting_peer and not self.held
+
+    @property
     def salt(self) -> str:
         """Prompts share cached pages only under the same salt."""
         return self.terms.prefix_salt
@@ -287,6 +296,10 @@ class Request:
     def token_at(self, position: int) -> int:
         """The token id at a known position."""
         return unpack(self.packed(position, position + 1))[0]
+
+    def forget_first_token(self) -> None:
+        """Its prompt is going to be computed again. result.first keeps the token, which the client knows."""
+        del self.tokens[self.prompt_tokens * ITEM_BYTES :]
 
     def append(self, token: int) -> FinishReason | None:
         """Add a generated token; return why the request ends with it, None if it does not."""

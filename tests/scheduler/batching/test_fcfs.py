@@ -19,13 +19,16 @@ from tests.scheduler.schedules import recording
 
 class PlainFcfs(Planner):
     """Head of line, found by looking at every request: running prefills in the order in which they were started, then
-    waiting requests by arrival. The first that does not fit is waited for, and none overtakes it."""
+    waiting requests by arrival, those whose peer has not come last. The first that does not fit is waited for, and none
+    overtakes it."""
 
     def draft(self, now: float) -> BatchBuilder:
         state, config = self._replica, self._state.config
+        self._preemption.make_way(state, now)
         batch = BatchBuilder(config.chunk_tokens, config.max_running)
         self._decode(batch, now)
-        for request in list(state.queues.prefilling.values()):
+        running = list(state.queues.prefilling.values())
+        for request in [one for one in running if not one.gives_way] + [one for one in running if one.gives_way]:
             if batch.full:
                 break
             self._chunk(batch, request)
@@ -37,7 +40,7 @@ class PlainFcfs(Planner):
 
     def _head(self) -> Request | None:
         waiting = [request for request in self._state.requests if request.phase is Phase.WAITING]
-        return min(waiting, key=lambda request: request.arrival, default=None)
+        return min(waiting, key=lambda request: (request.gives_way, request.arrival), default=None)
 
     def _start(self, batch: BatchBuilder | None, now: float) -> None:
         state = self._state
@@ -52,8 +55,8 @@ class PlainFcfs(Planner):
             if not to_fetch and batch is not None:
                 self._chunk(batch, head)
 
-    def __init__(self, state, replica, generation, handoff, fetch) -> None:  # type: ignore[no-untyped-def]
-        super().__init__(state, replica, generation, handoff, fetch)
+    def __init__(self, state, replica, generation, handoff, fetch, preemption) -> None:  # type: ignore[no-untyped-def]
+        super().__init__(state, replica, generation, handoff, fetch, preemption)
         self._fetch = fetch
 
 
