@@ -61,7 +61,7 @@ def aux_row(first: FirstToken, room: int) -> bytes:
     top_ids, top_logprobs = token.top_ids[:TOP], token.top_logprobs[:TOP]
     rows = (
         (struct.pack("<i", first.token), SMALL),
-        (struct.pack("<2i", first.cached_tokens, first.cached_tokens), SMALL),  # in all; of them on the device
+        (struct.pack("<4i", *_cached(first)), SMALL),
         (struct.pack("<f", token.logprob), SMALL),
         (struct.pack("<i", token.token), SMALL),
         (struct.pack(f"<{len(top_logprobs)}f", *top_logprobs), LARGE),
@@ -70,3 +70,9 @@ def aux_row(first: FirstToken, room: int) -> bytes:
         (b"", SMALL),
     )
     return b"".join(row.ljust(length, b"\0") for row, length in rows)
+
+
+def _cached(first: FirstToken) -> tuple[int, int, int, int]:
+    """Cached tokens: all, and those on the device, in host memory, in storage."""
+    loaded = first.from_tiers
+    return first.cached_tokens, first.cached_tokens - loaded.total, loaded.host, loaded.disk

@@ -128,7 +128,8 @@ class Handoffs:
         ) -> tuple[Loaded, GenerationResult]:
             began = self._clock.now()
             loaded = await self._load(left, choice)
-            usage = Usage(len(left.prompt), 1, loaded.first.cached_tokens)
+            first = loaded.first
+            usage = Usage(len(left.prompt), 1, first.cached_tokens, first.from_tiers)
             timing = Timing(bootstrap_s=began - arrived, forward_s=self._clock.now() - began)
             return loaded, GenerationResult(
                 finish_reason=None, usage=usage, timing=timing, peer=choice.server.url, kv="handoff"

@@ -186,7 +186,7 @@ class Starter:
         replica.queues.plan(request, cached)
         request.computed = cached
         if not request.preempted:
-            request.cached_tokens = cached
+            request.cached_tokens, request.from_tiers = cached, lease.from_tiers(state.config.page_size)
             counters.add("prompt_tokens_total", request.prompt_tokens)
             counters.add("cached_tokens_total", cached)
         state.enter(request, Phase.RUNNING, now)

@@ -202,7 +202,8 @@ class RemoteFetch:
         self._completion.fail(request, error, now)
 
     def _accept_first_token(self, request: Request, first: FirstToken, now: float) -> None:
-        request.cached_tokens = first.cached_tokens  # what it computed was computed, whatever was found here
+        # What it computed was computed, whatever was found here.
+        request.cached_tokens, request.from_tiers = first.cached_tokens, first.from_tiers
         wanted = request.submit.sampling.logprobs is not None
         sampled = SampledToken(request.serial, first.token, first.logprob if wanted else None)
         self._generation.accept_token(request, sampled, now, first.finish_reason)

@@ -12,13 +12,14 @@ leased = private pages of leases + pages of the tree that some lease has locked
 """
 
 from array import array
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
 
 from headrace.core.config.scheduler import Eviction
 from headrace.core.types.kv.geometry import ceil_div
-from headrace.core.types.kv.kv_tiers import Tier
+from headrace.core.types.kv.kv_tiers import NONE_LOADED, Tier, TierTokens
 from headrace.core.types.packed import ITEM_BYTES
 from headrace.core.types.requests.images import ImageInput, page_key
 from headrace.scheduler.kv.cache_events import CacheEventLog, page_digests
@@ -77,6 +78,14 @@ class Lease:
     ended: bool = False
     nonfinite: bool = False
     """Results computed from its pages were NaN or infinite: release() takes them out of the tree."""
+
+    def from_tiers(self, page_size: int) -> TierTokens:
+        """Tokens of the pages that are being loaded for it, by the tier that they come from."""
+        if self.load is None:
+            return NONE_LOADED
+        own = set(map(id, self.path))
+        tiers = Counter(tier for node, tier in zip(self.load.nodes, self.load.tiers, strict=True) if id(node) in own)
+        return TierTokens(host=tiers["host"] * page_size, disk=tiers["disk"] * page_size)
 
 
 class KvCache:

@@ -6,6 +6,7 @@ from headrace.core.incoming import IncomingState, IncomingTransfer
 from headrace.core.messages.frontend import Submit
 from headrace.core.types.errors import ErrorInfo
 from headrace.core.types.kv.geometry import pages_spanned
+from headrace.core.types.kv.kv_tiers import NONE_LOADED, TierTokens
 from headrace.core.types.packed import ITEM_BYTES, pack, prompt_hash, unpack
 from headrace.core.types.requests.constraint import GrammarStart
 from headrace.core.types.requests.draft import NO_DRAFT, Draft, DraftTerms
@@ -84,6 +85,9 @@ class Request:
 
     cached_tokens: int = 0
     """Prompt tokens that were found in a prefix cache, here or at the prefill server."""
+
+    from_tiers: TierTokens = NONE_LOADED
+    """Those of cached_tokens that were loaded from tiers."""
 
     row: int | None = None
     """Its metadata row."""
@@ -327,7 +331,7 @@ class Request:
 
     def usage(self) -> Usage:
         """Token counts for the front end."""
-        return Usage(self.prompt_tokens, self.generated, self.cached_tokens)
+        return Usage(self.prompt_tokens, self.generated, self.cached_tokens, self.from_tiers)
 
     def handoff(self, page_size: int) -> HandoffStats:
         """What was sent to the peer or fetched from the prefill server. page_size: tokens of a page here."""
@@ -341,4 +345,12 @@ class Request:
     def make_first_token(self, token: int, logprob: TokenLogprob | None, reason: str) -> FirstToken:
         """What the metadata row says of this first token."""
         moved = self.next_position if self.next_position != self.prompt_tokens else 0
-        return FirstToken(token, self.prompt_tokens, self.cached_tokens, logprob, reason, next_position=moved)
+        return FirstToken(
+            token,
+            self.prompt_tokens,
+            self.cached_tokens,
+            logprob,
+            reason,
+            from_tiers=self.from_tiers,
+            next_position=moved,
+        )

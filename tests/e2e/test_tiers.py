@@ -20,14 +20,15 @@ LONG_FLAGS = (
 STUB = ("--model", "stub:us_per_token=5", "--served-model-name", "stub")
 
 
-def text(server: Server, seed: int, tokens: int = TOKENS, model: str = "smollm2") -> tuple[str, int]:
-    """The completion of a long prompt, and how many of its tokens were cached."""
+def text(server: Server, seed: int, tokens: int = TOKENS, model: str = "smollm2") -> tuple[str, int, int]:
+    """The completion of a long prompt, and how many of its tokens were cached, and those loaded from a tier."""
     vocabulary = 150 if model == "stub" else 20_000  # a stub's higher ids end the text
     prompt = [100 + (seed * 7919 + index * 31) % vocabulary for index in range(tokens)]
     body = {"model": model, "prompt": prompt, "max_tokens": 8, "temperature": 0}
     reply = server.post("/v1/completions", body).json()
     details = reply["usage"].get("prompt_tokens_details") or {}
-    return reply["choices"][0]["text"], details.get("cached_tokens", 0)
+    by_tier = details.get("cached_tokens_details", {})
+    return reply["choices"][0]["text"], details.get("cached_tokens", 0), by_tier.get("host", 0) + by_tier.get("disk", 0)
 
 
 @pytest.mark.full
@@ -48,6 +49,7 @@ def test_pages_come_back_from_the_host_tier_with_equal_text(model: str, stages: 
         again = text(server, 1, model=model)
         assert again[0] == first[0]
         assert again[1] >= 1900
+        assert again[2] > 1000
         assert server.total("headrace_kv_tier_hit_tokens_total") > 1000
 
 
@@ -87,4 +89,5 @@ def test_a_restarted_pair_finds_its_prefixes_on_disk(model: str, flags: tuple[st
     with pair(prefill_flags, decode_flags) as (prefill, decode):
         again = text(decode, 1, LONG_TOKENS, model)
         assert again[0] == first[0]
+        assert again[2] >= 3900, "the decode server says what the prefill server told it"
         assert prefill.metrics()['headrace_kv_tier_hit_tokens_total{tier="disk"}'] >= 3900

@@ -9,6 +9,21 @@ HOST: Tier = "host"
 DISK: Tier = "disk"
 
 
+class TierTokens(msgspec.Struct, frozen=True):
+    """Cached tokens of a prompt that were loaded from tiers. The other cached ones were in the pool."""
+
+    host: int = 0
+    disk: int = 0
+
+    @property
+    def total(self) -> int:
+        """Of both tiers."""
+        return self.host + self.disk
+
+
+NONE_LOADED = TierTokens()
+
+
 class PageHeader(msgspec.Struct, frozen=True, array_like=True):
     """Names one page by the prompt prefix that it ends, so that it is found again after a restart.
 

@@ -4,6 +4,7 @@ from typing import Literal
 
 import msgspec
 
+from headrace.core.types.kv.kv_tiers import NONE_LOADED, TierTokens
 from headrace.core.types.requests.draft import Draft
 
 FinishReason = Literal["stop", "length"]
@@ -169,6 +170,9 @@ class FirstToken(msgspec.Struct, frozen=True):
     draft: Draft | None = None
     """Draft data for a peer that has asked for it; not a part of the metadata row."""
 
+    from_tiers: TierTokens = NONE_LOADED
+    """Of cached_tokens."""
+
     next_position: int = 0
     """Rotary position of this token, where it is not behind as many as the prompt has tokens (mrope); 0 where it is."""
 
@@ -214,3 +218,6 @@ class Usage(msgspec.Struct, frozen=True):
     completion_tokens: int
     cached_tokens: int
     """Prompt tokens whose KV was found in the prefix cache, and not computed."""
+
+    from_tiers: TierTokens = NONE_LOADED
+    """Of cached_tokens."""

@@ -23,7 +23,16 @@ from headrace.server.api.request.sampling import check_logprobs_start, sampling_
 from headrace.server.api.request.schema import PrefillBody
 from headrace.server.api.request.terms import base_request, client_of, tenant_of, with_client_terms, with_images
 from headrace.server.api.response.hidden_format import DraftReply, HiddenStatesReply, base64_object, draft_object
-from headrace.server.api.response.usage import Count, Handoff, TimingMs, handoff_report, timing_report
+from headrace.server.api.response.usage import (
+    MORE,
+    CachedByTier,
+    Count,
+    Handoff,
+    TimingMs,
+    cached_by_tier,
+    handoff_report,
+    timing_report,
+)
 from headrace.server.frontend.generation.completions import Completions
 from headrace.server.frontend.link.control_address import ControlAddress, wrong_role
 from headrace.server.frontend.request.generation_request import Emit, GenerationDelta, GenerationRequest, discard_events
@@ -55,6 +64,8 @@ class PrefillUsage(msgspec.Struct):
     prompt_tokens: Count
     completion_tokens: Count
     cached_tokens: Count
+    cached_tokens_details: CachedByTier = MORE
+    """Where some were loaded from a tier."""
 
 
 class PrefillReply(msgspec.Struct):
@@ -259,7 +270,7 @@ async def _prefill(
         model=model.called(request.model),
         first_token=None if request.prompt_only else _first_token(model.tokenizer, first),
         finish_reason=result.finish_reason,
-        usage=PrefillUsage(usage.prompt_tokens, completed, usage.cached_tokens),
+        usage=PrefillUsage(usage.prompt_tokens, completed, usage.cached_tokens, cached_by_tier([usage])),
         timing_ms=timing_report(result.timing, decode=False),
         handoff=handoff_report(result),
         lease_s=result.lease_s,

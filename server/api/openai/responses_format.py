@@ -18,7 +18,7 @@ from headrace.server.api.request.completion_request import CompletionRequest
 from headrace.server.api.request.sampling import refuse_fields
 from headrace.server.api.request.schema import ResponsesBody
 from headrace.server.api.response.choices import Choice, Output, positions
-from headrace.server.api.response.usage import headrace_report
+from headrace.server.api.response.usage import CachedTokens, cached_by_tier, headrace_report
 from headrace.server.frontend.request.generation_request import GenerationDelta, GenerationResult
 from headrace.server.frontend.served_model import ServedModel
 from headrace.server.http.streaming import EventWriter, made_aside
@@ -93,7 +93,7 @@ class ResponsesFormat:
             incomplete_details={"reason": "max_output_tokens"} if status == "incomplete" else None,
             usage={
                 "input_tokens": usage.prompt_tokens,
-                "input_tokens_details": {"cached_tokens": usage.cached_tokens},
+                "input_tokens_details": CachedTokens(usage.cached_tokens, cached_by_tier([usage])),
                 "output_tokens": usage.completion_tokens,
                 "output_tokens_details": {"reasoning_tokens": self._items.reasoning_tokens(choice.offsets)},
                 "total_tokens": usage.prompt_tokens + usage.completion_tokens,

@@ -11,10 +11,20 @@ MORE: Any = msgspec.UNSET  # default of a field that is there only if it was ask
 Count = Annotated[int, msgspec.Meta(ge=0)]
 
 
+class CachedByTier(msgspec.Struct):
+    """Cached tokens by where their KV was: in the pool, or in a tier that it was loaded from."""
+
+    device: Count
+    host: Count
+    disk: Count
+
+
 class CachedTokens(msgspec.Struct):
     """Of a prompt."""
 
     cached_tokens: Count
+    cached_tokens_details: CachedByTier = MORE
+    """Where some were loaded from a tier."""
 
 
 class CompletionTokens(msgspec.Struct):
@@ -63,9 +73,16 @@ class Report(msgspec.Struct):
 def usage_report(usages: list[Usage], completion_tokens: int, reasoning_tokens: int | None = None) -> UsageReply:
     """OpenAI's "usage" object. usages: one for each prompt."""
     prompt_tokens = sum(usage.prompt_tokens for usage in usages)
-    cached = CachedTokens(sum(usage.cached_tokens for usage in usages))
+    cached = CachedTokens(sum(usage.cached_tokens for usage in usages), cached_by_tier(usages))
     details = MORE if reasoning_tokens is None else CompletionTokens(reasoning_tokens)
     return UsageReply(prompt_tokens, completion_tokens, prompt_tokens + completion_tokens, cached, details)
+
+
+def cached_by_tier(usages: list[Usage]) -> CachedByTier:
+    """UNSET where nothing was loaded from a tier. usages: one for each prompt."""
+    host, disk = (sum(getattr(usage.from_tiers, tier) for usage in usages) for tier in ("host", "disk"))
+    cached = sum(usage.cached_tokens for usage in usages)
+    return CachedByTier(cached - host - disk, host, disk) if host or disk else MORE
 
 
 def timing_report(timing: Timing, *, decode: bool) -> TimingMs:

@@ -12,7 +12,7 @@ from headrace.core.types.errors import ErrorInfo
 from headrace.core.types.requests.request import TokenLogprob
 from headrace.server.api.response.choices import Choice, Output, positions
 from headrace.server.api.response.hidden_format import nested_lists
-from headrace.server.api.response.usage import MORE, Count
+from headrace.server.api.response.usage import MORE, CachedByTier, Count, cached_by_tier
 from headrace.server.frontend.request.generation_request import GenerationDelta, GenerationRequest, GenerationResult
 from headrace.server.http.error_response import write_error_event
 from headrace.server.http.streaming import EventWriter, made_aside
@@ -27,6 +27,8 @@ class GenerateMeta(msgspec.Struct):
     prompt_tokens: Count
     completion_tokens: Count
     cached_tokens: Count
+    cached_tokens_details: CachedByTier = MORE
+    """Where some were loaded from a tier."""
     input_token_logprobs: list[list[Any]] = MORE
     output_token_logprobs: list[list[Any]] = MORE
     input_top_logprobs: list[Any] = MORE
@@ -111,6 +113,7 @@ class GenerateFormat:
                 meta.input_top_logprobs = [_tops(value) for _, value in prompt]
                 meta.output_top_logprobs = [_tops(value) for value in choice.logprobs]
         if result is not None:
+            meta.cached_tokens_details = cached_by_tier([result.usage])
             meta.e2e_latency = round(time.monotonic() - self._started, 6)
         return GenerateReply(choice.text, choice.tokens, meta)
 

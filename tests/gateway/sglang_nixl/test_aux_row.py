@@ -4,6 +4,7 @@ import struct
 
 import pytest
 
+from headrace.core.types.kv.kv_tiers import TierTokens
 from headrace.core.types.requests.request import FirstToken, TokenLogprob
 from headrace.gateway.sglang_nixl.aux_row import ROW_BYTES, aux_parts, aux_row, check_buffers
 
@@ -37,6 +38,11 @@ def test_every_part_lands_in_its_buffer(count: int) -> None:
     assert struct.unpack_from("<3i", landed["top_ids"]) == (42, 7, 0)
     assert struct.unpack_from("<2Q", landed["room"]) == (ROOM, 0)
     assert landed.get("mask_length", bytes(64)) == bytes(64)
+
+
+def test_cached_tokens_are_told_by_tier() -> None:
+    row = aux_row(FirstToken(1, prompt_tokens=9, cached_tokens=8, from_tiers=TierTokens(host=4, disk=2)), ROOM)
+    assert struct.unpack_from("<5i", row, 64) == (8, 2, 4, 2, 0), "in all; device, host, storage"
 
 
 def test_without_logprobs_they_are_zero_and_more_than_fit_are_cut() -> None:

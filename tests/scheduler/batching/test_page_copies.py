@@ -10,7 +10,7 @@ from headrace.core.messages.stage_events import (
     StageFailed,
     StageReady,
 )
-from headrace.core.types.kv.kv_tiers import PageHeader
+from headrace.core.types.kv.kv_tiers import PageHeader, TierTokens
 from headrace.core.types.packed import pack
 from headrace.core.types.requests.request import SendTo
 from headrace.scheduler.scheduler import Effect
@@ -102,6 +102,9 @@ def test_a_prompt_is_planned_behind_pages_that_every_stage_has_loaded() -> None:
     assert bench.metric("kv_tier_hit_tokens_total", "host") == 4 * len(ids(load.slots))
     dropped = ids(bench.last(DropPages).slots)
     assert dropped == ids(load.slots), "a page is in the pool or in the host tier"
+    bench.done(forward, 7)
+    usage = bench.finished("again").usage
+    assert (usage.cached_tokens, usage.from_tiers) == (12, TierTokens(host=8)), "a page had stayed in the pool"
 
 
 def test_a_load_that_fails_on_one_stage_is_computed() -> None:
@@ -114,6 +117,8 @@ def test_a_load_that_fails_on_one_stage_is_computed() -> None:
     assert bench.tokens("again") == [7]
     start = next(row.start for row in bench.last(Forward).rows)
     assert start == 4, "the first page had stayed in the pool"
+    usage = bench.finished("again").usage
+    assert (usage.cached_tokens, usage.from_tiers) == (4, TierTokens())
     assert bench.metric("kv_tier_pages_total", "host", "load_failed") == 1
 
 
@@ -220,7 +225,8 @@ def test_a_restart_uses_what_is_on_the_disk_of_every_stage_and_drops_the_rest() 
     assert forward is not None
     assert forward.rows[0].start == 8
     again.done(forward, 3)
-    assert again.finished("a").usage.cached_tokens == 8
+    usage = again.finished("a").usage
+    assert (usage.cached_tokens, usage.from_tiers) == (8, TierTokens(disk=8))
 
 
 def test_lost_slots_are_not_loaded() -> None:

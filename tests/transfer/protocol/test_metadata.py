@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
+from headrace.core.types.kv.kv_tiers import TierTokens
 from headrace.core.types.requests.request import FirstToken, TokenLogprob
 from headrace.transfer.protocol import metadata
 from headrace.transfer.protocol.metadata import MetadataRows
@@ -22,12 +23,14 @@ def first_tokens(draw: st.DrawFn) -> FirstToken:
     top = draw(st.lists(st.tuples(TOKENS, LOGPROBS), max_size=metadata.MAX_TOP))
     logprob = TokenLogprob(token, draw(LOGPROBS), tuple(i for i, _ in top), tuple(p for _, p in top))
     cached, prompt = sorted((draw(TOKENS), draw(TOKENS)))
+    host = draw(st.integers(0, cached))
     return FirstToken(
         token=token,
         prompt_tokens=prompt,
         cached_tokens=cached,
         logprob=draw(st.sampled_from([None, logprob])),
         finish_reason=draw(st.sampled_from(metadata.FINISH_REASONS)),
+        from_tiers=TierTokens(host, draw(st.integers(0, cached - host))),
         next_position=draw(st.integers(0, prompt)),
     )
 
@@ -72,6 +75,9 @@ GOOD = TokenLogprob(7, -0.5, (7, 9), (-0.5, -1.5))
         ({"prompt_tokens": -1}, "negative token or count"),
         ({"cached_tokens": -1}, "negative token or count"),
         ({"cached_tokens": 11}, "11 cached of 10 prompt tokens"),
+        ({"from_tiers": TierTokens(host=-1)}, "negative token or count"),
+        ({"from_tiers": TierTokens(disk=-1)}, "negative token or count"),
+        ({"cached_tokens": 8, "from_tiers": TierTokens(5, 4)}, "9 tokens from tiers of 8 cached ones"),
         ({"next_position": -1}, "goes on at -1"),
         ({"next_position": 11}, "goes on at 11 behind 10 prompt tokens"),
         ({"logprob": TokenLogprob(7, math.nan)}, "not finite"),
