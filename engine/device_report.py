@@ -67,14 +67,14 @@ def measure_rates(device: torch.device, dtype: torch.dtype) -> Rates | None:
         one, other, product = (numbers[at * SIDE * SIDE :][: SIDE * SIDE].view(SIDE, SIDE) for at in range(3))
         half = BUFFER_BYTES // 2
         return Rates(
-            2.0 * SIDE**3 / _seconds(device, lambda: torch.mm(one, other, out=product)),
-            2.0 * half / _seconds(device, lambda: buffer[:half].copy_(buffer[half:])),
+            2.0 * SIDE**3 / fastest_seconds(device, lambda: torch.mm(one, other, out=product)),
+            2.0 * half / fastest_seconds(device, lambda: buffer[:half].copy_(buffer[half:])),
         )
     except torch.OutOfMemoryError:
         return None
 
 
-def _seconds(device: torch.device, compute: Callable[[], object]) -> float:
+def fastest_seconds(device: torch.device, compute: Callable[[], object]) -> float:
     """Of the device, in the fastest of some rounds."""
     events = [torch.cuda.Event(enable_timing=True) for _ in range(ROUNDS + 2)]  # type: ignore[no-untyped-call]
     for event in events[:-1]:

@@ -161,8 +161,8 @@ def model_terms(
         check_native(adapters, spec)
     computation = resolve_computation(model, engine.cpuinfo, elsewhere=elsewhere)
     multiplies = computation.device != "cpu" and computation.dtype != "float32" and engine.compile != "off"
-    if engine.attention == "flashinfer":
-        _check_flashinfer(spec, computation.device)
+    if engine.attention in ("flashinfer", "triton"):
+        _check_attention(engine, spec, computation.device)
     return ModelTerms(
         model=model,
         engine=engine,
@@ -181,17 +181,19 @@ def model_terms(
     )
 
 
-def _check_flashinfer(spec: ModelSpec, device: str) -> None:
-    """Raises ConfigError for a model or device whose attention FlashInfer does not compute."""
+def _check_attention(engine: EngineConfig, spec: ModelSpec, device: str) -> None:
+    """Raises ConfigError for a model or device whose attention the wanted kernels do not compute."""
     why = ""
     if device == "cpu":
         why = "it is for GPUs, and --device is cpu"
-    elif spec.mla is not None:
+    elif spec.mla is not None and engine.attention == "triton":
         why = "this model attends to latents"
+    elif spec.mla is not None and engine.mla == "expanded":
+        why = "--mla expanded does not read the latents where they are"
     elif spec.library is not None:
         why = "this model is computed by transformers' modules"
     if why:
-        raise ConfigError(f"--attention flashinfer: {why}; leave it out")
+        raise ConfigError(f"--attention {engine.attention}: {why}; leave it out")
 
 
 def plan_rank(

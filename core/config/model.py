@@ -10,7 +10,7 @@ from headrace.core.types.requests.images import ImageTerms
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 Quantize = Literal["none", "int8"]
 Compile = Literal["auto", "on", "off"]
-AttentionChoice = Literal["auto", "flashinfer", "torch"]
+AttentionChoice = Literal["auto", "flashinfer", "triton", "torch"]
 CudaGraphs = Literal["auto", "off"]
 DecoderChoice = Literal["auto", "native", "library"]
 MlaForm = Literal["auto", "absorbed", "expanded", "length"]
@@ -125,8 +125,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         Flag(
             "attention",
             MODEL,
-            "attention of our own layers on GPUs: flashinfer, which reads KV pages where they are, or torch's; auto: "
-            "flashinfer where headrace[flashinfer] is installed and works",
+            "attention of our own layers on GPUs: by FlashInfer or our Triton kernel, which read KV pages where they "
+            "are, or torch's; auto: flashinfer where headrace[flashinfer] is installed and works, else what is faster "
+            "in a trial at the start",
         ),
     ] = "auto"
     cuda_graphs: Annotated[

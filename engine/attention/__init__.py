@@ -1,25 +1,41 @@
-"""Attention over the paged KV pool: one interface, an implementation per device and dtype."""
+"""Attention over the paged KV pool: one interface, an implementation per device and dtype.
+
+On a GPU, in 16 bits, keys and values are attended to by the first of these that is there and agrees with plain torch in
+a trial at the start:
+
+    FlashInfer                 reads pages where they are, by kernels for each generation of GPUs
+    the faster in a trial of
+        our Triton kernel      reads pages where they are
+        torch's flash kernel   has them gathered first, unless pages have a multiple of 256 tokens
+"""
 
 import logging
+from collections.abc import Callable
 from functools import partial
 from importlib.util import find_spec
 from typing import NamedTuple
 
 import torch
 
-from headrace.core.config import AttentionChoice
+from headrace.core.config import AttentionChoice, MlaForm
 from headrace.core.types.errors import ConfigError
 from headrace.engine.attention.cpu import CpuPass
 from headrace.engine.attention.gpu import SdpaPass
+from headrace.engine.attention.latent import LatentSdpaPass, latent_attention
 from headrace.engine.attention.native import NativePass, NativeWork
 from headrace.engine.attention.paged import Attention
+from headrace.engine.attention.trial import attention_seconds, check_agreement
 from headrace.engine.attention.work import MakeWork
 from headrace.engine.kv.pool import KVPool
 from headrace.engine.model.arithmetic import Arithmetic
+from headrace.engine.model.mla_spec import MlaSpec
 from headrace.engine.native.kernel_calls import Kernels
 
 log = logging.getLogger(__name__)
 FLASHINFER_HEAD_DIMS = (64, 128, 256)  # for which it has kernels on every GPU
+FLASHINFER_LATENTS = (128, 256, 512)  # of latents
+FLASHINFER_KEYS = 64  # of the rotated key beside a latent: its multiples
+FLASHINFER_TILE = 128  # rows of a tile; where one ends within a token's heads, its plans fail for some lengths
 
 
 class ChosenAttention(NamedTuple):
@@ -27,7 +43,7 @@ class ChosenAttention(NamedTuple):
 
     begin: Attention
     name: str
-    """What computes it, in words."""
+    """What computes it, and on a GPU why, in words."""
 
 
 def choose_attention(
@@ -37,34 +53,55 @@ def choose_attention(
     kernels: Kernels | None = None,
     wanted: AttentionChoice = "auto",
     heads: int = 0,
+    compiled: bool = False,
 ) -> ChosenAttention:
     """The fastest attention for the pool's device and dtype.
 
     native_units: the device multiplies matrices of the pool's dtype in hardware. kernels: the native ones, where they
-    work. wanted: on a GPU. heads: of queries; 0: as many as of keys. Raises ConfigError when FlashInfer is wanted and
-    does not work here.
+    work. wanted: on a GPU. heads: of queries; 0: as many as of keys. compiled: Triton compiles kernels for the device.
+    Raises ConfigError when an attention is wanted that does not work here.
     """
-    dtype, device = pool.tensor.dtype, pool.tensor.device
-    heads = heads or pool.geometry.kv_heads
-    reason = "it is not wanted" if wanted == "torch" else _no_flashinfer(pool, heads)
-    if not reason:
-        from_pages, reason = _try_flashinfer(pool, heads)
-        if from_pages is not None:
-            return ChosenAttention(from_pages, "FlashInfer")
-        if wanted == "auto":
-            log.warning("attention is not computed by FlashInfer, so every pass is slower: %s", reason)
-    if wanted == "flashinfer":
-        raise ConfigError(f"--attention flashinfer does not work on {device}: {reason}; write --attention torch")
+    dtype = pool.tensor.dtype
+    trial = _Trial(pool, heads or pool.geometry.kv_heads, partial(SdpaPass, pool), wanted)
+    made, why = trial.flashinfer(_no_flashinfer(pool, trial.heads), partial(_flashinfer, pool, trial.heads))
+    if made is not None:
+        return ChosenAttention(made, "FlashInfer")
+    ours, why_not_ours = trial.run("triton", "our Triton kernel", _no_triton(pool, compiled), partial(_triton, pool))
     if _on_cpu(pool):
         if kernels is not None:
             return ChosenAttention(partial(NativePass, pool, kernels), "native kernels")
         return ChosenAttention(partial(CpuPass, pool, compute_dtype=dtype if native_units else torch.float32), "torch")
     if dtype == torch.float32:
         return ChosenAttention(partial(SdpaPass, pool), "torch, row by row")
-    from headrace.engine.attention.varlen import VarlenPass
+    if ours is not None and wanted == "triton":
+        return ChosenAttention(ours, f"our Triton kernel over pages ({why})")
+    from headrace.engine.attention.varlen import VarlenPass, reads_pages
 
-    name = f"torch's flash kernel behind a gather (FlashInfer: {reason})"
-    return ChosenAttention(partial(VarlenPass, pool), name)
+    flash = partial(VarlenPass, pool)
+    flash_name = f"torch's flash kernel {'over pages' if reads_pages(pool) else 'behind a gather'}"
+    if ours is None:
+        return ChosenAttention(flash, f"{flash_name} ({why}; {why_not_ours})")
+    return trial.faster(ChosenAttention(ours, "our Triton kernel over pages"), ChosenAttention(flash, flash_name), why)
+
+
+def choose_latent_attention(
+    mla: MlaSpec,
+    pool: KVPool,
+    form: MlaForm,
+    *,
+    kernels: Kernels | None = None,
+    wanted: AttentionChoice = "auto",
+    heads: int = 0,
+) -> ChosenAttention:
+    """The fastest attention over a pool of latents on its device. form: not "auto". kernels, wanted, heads, errors: as
+    of choose_attention()."""
+    plain = partial(LatentSdpaPass, mla, pool)
+    trial = _Trial(pool, heads, plain, wanted)
+    no_latents = "rows in expanded form do not read latents" if form == "expanded" else _no_latents(mla, pool, heads)
+    absorbed, why = trial.flashinfer(no_latents, partial(_flashinfer_latents, mla, pool, heads, plain))
+    begin = latent_attention(mla, pool, form, kernels=kernels, absorbed=absorbed)
+    terms = f"--mla {form}" if absorbed is not None or _on_cpu(pool) else f"--mla {form}; {why}"
+    return ChosenAttention(begin, f"{'torch' if absorbed is None else 'FlashInfer'} over latents ({terms})")
 
 
 def choose_work(kernels: Kernels | None, arithmetic: Arithmetic) -> MakeWork | None:
@@ -79,31 +116,112 @@ def choose_work(kernels: Kernels | None, arithmetic: Arithmetic) -> MakeWork | N
     return TritonWork
 
 
+class _Trial(NamedTuple):
+    """What attention over one pool is chosen by."""
+
+    pool: KVPool
+    heads: int
+    """Of queries."""
+    plain: Attention
+    """By torch, which others are to agree with."""
+    wanted: AttentionChoice
+
+    def flashinfer(self, why_not: str, make: Callable[[], Attention]) -> tuple[Attention | None, str]:
+        """See run()."""
+        if not why_not and find_spec("flashinfer") is None:
+            why_not = "it is not installed: pip install 'headrace[flashinfer]'"
+        return self.run("flashinfer", "FlashInfer", why_not, make)
+
+    def run(
+        self, option: AttentionChoice, name: str, why_not: str, make: Callable[[], Attention]
+    ) -> tuple[Attention | None, str]:
+        """An attention, or None and why not. option: of --attention. why_not: if that is known, else "". Raises
+        ConfigError when it is wanted and does not work."""
+        if self.wanted not in ("auto", option):
+            return None, f"{name}: it is not wanted"
+        reason = why_not
+        if not reason:
+            try:
+                made = make()
+                check_agreement(made, self.plain, self.pool, self.heads)
+                return made, ""
+            except Exception as error:  # compilers and bindings raise errors of many kinds
+                reason = f"{type(error).__name__}: {error}".partition("\n")[0]
+            if self.wanted == "auto":
+                log.warning("attention is not computed by %s, so every pass is slower: %s", name, reason)
+        if self.wanted == option:
+            device = self.pool.tensor.device
+            raise ConfigError(f"--attention {option} does not work on {device}: {reason}; write --attention torch")
+        return None, f"{name}: {reason}"
+
+    def faster(self, one: ChosenAttention, other: ChosenAttention, why: str) -> ChosenAttention:
+        """The faster one, the first where they are equal or cannot be timed. why: no third."""
+        try:
+            taken = [1e3 * attention_seconds(each.begin, self.pool, self.heads) for each in (one, other)]
+        except torch.OutOfMemoryError:
+            return ChosenAttention(one.begin, f"{one.name} ({why})")
+        if taken[1] < taken[0]:
+            one, other, taken = other, one, taken[::-1]
+        times = f"{taken[0]:.2f} ms in a trial, {other.name} {taken[1]:.2f}"
+        return ChosenAttention(one.begin, f"{one.name} ({times}; {why})")
+
+
 def _on_cpu(pool: KVPool) -> bool:
     return pool.tensor.device.type == "cpu"
+
+
+def _no_16_bits(pool: KVPool) -> str:
+    """Why neither FlashInfer nor Triton is for a pool; "" where they may be."""
+    if _on_cpu(pool):
+        return "it is for GPUs"
+    if pool.tensor.dtype not in (torch.float16, torch.bfloat16):
+        return f"it computes in bfloat16 and float16, not in {str(pool.tensor.dtype).removeprefix('torch.')}"
+    return ""
 
 
 def _no_flashinfer(pool: KVPool, heads: int) -> str:
     """Why FlashInfer cannot attend over a pool; "" where it may."""
     geometry = pool.geometry
-    if _on_cpu(pool):
-        return "it is for GPUs"
-    if pool.tensor.dtype not in (torch.float16, torch.bfloat16):
-        return f"it computes in bfloat16 and float16, not in {geometry.dtype}"
+    if reason := _no_16_bits(pool):
+        return reason
     if geometry.head_dim not in FLASHINFER_HEAD_DIMS:
         return f"it has no kernels for heads of {geometry.head_dim}"
     if heads % geometry.kv_heads:
         return f"{heads} query heads cannot share {geometry.kv_heads} KV heads evenly"
-    if find_spec("flashinfer") is None:
-        return "it is not installed: pip install 'headrace[flashinfer]'"
     return ""
 
 
-def _try_flashinfer(pool: KVPool, heads: int) -> tuple[Attention | None, str]:
-    """FlashInfer over a pool, or None and why not."""
-    try:
-        from headrace.engine.attention.flashinfer import try_flashinfer
+def _no_latents(mla: MlaSpec, pool: KVPool, heads: int) -> str:
+    """Why FlashInfer cannot attend over a pool of latents; "" where it may."""
+    if reason := _no_16_bits(pool):
+        return reason
+    if mla.kv_rank not in FLASHINFER_LATENTS or mla.rope_dim % FLASHINFER_KEYS:
+        return f"it has no kernels for latents of {mla.kv_rank} and rotated keys of {mla.rope_dim}"
+    if FLASHINFER_TILE % heads:
+        return f"{heads} query heads do not divide its tiles of {FLASHINFER_TILE}"
+    return ""
 
-        return try_flashinfer(pool, heads), ""
-    except Exception as error:  # its compilers and bindings raise errors of many kinds
-        return None, f"{type(error).__name__}: {error}".partition("\n")[0]
+
+def _no_triton(pool: KVPool, compiled: bool) -> str:
+    """Why our Triton kernel cannot attend over a pool; "" where it may."""
+    if reason := _no_16_bits(pool):
+        return reason
+    return "" if compiled else "nothing is compiled by Triton (--compile)"
+
+
+def _flashinfer(pool: KVPool, heads: int) -> Attention:
+    from headrace.engine.attention.flashinfer import FlashInfer
+
+    return FlashInfer(pool, heads)
+
+
+def _flashinfer_latents(mla: MlaSpec, pool: KVPool, heads: int, otherwise: Attention) -> Attention:
+    from headrace.engine.attention.flashinfer import FlashInferLatents
+
+    return FlashInferLatents(mla, pool, heads, otherwise)
+
+
+def _triton(pool: KVPool) -> Attention:
+    from headrace.engine.attention.triton_work import TritonPass
+
+    return partial(TritonPass, pool)

@@ -139,8 +139,11 @@ def resolve_form(form: MlaForm, device: str) -> MlaForm:
     return "absorbed" if device.partition(":")[0] == "cpu" else "length"
 
 
-def latent_attention(mla: MlaSpec, pool: KVPool, form: MlaForm, *, kernels: Kernels | None = None) -> LatentAttention:
-    """The fastest attention over a pool of latents on its device. kernels: the native ones, where they work."""
+def latent_attention(
+    mla: MlaSpec, pool: KVPool, form: MlaForm, *, kernels: Kernels | None = None, absorbed: Attention | None = None
+) -> LatentAttention:
+    """Attention over a pool of latents on its device. kernels: the native ones, where they work. absorbed: of rows in
+    absorbed form; None for torch."""
     form = resolve_form(form, pool.tensor.device.type)
     if kernels is not None:
         native = partial(NativePass, pool, kernels, scale=mla.scale, value_width=mla.kv_rank)
@@ -150,4 +153,4 @@ def latent_attention(mla: MlaSpec, pool: KVPool, form: MlaForm, *, kernels: Kern
         from headrace.engine.attention.varlen import VarlenDense
 
         dense = VarlenDense(mla.scale)
-    return LatentAttention(mla, pool, form, partial(LatentSdpaPass, mla, pool), dense)
+    return LatentAttention(mla, pool, form, absorbed or partial(LatentSdpaPass, mla, pool), dense)

@@ -10,6 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from headrace.core.types.kv.geometry import ceil_div
 from headrace.engine.kv.device_copies import place
 from headrace.engine.kv.pool import KVPool
 from headrace.engine.model.arithmetic import KvSlots
@@ -123,6 +124,20 @@ def first_slots(pool: KVPool, spans: Sequence[AttentionSpan], *, prefixes: bool)
     # Computed on the host: on a GPU each span would take half a dozen kernel launches.
     firsts = np.concatenate([_first_slots(pool, span, 0 if prefixes else span.start) for span in spans])
     return place(firsts, pool.tensor.device)
+
+
+def held_pages(spans: Sequence[AttentionSpan], page_size: int) -> list[NDArray[np.int64]]:
+    """The pages that hold positions of each span, without those that it has for later ones."""
+    return [span.pages[: ceil_div(span.start + span.count, page_size)] for span in spans]
+
+
+def page_table(spans: Sequence[AttentionSpan], page_size: int) -> NDArray[np.int32]:
+    """The pages of each span (a block table): int32 [spans, most pages of one], filled up with 0, on the host."""
+    pages = held_pages(spans, page_size)
+    table = np.zeros((len(pages), max(map(len, pages))), np.int32)
+    for row, held in zip(table, pages, strict=True):
+        row[: len(held)] = held
+    return table
 
 
 def _with_heads(pool: KVPool, firsts: Tensor) -> Tensor:

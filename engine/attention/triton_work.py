@@ -1,5 +1,5 @@
-"""Attention on GPUs by our own Triton kernel, which reads pages where they lie: for layers that other kernels do not
-take, with windows, ranges, softcap, sinks, and keys and values of any widths.
+"""Attention on GPUs by our own Triton kernel, which reads pages where they lie: of layers that other kernels do not
+take, with windows, ranges, softcap, sinks, and keys and values of any widths; of plain ones, where it is the fastest.
 
 Imported where Triton is installed.
 """
@@ -10,10 +10,11 @@ import numpy as np
 import triton
 from torch import Tensor
 
-from headrace.core.types.kv.geometry import ceil_div
-from headrace.engine.attention.paged import AttentionSpan
+from headrace.engine.attention.paged import AttentionPass, AttentionSpan, SlotWriter, page_table
 from headrace.engine.attention.work import PagedRows, Ranges, RowWork
 from headrace.engine.kv.device_copies import place
+from headrace.engine.kv.pool import KVPool
+from headrace.engine.model.arithmetic import KvSlots
 from headrace.engine.triton import kernels
 from headrace.engine.triton.arithmetic import launch
 
@@ -83,15 +84,28 @@ class TritonWork(RowWork):
             first += span.count
         tiles.sort(key=lambda tile: tile[2] + tile[3], reverse=True)
         self._tiles = place(np.array(tiles, np.int32), self._device)
-        size = self._keys.shape[3]
-        pages = [span.pages[: ceil_div(span.start + span.count, size)] for span in self._spans]
-        table = np.zeros((len(pages), max(map(len, pages))), np.int32)
-        for row, held in zip(table, pages, strict=True):
-            row[: len(held)] = held
-        self._table = place(table, self._device)
+        self._table = place(page_table(self._spans, self._keys.shape[3]), self._device)
         self._begins, self._ends = self._table, self._table
         if self._ranges is not None:
             self._begins, self._ends = (place(part, self._device) for part in self._ranges)
+
+
+class TritonPass(AttentionPass):
+    """An AttentionPass by the kernel `attend`, for pools of keys and values on GPUs: one launch per layer."""
+
+    def __init__(self, pool: KVPool, spans: Sequence[AttentionSpan]) -> None:
+        """Prepare the indices of what is written. pool: on a GPU."""
+        self._writer = SlotWriter(pool, spans)
+        rows = PagedRows.of_pool(pool)
+        self._work = TritonWork(spans, rows, rows.value_width**-0.5)
+
+    def slots(self, layer: int) -> KvSlots:
+        """See AttentionPass."""
+        return self._writer.slots(layer)
+
+    def attend(self, layer: int, query: Tensor, keys_values: Tensor) -> Tensor:
+        """See AttentionPass."""
+        return self._work.attend(layer, query)
 
 
 def _warps(rows: int, width: int) -> int:

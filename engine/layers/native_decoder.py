@@ -9,8 +9,7 @@ from torch import Tensor
 from headrace.core.config import AttentionChoice, MlaForm
 from headrace.core.runtime.progress import PassProgress
 from headrace.core.types.requests.images import ImageInput
-from headrace.engine.attention import choose_attention
-from headrace.engine.attention.latent import latent_attention
+from headrace.engine.attention import choose_attention, choose_latent_attention
 from headrace.engine.attention.paged import Attention, AttentionPass, AttentionSpan, ImageRows
 from headrace.engine.collectives.operations import ALONE, Collectives
 from headrace.engine.collectives.steps import Steps, finish, take_turns
@@ -120,8 +119,14 @@ class NativeDecoder:
         """See Decoder. Raises ConfigError when an attention is wanted that does not work here."""
         self._pool = pool
         if self._spec.mla is not None:
-            self._attention = latent_attention(self._spec.mla, pool, self._mla_form, kernels=self._kernels)
-            self.attention = f"torch over latents (--mla {self._mla_form})"
+            self._attention, self.attention = choose_latent_attention(
+                self._spec.mla,
+                pool,
+                self._mla_form,
+                kernels=self._kernels,
+                wanted=self._wanted_attention,
+                heads=self._heads,
+            )
         else:
             self._attention, self.attention = choose_attention(
                 pool,
@@ -129,6 +134,7 @@ class NativeDecoder:
                 kernels=self._kernels,
                 wanted=self._wanted_attention,
                 heads=self._heads,
+                compiled=self._arithmetic.compiled,
             )
 
     def capture(self, tokens: int) -> None:

@@ -22,7 +22,8 @@ def flash_on_cpu() -> Iterator[None]:
 def _flash_attention(
     query: Tensor, key: Tensor, value: Tensor, query_ends: Tensor, key_ends: Tensor, longest_query: int,
     longest_key: int, dropout: float, causal: bool, debug: bool, *, scale: float | None = None, window_size_left: int,
-    window_size_right: int,
+    window_size_right: int, seqused_k: Tensor | None = None, block_table: Tensor | None = None,
+    num_splits: int | None = None,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """What mha_varlen_fwd (aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp) demands and computes."""
     assert query.dtype == key.dtype == value.dtype == torch.bfloat16
@@ -31,6 +32,9 @@ def _flash_attention(
     assert query_ends.is_contiguous()
     assert key_ends.is_contiguous()
     assert query_ends.shape == key_ends.shape
+    if block_table is not None:
+        key, value = (_in_order(pages, block_table, seqused_k, key_ends) for pages in (key, value))
+        assert num_splits == 1, "divided by what is in the batch"
     assert (len(query), len(key), len(value)) == (query_ends[-1], key_ends[-1], key_ends[-1])
     assert (longest_query, longest_key) == (query_ends.diff().max(), key_ends.diff().max())
     assert (dropout, causal, debug, window_size_left, window_size_right) == (0, True, False, -1, 0)
@@ -44,3 +48,15 @@ def _flash_attention(
         output[rows] = attended.transpose(0, 1).to(query.dtype)
     unused = torch.empty(0)
     return output, unused, unused, unused, unused
+
+
+def _in_order(pages: Tensor, table: Tensor, lengths: Tensor | None, ends: Tensor) -> Tensor:
+    """Keys or values of all rows, out of pages [pages, page_size, kv_heads, head_dim]."""
+    assert lengths is not None
+    assert table.dtype == lengths.dtype == torch.int32
+    assert lengths.is_contiguous()
+    assert len(table) == len(lengths)
+    assert table.stride(-1) == 1
+    assert pages.shape[1] % 256 == 0
+    assert torch.equal(lengths, ends.diff())
+    return torch.cat([pages[row].flatten(0, 1)[:length] for row, length in zip(table, lengths.tolist(), strict=True)])

@@ -21,7 +21,8 @@ refuses = False
 """Whether nothing can be compiled."""
 wrong = 0.0
 """By how much results are wrong."""
-made: "list[BatchPrefillWithPagedKVCacheWrapper]" = []
+made: list[Any] = []
+"""Wrappers, of latents too."""
 
 
 class BatchPrefillWithPagedKVCacheWrapper:
@@ -120,8 +121,11 @@ def as_one_launch(moved: int) -> AbstractContextManager[None]:
 
 @contextmanager
 def installed(**state: Any) -> Iterator[None]:
-    """It is what `import flashinfer` finds. state: of this module's variables."""
+    """It is what `import flashinfer` finds, with that of latents. state: of this module's variables."""
+    from tests.engine.attention import fake_flashinfer_mla
+
     this = sys.modules[__name__]
     made.clear()
-    with patch.dict(sys.modules, {"flashinfer": this}), patch.multiple(this, **{"refuses": False, **state}):
+    found = {"flashinfer": this, "flashinfer.mla": fake_flashinfer_mla}
+    with patch.dict(sys.modules, found), patch.multiple(this, **{"refuses": False, **state}):
         yield

@@ -23,9 +23,9 @@ from tests.engine.attention.passes import attend
 HEADS, KV_HEADS, HEAD_DIM, LAYERS, PAGES = 6, 2, 16, 2, 128
 
 
-def make_pool(page_size: int, dtype: str = "float32") -> KVPool:
+def make_pool(page_size: int, dtype: str = "float32", pages: int = PAGES) -> KVPool:
     """Random where a request may have been, and the same every time."""
-    pool = KVPool(Geometry(dtype, LAYERS, KV_HEADS, HEAD_DIM, page_size), PAGES)
+    pool = KVPool(Geometry(dtype, LAYERS, KV_HEADS, HEAD_DIM, page_size), pages)
     pool.tensor.copy_(torch.randn(pool.tensor.shape, generator=torch.Generator().manual_seed(1)))
     return pool
 

@@ -12,11 +12,12 @@ import torch
 from torch import Tensor
 
 from benchmarks.shapes import DEEPSEEK_V3, LLAMA_8B, QWEN3_30B_A3B
-from headrace.core.config import CudaGraphs, EngineConfig, ModelConfig
+from headrace.core.config import AttentionChoice, CudaGraphs, EngineConfig, ModelConfig
 from headrace.core.messages.orders import PlanRow
 from headrace.core.types import packed
 from headrace.core.types.requests.request import SamplingParams
 from headrace.engine import device, runner
+from headrace.engine.attention import triton_work
 from headrace.engine.collectives.operations import ALONE, Collectives, Done
 from headrace.engine.layers import native_decoder
 from headrace.engine.layers.exchange import Exchange, NoExchange, make_exchange
@@ -31,7 +32,7 @@ from headrace.engine.model.moe_spec import MoeSpec
 from headrace.engine.model.rope import rotate
 from headrace.engine.model.sharding import part_of, split_model
 from headrace.engine.runner import ModelRunner
-from tests.engine.cuda.fake_gpu import Counts, FakeGpu
+from tests.engine.cuda.fake_gpu import Counts, FakeGpu, current
 
 PAGE_SIZE = 16
 KV_PAGES = 4096
@@ -129,6 +130,8 @@ class OneShard:
 class _Fused(TorchArithmetic):
     """What TritonArithmetic is: one launch for each operation, and what that reads and writes."""
 
+    compiled = True
+
     def __init__(self, gpu: FakeGpu, share: float) -> None:
         """share: of the experts, that this shard has."""
         self._gpu = gpu
@@ -192,6 +195,19 @@ class _Fused(TorchArithmetic):
         return int(all_bytes * self._share)
 
 
+def _attend(
+    _: object, __: object, query: Tensor, keys: Tensor, values: Tensor, table: Tensor, tiles: Tensor, begins: Tensor,
+    stops: Tensor, sinks: Tensor, out: Tensor, *___: object, **____: object,
+) -> None:  # fmt: skip
+    """What the launch of our kernel `attend` reads and writes."""
+    with current().as_one("attend", query.nbytes + out.nbytes):
+        for each in (query, tiles, begins, stops, sinks):
+            each.sum()
+        for each in (keys, values):
+            each.index_select(0, table.flatten())
+        out.zero_()
+
+
 @contextmanager
 def fake_runner(
     gpu: FakeGpu,
@@ -204,10 +220,12 @@ def fake_runner(
     way: Way | None = None,
     float8: bool = False,
     cuda_graphs: CudaGraphs = "auto",
+    attention: AttentionChoice = "auto",
 ) -> Iterator[ModelRunner]:
     """A runner of some layers of a model, in bfloat16. folder: for its config.json. count: of layers. whole: of a model
     that has no other layers, with embedding and output head. halves: for passes that are cut. way: of the exchange
-    between two replicas that divide the experts. cuda_graphs: whether a start captures them."""
+    between two replicas that divide the experts. cuda_graphs: whether a start captures them. attention: that is
+    wanted; each takes equal time."""
     model = MODELS[name]
     config = dict(model.config)
     layers = range(model.first, model.first + count)
@@ -224,12 +242,13 @@ def fake_runner(
             patch.object(runner, "check_equal_sums", lambda *_: None),
             patch.object(runner, "least", lambda _, value, __: value),
             patch.object(runner, "choose_arithmetic", lambda *_: _Fused(gpu, 1 / model.shards)),
+            patch.object(triton_work, "launch", _attend),
             gpu,
         ):
             stack.enter_context(patched)
         terms = model_terms(
             ModelConfig(model=str(folder), dtype="bfloat16", device="cuda:0"),
-            EngineConfig(page_size=PAGE_SIZE, kv_pages=KV_PAGES, cuda_graphs=cuda_graphs),
+            EngineConfig(page_size=PAGE_SIZE, kv_pages=KV_PAGES, cuda_graphs=cuda_graphs, attention=attention),
             LONGEST,
         )._replace(float8=float8)
         moe = terms.spec.moe
@@ -257,14 +276,16 @@ class Cost(NamedTuple):
     """Of the pass through one layer, with its lines."""
 
 
-PRODUCTS = ("mm", "addmm", "bmm", "_grouped_mm", "_varlen_attn", "[paged_attention]")
+PRODUCTS = ("mm", "addmm", "bmm", "_grouped_mm", "_varlen_attn", "[attend]", "[paged_attention]")
 
 
-def pass_cost(gpu: FakeGpu, folder: Path, name: str, rows: Sequence[PlanRow]) -> Cost:
+def pass_cost(
+    gpu: FakeGpu, folder: Path, name: str, rows: Sequence[PlanRow], attention: AttentionChoice = "auto"
+) -> Cost:
     """Of a pass over these rows, by the difference between one layer and two."""
     found = []
     for count in (1, 2):
-        with fake_runner(gpu, folder, name, count) as made:
+        with fake_runner(gpu, folder, name, count, attention=attention) as made:
             hidden = incoming(made, rows)
             with gpu.counted() as counts:
                 made.forward(rows, hidden)

@@ -1,11 +1,16 @@
 """Attention over pages by our own kernel, by Triton's interpreter, against sums written out in float64."""
 
+from functools import partial
+from types import ModuleType
+
 import pytest
 import torch
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
+from headrace.engine.attention.gpu import SdpaPass
 from headrace.engine.attention.work import MakeWork
+from tests.engine.attention.test_cpu import PAGES, make_pool, make_spans, poison_unused, run
 from tests.engine.attention.test_ranges import Range, block, chunk, make_case, window, written_out
 
 pytestmark = pytest.mark.filterwarnings("ignore:.* encountered in")  # numpy's, in the interpreter
@@ -43,6 +48,23 @@ def test_attention(
     assert found.dtype == dtype
     expected = written_out(case._replace(query=query.float()))
     torch.testing.assert_close(found.double(), expected, atol=CLOSE[dtype], rtol=CLOSE[dtype])
+
+
+@given(
+    shapes=st.lists(st.tuples(st.integers(0, 60), st.sampled_from([1, 1, 7, 40])), min_size=1, max_size=3),
+    page_size=st.sampled_from([4, 16]),
+)
+@FEW
+def test_over_a_pool(modules: dict[str, ModuleType], shapes: list[tuple[int, int]], page_size: int) -> None:
+    """Of keys and values, causally: layer by layer, pages in any order, NaN in every other slot."""
+    spans = make_spans(shapes, page_size, PAGES, seed=len(shapes))
+    low, high = make_pool(page_size, "bfloat16"), make_pool(page_size)
+    poison_unused(low, spans)
+    high.tensor.copy_(low.tensor)
+    found = run(partial(modules["triton_work"].TritonPass, low), spans, torch.bfloat16)
+    for one, other in zip(found, run(partial(SdpaPass, high), spans), strict=True):
+        torch.testing.assert_close(one.float(), other, atol=CLOSE[torch.bfloat16], rtol=CLOSE[torch.bfloat16])
+    torch.testing.assert_close(low.tensor.float(), high.tensor, equal_nan=True, atol=0, rtol=0)
 
 
 def test_queries_in_a_wider_tensor_and_wider_than_the_pool(interpreted_work: MakeWork) -> None:
