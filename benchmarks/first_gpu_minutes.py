@@ -25,6 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.arguments import add_threads, make_parser
+from benchmarks.first_gpu_attention import attention
 from benchmarks.first_gpu_kernels import own_kernels
 from benchmarks.first_gpu_servers import servers
 from benchmarks.profile import PAGE, rows_of
@@ -168,20 +169,8 @@ def machine(at: Minutes) -> None:
         at.keep(f"{name}: {moved / taken / 1e9:,.1f} GB/s")
 
 
-def kernels(at: Minutes) -> None:
-    """Attention and experts by themselves, as shares of the peak, beside a float32 reference."""
-    heads, kv, dim = (4, 2, 16) if at.tiny else (32, 8, 128)
-    for tokens in (64,) if at.tiny else (2048, 8192, 32768):
-        query, key, value = (
-            torch.randn(1, count, tokens, dim, device=at.device, dtype=torch.bfloat16) for count in (heads, kv, kv)
-        )
-        flops = 2.0 * heads * 2 * dim * tokens * (tokens + 1) / 2
-        for name, attend in attentions(at, query, key, value).items():
-            try:
-                taken = at.time(attend)
-                at.keep(f"attention, {tokens:,} tokens, {name}: {at.share(flops, taken)}")
-            except (RuntimeError, TypeError) as error:
-                at.keep(f"attention, {tokens:,} tokens, {name}: {first_line(error)}")
+def experts(at: Minutes) -> None:
+    """Experts by themselves, as shares of the peak, beside a float32 reference."""
     count, top, width, inner = (4, 2, 64, 32) if at.tiny else (128, 8, 2048, 768)
     for tokens in (16,) if at.tiny else (512, 2048, 8192):
         x = torch.randn(tokens, width, device=at.device, dtype=torch.bfloat16)
@@ -196,34 +185,6 @@ def kernels(at: Minutes) -> None:
         taken = at.time(lambda rows=rows, weights=weights, ends=ends: F.grouped_mm(rows, weights, offs=ends))  # type: ignore[misc]
         flops = 2.0 * tokens * top * width * 2 * inner
         at.keep(f"experts, {tokens:,} tokens, grouped_mm: {at.share(flops, taken)}; differs by {gap:.1e} of float32")
-
-
-def attentions(at: Minutes, query: Tensor, key: Tensor, value: Tensor) -> dict[str, Callable[[], object]]:
-    """Ways of causal attention that this torch has, each [1, heads, tokens, head_dim]."""
-    from torch.nn.attention import SDPBackend, sdpa_kernel
-
-    def by(backend: SDPBackend) -> Callable[[], object]:
-        def attend() -> object:
-            with sdpa_kernel(backend):
-                return F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
-
-        return attend
-
-    if not at.on_gpu:
-        return {"math": by(SDPBackend.MATH)}
-    from torch.nn.attention.varlen import varlen_attn
-
-    from headrace.engine.attention.varlen import CAUSAL, GROUPED
-
-    variable: Any = varlen_attn
-    tokens = query.shape[2]
-    flat = [each[0].transpose(0, 1).contiguous() for each in (query, key, value)]
-    ends = torch.tensor([0, tokens], dtype=torch.int32, device=at.device)
-    return {
-        "cuDNN": by(SDPBackend.CUDNN_ATTENTION),
-        "flash": by(SDPBackend.FLASH_ATTENTION),
-        "varlen, as here": lambda: variable(*flat, ends, ends, tokens, tokens, window_size=CAUSAL, **GROUPED),
-    }
 
 
 def correctness(at: Minutes) -> None:
@@ -433,7 +394,7 @@ def first_line(error: BaseException) -> str:
 
 
 PARTS: tuple[Callable[[Minutes], None], ...] = (
-    machine, correctness, handoff, pages, second_process, kernels, own_kernels, graphs, passes, servers,
+    machine, correctness, handoff, pages, second_process, attention, experts, own_kernels, graphs, passes, servers,
 )  # fmt: skip
 
 

@@ -68,6 +68,7 @@ class ModelTerms(NamedTuple):
             kv_share=self.engine.kv_memory,
             pass_tokens=self.engine.pass_tokens,
             graphs=self._graphs(part),
+            flashinfer=self._may_use_flashinfer,
         )
         plan = LoadPlan(self, part, memory)
         if library is not None and part.shard.offered and plan.offered is None:
@@ -76,6 +77,14 @@ class ModelTerms(NamedTuple):
                 "shards divide; write a lower --pp, or --tp 1"
             )
         return plan
+
+    @property
+    def _may_use_flashinfer(self) -> bool:
+        """Attention is tried with it."""
+        wanted = self.engine.attention
+        return self.spec.library is None and (
+            wanted == "flashinfer" or (wanted == "auto" and find_spec("flashinfer") is not None)
+        )
 
     def _graphs(self, part: RankPart) -> tuple[int, ...]:
         """Sizes of passes that CUDA graphs are captured of, see NativeDecoder.capture()."""

@@ -1,6 +1,6 @@
 """Memory plan of a stage: bytes of weights, and how many KV pages fit. Pure arithmetic."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -15,6 +15,9 @@ WIDE_SHARE = 0.25  # of the available memory, at most, for 16-bit weights held i
 KV_SHARE = 0.4  # of the available memory, at most, for a KV pool whose size is not configured
 GPU_KV_SHARE = 0.9  # the same on a GPU, of what weights and activations leave
 SAMPLED_ROWS = 64  # whose logits are in memory at a time
+PRODUCT_BYTES = 64 << 20  # that torch gives cuBLAS and cuBLASLt on each stream: 32 MiB each on Hopper and later
+COPY_BYTES = 4 * (16 << 20)  # blocks of KV on their way out of the pool and into it, two of each
+FLASHINFER_BYTES = (128 + 8 * 8) << 20  # a workspace, and 8 MiB for each plan of a pass in flight
 GRAPH_BYTES = 256 << 10  # of one CUDA graph on the device, at most: about ten launches; not measured here
 
 
@@ -116,6 +119,15 @@ def _never_in_8_bits(part: RankPart) -> int:
     return len(part.layers) * (part.spec.mla.up_weights(len(part.shard.heads)) if part.spec.mla else 0)
 
 
+class _Taken(NamedTuple):
+    """Memory that something else than weights and KV takes."""
+
+    what: str
+    size: int
+    option: str = ""
+    """What takes none of it."""
+
+
 def plan_memory(
     part: RankPart,
     computation: Computation,
@@ -131,6 +143,7 @@ def plan_memory(
     kv_share: float = 0.0,
     pass_tokens: int = 0,
     graphs: Sequence[int] = (),
+    flashinfer: bool = False,
 ) -> MemoryPlan:
     """Decide in which dtype a rank holds its weights and how many KV pages it allocates.
 
@@ -140,29 +153,39 @@ def plan_memory(
     adapter_weights: number of those of LoRA adapters, in the dtype of computation. kv_share: 0 takes, on a GPU, 90%, on
     a CPU pages for 65,536 tokens or 40% of the available memory, whichever is less. pass_tokens: of the largest forward
     pass, whose activations a GPU keeps room for. graphs: sizes of passes that CUDA graphs are captured of, ascending.
+    flashinfer: attention may be computed by it.
 
     Raises ConfigError when the weights and one request of max_model_len do not fit, or the configured pages do not.
     """
-    length, exchange_bytes = part.spec.resolve_length(max_model_len), part.exchange_bytes
+    length = part.spec.resolve_length(max_model_len)
     geometry = stage_geometry(part, computation.dtype, page_size)
     weights, weight_dtype = _weights(part, computation, available_bytes, int8=int8, float8=float8)
     adapters = adapter_weights * ITEM_BYTES[computation.compute_dtype]
+    taken = [
+        _Taken("adapters", adapters),
+        _Taken("the exchange of tokens between experts", part.exchange_bytes),
+    ]
     on_gpu = computation.device != "cpu"
-    activations = activation_bytes(part, computation.dtype, pass_tokens, length) if on_gpu else 0
-    captured = graph_bytes(part, computation.dtype, graphs)
-    room = int((available_bytes - weights - adapters - exchange_bytes - activations - captured) / kv_copies)
+    if on_gpu:
+        taken += [
+            _Taken(
+                f"activations of {pass_tokens} tokens", activation_bytes(part, computation.dtype, pass_tokens, length)
+            ),
+            _Taken("CUDA graphs", graph_bytes(part, computation.dtype, graphs), "--cuda-graphs off"),
+            _Taken("workspaces of products", PRODUCT_BYTES * (2 if graphs else 1)),
+            _Taken("copies of KV", COPY_BYTES),
+            _Taken("FlashInfer", FLASHINFER_BYTES if flashinfer else 0, "--attention torch"),
+        ]
+    taken = [each for each in taken if each.size]
+    room = int((available_bytes - weights - sum(each.size for each in taken)) / kv_copies)
     if room < geometry.page_bytes:
-        parts = {
-            f"activations of {pass_tokens} tokens": activations,
-            "CUDA graphs (--cuda-graphs off)": captured,
-            "adapters": adapters,
-            "the exchange of tokens between experts": exchange_bytes,
-        }
-        taken = [f"the weights take {_mib(weights)}", *(f"{what} {_mib(size)}" for what, size in parts.items() if size)]
-        raise ConfigError(f"{', '.join(taken)} and {_mib(available_bytes)} are available")
+        parts = (f"{what}{option and f' ({option})'} {_mib(size)}" for what, size, option in taken)
+        all_parts = ", ".join((f"the weights take {_mib(weights)}", *parts))
+        raise ConfigError(f"{all_parts} and {_mib(available_bytes)} are available")
     share = kv_share or (GPU_KV_SHARE if on_gpu else 0.0)
     available = _Available(available_bytes, room, weights, kv_copies)
     pages, reason = _pool_pages(geometry, length, kv_pages, share, available)
+    in_8_bits = "int8 and " if int8 else "float8 and " if float8 else ""
     return MemoryPlan(
         weight_bytes=weights,
         weight_dtype=weight_dtype,
@@ -172,14 +195,14 @@ def plan_memory(
         state_bytes=geometry.state_bytes,
         adapter_bytes=adapters,
         available_bytes=available_bytes,
-        explanation=(
-            f"weights {_mib(weights)} ({'int8 and ' if int8 else 'float8 and ' if float8 else ''}{weight_dtype}); "
-            f"{f'adapters {_mib(adapters)}; ' if adapters else ''}"
-            f"{f'activations of {pass_tokens} tokens {_mib(activations)}; ' if activations else ''}"
-            f"{f'CUDA graphs {_mib(captured)}; ' if captured else ''}"
-            f"{_pool(geometry, pages, reason)}"
-            f"{f'exchange {_mib(exchange_bytes)}; ' if exchange_bytes else ''}"
-            f"{_mib(available_bytes)} available; longest request {length} tokens = {geometry.pages_for(length)} pages"
+        explanation="; ".join(
+            (
+                f"weights {_mib(weights)} ({in_8_bits}{weight_dtype})",
+                *(f"{each.what} {_mib(each.size)}" for each in taken),
+                *_pool(geometry, pages, reason),
+                f"{_mib(available_bytes)} available",
+                f"longest request {length} tokens = {geometry.pages_for(length)} pages",
+            )
         ),
     )
 
@@ -307,14 +330,15 @@ def add_host_tier(plan: MemoryPlan, pages: int, room_bytes: int) -> MemoryPlan:
     return msgspec.structs.replace(planned, explanation=f"{plan.explanation}; {tier}")
 
 
-def _pool(geometry: Geometry, pages: int, reason: str) -> str:
+def _pool(geometry: Geometry, pages: int, reason: str) -> Iterator[str]:
     """A pool of so many pages in words. reason: why so many."""
     slots, each = geometry.slots_for(pages), geometry.state_bytes
-    states = f"states {_mib(slots * each)} = {slots} requests × {_mib(each)}; " if slots else ""
-    return (
+    yield (
         f"KV {_mib(pages * geometry.page_bytes)} = {pages} pages × {geometry.page_size} tokens × "
-        f"{geometry.token_bytes} bytes per token ({reason}); {states}"
+        f"{geometry.token_bytes} bytes per token ({reason})"
     )
+    if slots:
+        yield f"states {_mib(slots * each)} = {slots} requests × {_mib(each)}"
 
 
 def _mib(size: int) -> str:

@@ -4,8 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from headrace.core.config import EngineConfig, ModelConfig
+from headrace.core.config import AttentionChoice, EngineConfig, ModelConfig
 from headrace.core.types.errors import ConfigError
+from headrace.engine import load_plan
 from headrace.engine.device import (
     Computation,
     available_memory,
@@ -15,6 +16,9 @@ from headrace.engine.device import (
     resolve_dtype,
 )
 from headrace.engine.kv.memory_plan import (
+    COPY_BYTES,
+    FLASHINFER_BYTES,
+    PRODUCT_BYTES,
     activation_bytes,
     add_host_tier,
     graph_bytes,
@@ -152,11 +156,11 @@ def test_devices() -> None:
 def test_a_gpus_pool_takes_a_share_of_what_weights_and_activations_leave() -> None:
     spec = spec_from_config(CONFIGS["llama"].to_dict() | {"architectures": ["LlamaForCausalLM"]})
     part, gpu = part_of(spec), Computation("cuda:0", "bfloat16", native=True)
-    available, tokens = 100 * MIB, 8192
+    available, tokens = 300 * MIB, 8192
     activations = activation_bytes(part, "bfloat16", tokens, 64)
     for share, expected in ((0.0, 0.9), (0.5, 0.5)):
         plan = plan_memory(part, gpu, 16, 0, available, max_model_len=64, pass_tokens=tokens, kv_share=share)
-        left = available - plan.weight_bytes - activations
+        left = available - plan.weight_bytes - activations - PRODUCT_BYTES - COPY_BYTES
         assert expected * left - plan.page_bytes < plan.kv_bytes <= expected * left
         assert f"({expected:.0%} of what is left)" in plan.explanation
         assert f"activations of 8192 tokens {activations / MIB:.1f} MiB" in plan.explanation
@@ -169,14 +173,58 @@ def test_a_gpus_pool_takes_a_share_of_what_weights_and_activations_leave() -> No
 def test_a_gpus_pool_leaves_room_for_graphs() -> None:
     spec = spec_from_config(CONFIGS["llama"].to_dict() | {"architectures": ["LlamaForCausalLM"]})
     part, gpu, sizes = part_of(spec), Computation("cuda:0", "bfloat16", native=True), graph_sizes(100)
-    plans = [plan_memory(part, gpu, 16, 0, 100 * MIB, max_model_len=64, graphs=each) for each in ((), sizes)]
-    taken = graph_bytes(part, "bfloat16", sizes)
+    plans = [plan_memory(part, gpu, 16, 0, 400 * MIB, max_model_len=64, graphs=each) for each in ((), sizes)]
+    captured = graph_bytes(part, "bfloat16", sizes)
+    taken = captured + PRODUCT_BYTES  # products are on a second stream, too
     assert len(sizes) == 8, "1, 2, 4 … 128"
     assert taken > 8 * 4 * 200_000
     assert plans[0].kv_bytes - plans[1].kv_bytes == pytest.approx(0.9 * taken, abs=plans[0].page_bytes)
-    assert f"CUDA graphs {taken / MIB:.1f} MiB" in plans[1].explanation
+    assert f"CUDA graphs {captured / MIB:.1f} MiB" in plans[1].explanation
     with pytest.raises(ConfigError, match=r"CUDA graphs \(--cuda-graphs off\) .* MiB and 1.0 MiB are available"):
         plan_memory(part, gpu, 16, 0, MIB, max_model_len=64, graphs=sizes)
+
+
+def test_a_gpus_pool_leaves_room_for_workspaces() -> None:
+    """Of products and copies always, of FlashInfer where it may be used; on a CPU of none."""
+    spec = spec_from_config(CONFIGS["llama"].to_dict() | {"architectures": ["LlamaForCausalLM"]})
+    part, gpu = part_of(spec), Computation("cuda:0", "bfloat16", native=True)
+    plans = [
+        plan_memory(part, computation, 16, 0, 400 * MIB, max_model_len=64, kv_share=0.9, flashinfer=flashinfer)
+        for computation in (FLOAT32, gpu)
+        for flashinfer in (False, True)
+    ]
+    assert plans[0] == plans[1]
+    assert "workspaces" not in plans[0].explanation
+    assert "workspaces of products 64.0 MiB; copies of KV 64.0 MiB; KV " in plans[2].explanation
+    assert "FlashInfer" not in plans[2].explanation
+    assert "FlashInfer 192.0 MiB" in plans[3].explanation
+    assert plans[2].kv_bytes - plans[3].kv_bytes == pytest.approx(0.9 * FLASHINFER_BYTES, abs=plans[2].page_bytes)
+    with pytest.raises(ConfigError, match=r"FlashInfer \(--attention torch\) 192.0 MiB and 200.0 MiB are available"):
+        plan_memory(part, gpu, 16, 0, 200 * MIB, max_model_len=64, flashinfer=True)
+
+
+@pytest.mark.parametrize(
+    ("attention", "installed", "name", "planned"),
+    [
+        ("auto", True, "llama", True),
+        ("auto", False, "llama", False),
+        ("flashinfer", False, "llama", True),
+        ("torch", True, "llama", False),
+        ("triton", True, "llama", False),
+        ("auto", True, "deepseek-v3", True),
+    ],
+)
+def test_flashinfer_is_planned_where_it_is_tried(
+    attention: AttentionChoice, installed: bool, name: str, planned: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(load_plan, "find_spec", lambda _: object() if installed else None)
+    config = CONFIGS[name].to_dict()
+    spec = spec_from_config(config | {"architectures": [type(CONFIGS[name]).__name__.replace("Config", "ForCausalLM")]})
+    terms = ModelTerms(
+        ModelConfig(), EngineConfig(attention=attention), ModelSource("folder", Path()), spec,  # type: ignore[arg-type]
+        Computation("cuda:0", "bfloat16", native=True), 64,
+    )  # fmt: skip
+    assert ("FlashInfer" in terms.plan(part_of(spec), 8, 1 << 30).memory.explanation) == planned
 
 
 @pytest.mark.parametrize(

@@ -122,7 +122,7 @@ def test_the_memory_plan_keeps_it_and_counts_own_experts_only() -> None:
     part = plan_memory(part_of(spec, experts=2, exchange_bytes=1 << 20), FLOAT32, 16, 0, 1 << 24, max_model_len=64)
     fewer = weight_count(part_of(spec)) - weight_count(part_of(spec, experts=2))
     assert whole.weight_bytes - part.weight_bytes == 4 * fewer
-    assert "exchange 1.0 MiB" in part.explanation
+    assert "between experts 1.0 MiB" in part.explanation
     assert "exchange" not in whole.explanation
     with pytest.raises(ConfigError, match=r"the exchange of tokens between experts 16.0 MiB and 16.0 MiB are"):
         plan_memory(part_of(spec, exchange_bytes=1 << 24), FLOAT32, 16, 0, 1 << 24, max_model_len=64)

@@ -77,7 +77,7 @@ def test_ranks_of_a_stage_hold_each_expert_once_and_plan_their_memory(folder: Pa
     found = resolve(configured(folder, flags))
     memory, parts = found.memory, found.parts
     assert "expert 5" in parts[-1] or "to 5" in parts[-1]
-    assert all(f"exchange {plan.exchange_bytes / (1 << 20):.1f} MiB" in each.explanation for each in memory)
+    assert all(f"between experts {plan.exchange_bytes / (1 << 20):.1f} MiB" in each.explanation for each in memory)
     everything = resolved(folder, "--pp", "2", "--tp", str(tp)).memory
     for rank, each in enumerate(memory):
         whole = everything[layout.place(rank).stage * tp + layout.place(rank).shard]
@@ -108,8 +108,8 @@ def test_servers_that_share_experts_hold_a_part_each(folder: Path) -> None:
         assert each.memory[0].weight_bytes == inside.memory[0].weight_bytes
         assert (
             each.memory[0]
-            .explanation.partition("exchange ")[2]
-            .startswith(inside.memory[0].explanation.partition("exchange ")[2].partition(" MiB")[0])
+            .explanation.partition("between experts ")[2]
+            .startswith(inside.memory[0].explanation.partition("between experts ")[2].partition(" MiB")[0])
         )
         assert each.config.scheduler.rules == inside.config.scheduler.rules
         assert not each.config.scheduler.lockstep
