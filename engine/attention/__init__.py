@@ -89,12 +89,12 @@ def choose_latent_attention(
     pool: KVPool,
     form: MlaForm,
     *,
+    heads: int,
     kernels: Kernels | None = None,
     wanted: AttentionChoice = "auto",
-    heads: int = 0,
 ) -> ChosenAttention:
-    """The fastest attention over a pool of latents on its device. form: not "auto". kernels, wanted, heads, errors: as
-    of choose_attention()."""
+    """The fastest attention over a pool of latents on its device. form: not "auto". heads: of queries. kernels, wanted,
+    errors: as of choose_attention()."""
     plain = partial(LatentSdpaPass, mla, pool)
     trial = _Trial(pool, heads, plain, wanted)
     no_latents = "rows in expanded form do not read latents" if form == "expanded" else _no_latents(mla, pool, heads)
@@ -148,7 +148,7 @@ class _Trial(NamedTuple):
             except Exception as error:  # compilers and bindings raise errors of many kinds
                 reason = f"{type(error).__name__}: {error}".partition("\n")[0]
             if self.wanted == "auto":
-                log.warning("attention is not computed by %s, so every pass is slower: %s", name, reason)
+                log.warning("attention is not computed by %s: %s", name, reason)
         if self.wanted == option:
             device = self.pool.tensor.device
             raise ConfigError(f"--attention {option} does not work on {device}: {reason}; write --attention torch")
