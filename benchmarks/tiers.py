@@ -32,7 +32,7 @@ from headrace.core.types.requests.request import SamplingParams
 from headrace.engine.kv.tiers.copier import Copier, CopyEvent, CopyOrder
 from headrace.engine.kv.tiers.disk_store import DiskStore
 from headrace.engine.kv.tiers.host_store import HostStore
-from headrace.engine.kv.tiers.pages import PoolPages
+from headrace.engine.kv.tiers.pages import pool_pages
 from headrace.engine.kv.tiers.record import HEADER_BYTES, Origin
 from headrace.engine.load_plan import plan_rank
 from headrace.engine.runner import ModelRunner
@@ -81,7 +81,7 @@ class Tiers:
         self._headers = (PageHeader(digest, digest, digest, 0),) * count
         self.copier = Copier(
             0,
-            PoolPages(runner.pool),
+            pool_pages(runner.pool),
             host=HostStore(count, runner.geometry.page_bytes),
             disk=DiskStore(folder, Origin(runner.fingerprint, runner.geometry), budget),
             report=self._answered,

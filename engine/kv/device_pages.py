@@ -1,14 +1,16 @@
-"""KV pages of a GPU's pool for the transfer: chunk by chunk through pinned host memory, on a CUDA stream of their own.
+"""KV pages of a GPU's pool for the transfer and the tiers: chunk by chunk through pinned host memory, on a CUDA stream
+of their own.
 
-    begin_read   pool ──gather──► device memory ──copy──► block of pinned memory ──► frames
-    write, flush frames ──► block of pinned memory ──copy──► device memory ──scatter──► pool
+    begin_read   pool ──gather──► device memory ──copy──► block of pinned memory ──► frames, slots of a tier
+    write, flush frames, slots of a tier ──► block of pinned memory ──copy──► device memory ──scatter──► pool
 
 Pieces are packed into blocks. Each block takes one copy, and a gather or scatter for each shape of pieces in it: whole
 pages, and what is left at both ends of a chunk. Nothing waits for the device: an event says when a chunk is there.
 """
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import groupby
 from math import prod
 from typing import NamedTuple
@@ -19,13 +21,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from headrace.core.types.kv.geometry import Geometry, ceil_div
-from headrace.engine.kv.device_copies import DeviceCopies, place
+from headrace.engine.kv.device_copies import begin_copy, place
 from headrace.engine.kv.pinned_blocks import PinnedLease, pinned_blocks
 from headrace.engine.kv.pool import KVPool
 from headrace.transfer.backends.device_memory import DeviceMemory
 from headrace.transfer.backends.strided_pool import StridedPool, c_order
 from headrace.transfer.protocol.layout import WHOLE, Box
-from headrace.transfer.protocol.page_store import Completed, Handle, PageSlice, PageStore
+from headrace.transfer.protocol.page_store import Completed, PageSlice, PageStore
 
 BLOCK_BYTES = 16 << 20  # a copy of this size takes all of a link's bandwidth
 CHUNKS = 2  # that pinned memory has room for
@@ -35,22 +37,33 @@ ALIGNMENT = 16  # bytes, of each run in a block
 Bytes = NDArray[np.uint8]
 
 
-class Run(NamedTuple):
-    """Pieces of the same slots, layers and heads of several pages, one after the other in a block."""
+@dataclass(slots=True)
+class Run:
+    """Pieces of the same slots, layers and heads of several pages, at equal distances in a block."""
 
-    first: int
-    """Index of the first one."""
-    pieces: Sequence[PageSlice]
+    pieces: list[PageSlice]
     block: int
     at: int
-    """Where they begin in the block, in bytes."""
+    """Where the first one begins in the block, in bytes."""
     shape: tuple[int, ...]
     """Of each piece in bytes: [layers, planes, kv_heads, slots, slot_bytes]."""
+    step: int
+    """Bytes from one piece to the next."""
 
     @property
-    def size(self) -> int:
-        """Bytes of all its pieces."""
-        return len(self.pieces) * prod(self.shape)
+    def piece_bytes(self) -> int:
+        """Bytes of each piece."""
+        return prod(self.shape)
+
+    @property
+    def end(self) -> int:
+        """Where the last one ends in the block, in bytes."""
+        return self.at + (len(self.pieces) - 1) * self.step + self.piece_bytes
+
+    def place(self, index: int) -> slice:
+        """Where a piece is in the block, in bytes."""
+        start = self.at + index * self.step
+        return slice(start, start + self.piece_bytes)
 
     def of(self, tensor: Tensor) -> Tensor:
         """These slots, layers and heads of all pages of a tensor of the pool."""
@@ -59,9 +72,58 @@ class Run(NamedTuple):
 
     def within(self, block: Tensor, like: Tensor) -> Tensor:
         """The run's bytes in a block as [pieces, layers, planes, kv_heads, slots, head_dim], of the dtype of like."""
-        *shape, slot_bytes = self.shape
-        typed = block[self.at : self.at + self.size].view(like.dtype)
-        return typed.view(len(self.pieces), *shape, slot_bytes // like.element_size())
+        size = like.element_size()
+        shape = (*self.shape[:-1], self.shape[-1] // size)
+        strides = [prod(shape[axis + 1 :]) for axis in range(len(shape))]
+        typed = block[self.at : self.end].view(like.dtype)
+        return typed.as_strided((len(self.pieces), *shape), (self.step // size, *strides))
+
+
+class Packing:
+    """Places pieces in blocks, one after the other. Alike ones are a run if they follow each other, or take turns with
+    those of other tensors."""
+
+    def __init__(self, tensors: Mapping[str, Tensor], block_bytes: int) -> None:
+        """tensors: of the pool, by name."""
+        self.runs: list[Run] = []
+        self._tensors, self._block_bytes = tensors, block_bytes
+        self._last: Run | None = None  # the one with the last piece
+
+    def add(self, piece: PageSlice) -> Run:
+        """The run whose last piece it is now."""
+        self._last = self._longer(piece) or self._new(piece)
+        return self._last
+
+    def take(self, block: int) -> list[Run]:
+        """Take out the runs of a block; those of the blocks before it have been taken."""
+        taken = [run for run in self.runs if run.block == block]
+        self.runs = self.runs[len(taken) :]
+        return taken
+
+    def _longer(self, piece: PageSlice) -> Run | None:
+        """A run that it continues."""
+        for run in self.runs[-len(self._tensors) :]:
+            at = run.end if run is self._last else self._next()
+            step = at - run.at if len(run.pieces) == 1 else run.step
+            there = run.at + len(run.pieces) * step
+            here = self._last is not None and run.block == self._last.block and run.pieces[0][1:] == piece[1:]
+            if here and at == there and at + run.piece_bytes <= self._block_bytes:
+                run.pieces.append(piece)
+                run.step = step
+                return run
+        return None
+
+    def _new(self, piece: PageSlice) -> Run:
+        shape = _piece_shape(self._tensors[piece.box.tensor], piece)
+        block, at = self._last.block if self._last else 0, self._next()
+        if at + prod(shape) > self._block_bytes:
+            block, at = block + 1, 0
+        self.runs.append(Run([piece], block, at, shape, prod(shape)))
+        return self.runs[-1]
+
+    def _next(self) -> int:
+        """Where the next piece begins in the last one's block, unless it is alike."""
+        return ceil_div(self._last.end, ALIGNMENT) * ALIGNMENT if self._last else 0
 
 
 class DeviceRead:
@@ -85,6 +147,10 @@ class DeviceRead:
         """See Handle."""
         return bool(self._event.query())  # type: ignore[no-untyped-call]
 
+    def wait(self) -> None:
+        """Wait until it is done; other threads run meanwhile."""
+        self._event.synchronize()
+
     @property
     def pages(self) -> "DeviceRead":
         """Itself."""
@@ -99,8 +165,8 @@ class DeviceRead:
             if run.pieces[index].first_slot <= first_slot
             and first_slot + count <= run.pieces[index].first_slot + run.pieces[index].slots
         )
-        size, skipped = prod(run.shape), first_slot - run.pieces[index].first_slot
-        piece = self._lease.array(run.block, run.at + index * size, size).reshape(run.shape)
+        place, skipped = run.place(index), first_slot - run.pieces[index].first_slot
+        piece = self._lease.array(run.block, place.start, run.piece_bytes).reshape(run.shape)
         return piece[:, :, :, skipped : skipped + count]
 
     def read(self, page: int, first_slot: int, count: int, box: Box = WHOLE) -> Bytes:
@@ -120,6 +186,10 @@ class DeviceWrite(NamedTuple):
     def done(self) -> bool:
         """See Handle."""
         return bool(self.event.query())  # type: ignore[no-untyped-call]
+
+    def wait(self) -> None:
+        """Wait until it is done; other threads run meanwhile."""
+        self.event.synchronize()
 
 
 def pinned_bytes(geometry: Geometry, chunk_tokens: int) -> int:
@@ -147,18 +217,21 @@ class DevicePages(PageStore):
         self._pool = pool
         self._device = pool.tensor.device
         self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
-        self._copies = DeviceCopies(self._device)
         largest = max(tensor[0].nbytes for tensor in pool.tensors.values())
         self._blocks = pinned_blocks(pinned_bytes, largest, BLOCK_BYTES)
         self._in_place: StridedPool | None = None
-        self._batch: list[tuple[PageSlice, Bytes]] = []  # to be written by flush()
+        self._packing = Packing(pool.tensors, self._blocks.block_bytes)  # of what is written
+        self._filling: _Filling | None = None  # the block that write() fills
         self._writes: deque[tuple[DeviceWrite, PinnedLease]] = deque()  # under way, in their order
 
     def view(self, page: int, first_slot: int, count: int, box: Box = WHOLE) -> Bytes:
         """A copy, for which the host waits. Raises what KVPool.check() raises."""
         self._pool.check(page, first_slot, count, box.tensor)
         part = self._pool.tensors[box.tensor][page, box.layers, :, box.heads, first_slot : first_slot + count]
-        copied: Bytes = self._copies.to_host(part).view(torch.uint8).numpy()
+        with torch.cuda.stream(self._stream):
+            host = begin_copy(part.contiguous())
+        self._stream.synchronize()
+        copied: Bytes = host.view(torch.uint8).numpy()
         return copied
 
     def read(self, page: int, first_slot: int, count: int, box: Box = WHOLE) -> Bytes:
@@ -174,104 +247,91 @@ class DevicePages(PageStore):
 
     def begin_read(self, pieces: Iterable[PageSlice], held: int = 0) -> DeviceRead | None:
         """See SourceStore. Raises what KVPool.check() raises."""
-        wanted = self._checked(pieces)
-        runs = list(self._packed(wanted))
+        packing = Packing(self._pool.tensors, self._blocks.block_bytes)
+        for piece in pieces:
+            self._pool.check(*piece[:3], piece.box.tensor)
+            packing.add(piece)
+        runs = packing.runs
+        self._forget_written()
         lease = self._blocks.lease(runs[-1].block + 1 if runs else 0, held)
         if lease is None:
             return None
         with torch.cuda.stream(self._stream):
-            pages = self._page_numbers(wanted)
-            for block, inside in _by_block(runs):
-                gathered = torch.empty(_end(inside), dtype=torch.uint8, device=self._device)
-                for run in inside:
+            numbers = iter(self._page_numbers(runs))
+            for block, inside in groupby(runs, lambda run: run.block):
+                some = list(inside)
+                gathered = torch.empty(max(run.end for run in some), dtype=torch.uint8, device=self._device)
+                for run, pages in zip(some, numbers, strict=False):
                     tensor = self._pool.tensors[run.pieces[0].box.tensor]
-                    index = pages[run.first : run.first + len(run.pieces)]
-                    torch.index_select(run.of(tensor), 0, index, out=run.within(gathered, tensor))
+                    torch.index_select(run.of(tensor), 0, pages, out=run.within(gathered, tensor))
                 lease.blocks[block][: len(gathered)].copy_(gathered, non_blocking=True)
         return DeviceRead(runs, lease, self._recorded(), self._pool.page_size)
 
     def write(self, page: int, first_slot: int, count: int, data: Bytes, box: Box = WHOLE) -> None:
-        """Copied by flush(), until when data must not change. Raises what KVPool.check() raises."""
+        """See PageStore. A block that is full is on its way at once, the last one with flush(). Raises what
+        KVPool.check() raises."""
         self._pool.check(page, first_slot, count, box.tensor)
-        self._batch.append((PageSlice(page, first_slot, count, box), data))
+        run = self._packing.add(PageSlice(page, first_slot, count, box))
+        if self._filling is None or self._filling.number != run.block:
+            self._send()
+            lease = self._block_to_write()
+            self._filling = _Filling(run.block, lease, lease.array(0, 0, self._blocks.block_bytes))
+        np.copyto(self._filling.block[run.place(len(run.pieces) - 1)].reshape(run.shape), data)
 
-    def flush(self) -> Handle:
-        """See PageStore. data may change from now on."""
-        batch, self._batch = self._batch, []
-        if not batch:
+    def flush(self) -> DeviceWrite | Completed:
+        """See PageStore."""
+        if self._filling is None:
             return Completed()
-        pieces = [piece for piece, _ in batch]
-        with torch.cuda.stream(self._stream):
-            pages = self._page_numbers(pieces)
-            for _, inside in _by_block(self._packed(pieces)):
-                self._write(inside, [data for _, data in batch], pages)
+        self._send()
         return self._writes[-1][0]
 
-    def _write(self, runs: Sequence[Run], data: Sequence[Bytes], pages: Tensor) -> None:
-        """Write the runs of one block. data: of all pieces. pages: their page numbers on the device."""
-        lease = self._block_to_write()
-        for run in runs:
-            target = lease.array(0, run.at, run.size).reshape(len(run.pieces), *run.shape)
-            for row, source in zip(target, data[run.first : run.first + len(run.pieces)], strict=True):
-                np.copyto(row, source)
-        arrived = lease.blocks[0][: _end(runs)].to(self._device, non_blocking=True)
-        for run in runs:
-            tensor = self._pool.tensors[run.pieces[0].box.tensor]
-            index = pages[run.first : run.first + len(run.pieces)]
-            run.of(tensor).index_copy_(0, index, run.within(arrived, tensor))
-        self._writes.append((DeviceWrite(self._recorded()), lease))
+    def _send(self) -> None:
+        """Start the copy of the block that is filled, and its scatters."""
+        filled, self._filling = self._filling, None
+        if filled is None:
+            return
+        runs = self._packing.take(filled.number)
+        with torch.cuda.stream(self._stream):
+            numbers = self._page_numbers(runs)
+            arrived = filled.lease.blocks[0][: max(run.end for run in runs)].to(self._device, non_blocking=True)
+            for run, pages in zip(runs, numbers, strict=True):
+                tensor = self._pool.tensors[run.pieces[0].box.tensor]
+                run.of(tensor).index_copy_(0, pages, run.within(arrived, tensor))
+        self._writes.append((DeviceWrite(self._recorded()), filled.lease))
 
-    def _checked(self, pieces: Iterable[PageSlice]) -> list[PageSlice]:
-        wanted = list(pieces)
-        for page, first_slot, count, box in wanted:
-            self._pool.check(page, first_slot, count, box.tensor)
-        return wanted
-
-    def _packed(self, pieces: Sequence[PageSlice]) -> Iterator[Run]:
-        """Runs of pieces, packed into blocks one after the other."""
-        block = at = first = 0
-        for _, alike in groupby(pieces, lambda piece: piece[1:]):
-            left = list(alike)
-            shape = _piece_shape(self._pool.tensors[left[0].box.tensor], left[0])
-            size = prod(shape)
-            while left:
-                fitting = (self._blocks.block_bytes - at) // size
-                if fitting <= 0:
-                    block, at = block + 1, 0
-                    continue
-                taken, left = left[:fitting], left[fitting:]
-                yield Run(first, taken, block, at, shape)
-                first += len(taken)
-                at += ceil_div(len(taken) * size, ALIGNMENT) * ALIGNMENT
-
-    def _page_numbers(self, pieces: Sequence[PageSlice]) -> Tensor:
-        return place(np.array([piece.page for piece in pieces], np.int64), self._device)
+    def _page_numbers(self, runs: Sequence[Run]) -> Sequence[Tensor]:
+        """The pages of each run, on the device."""
+        numbers = place(np.array([piece.page for run in runs for piece in run.pieces], np.int64), self._device)
+        return torch.split(numbers, [len(run.pieces) for run in runs])
 
     def _block_to_write(self) -> PinnedLease:
         """A block; waits for the writes before it when all are in use."""
-        while self._writes and self._writes[0][0].done:
-            self._writes.popleft()
+        self._forget_written()
         while (lease := self._blocks.lease(1)) is None and self._writes:
-            self._writes.popleft()[0].event.synchronize()
+            self._writes.popleft()[0].wait()
         return lease or self._blocks.beyond(1)  # where reads hold all others
 
+    def _forget_written(self) -> None:
+        """Give the blocks of writes back that are done."""
+        while self._writes and self._writes[0][0].done:
+            self._writes.popleft()
+
     def _recorded(self) -> "torch.cuda.Event":
-        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
         event.record(self._stream)
         return event
+
+
+class _Filling(NamedTuple):
+    """A block of pinned memory that pieces are written into."""
+
+    number: int
+    """Of the block, as the runs have it."""
+    lease: PinnedLease
+    block: Bytes
 
 
 def _piece_shape(tensor: Tensor, piece: PageSlice) -> tuple[int, ...]:
     """Shape of a piece in bytes: [layers, planes, kv_heads, slots, slot_bytes]."""
     one = tensor[0, piece.box.layers, :, piece.box.heads, piece.first_slot : piece.first_slot + piece.slots]
     return (*one.shape[:-1], one.shape[-1] * one.element_size())
-
-
-def _by_block(runs: Iterable[Run]) -> Iterator[tuple[int, list[Run]]]:
-    for block, inside in groupby(runs, lambda run: run.block):
-        yield block, list(inside)
-
-
-def _end(runs: Sequence[Run]) -> int:
-    """Bytes of a block up to the end of its last run."""
-    return runs[-1].at + runs[-1].size

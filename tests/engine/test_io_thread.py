@@ -41,7 +41,7 @@ from headrace.engine.io_thread import Copies, StageIoThread
 from headrace.engine.kv.pool import KVPool
 from headrace.engine.kv.tiers.copier import Copier
 from headrace.engine.kv.tiers.host_store import HostStore
-from headrace.engine.kv.tiers.pages import PoolPages
+from headrace.engine.kv.tiers.pages import pool_pages
 from headrace.engine.orders import Inbox, connect_scheduler
 from headrace.engine.outbox import ComputedPlan, EventOutbox
 from headrace.engine.telemetry.meter import Meter, PlanRun
@@ -79,7 +79,7 @@ class Bench:
         copies = None
         if pool is not None:
             host, copied = HostStore(pool.pages, GEOMETRY.page_bytes), EventOutbox(context)
-            copies = Copies(Copier(STAGE, PoolPages(pool), host=host, disk=None, report=copied.post), copied)
+            copies = Copies(Copier(STAGE, pool_pages(pool), host=host, disk=None, report=copied.post), copied)
             copies.copier.start()
         self.copies = copies
         self.io_thread = StageIoThread(

@@ -21,6 +21,9 @@ class Completed(NamedTuple):
     done: bool = True
     lost: str = ""
 
+    def wait(self) -> None:
+        """Nothing is to be waited for."""
+
 
 class PageSlice(NamedTuple):
     """Slots of one page, or of a state's slot, that are read or written together."""

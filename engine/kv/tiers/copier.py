@@ -26,7 +26,7 @@ from headrace.core.types.kv.kv_tiers import DISK, HOST, PageHeader, Tier
 from headrace.engine.kv.pool import KVPool
 from headrace.engine.kv.tiers.disk_store import DiskStore, FoundPage
 from headrace.engine.kv.tiers.host_store import HostStore
-from headrace.engine.kv.tiers.pages import FAILURES, PageMemory, PoolPages, TierError, TierStore
+from headrace.engine.kv.tiers.pages import FAILURES, Parts, PoolPages, TierError, TierStore, pool_pages
 from headrace.engine.kv.tiers.record import Origin
 from headrace.engine.kv.tiers.segments import IGNORED, Ignored
 
@@ -57,7 +57,7 @@ class TierStatistics:
             self.scanned(dict.fromkeys(IGNORED, 0))
 
     def copied(self, direction: Direction, tier: Tier, size: int, seconds: float) -> None:
-        """Count the copy of a page."""
+        """Count copies of pages."""
         with self._lock:
             self._add_copy(direction, tier, size, seconds)
 
@@ -176,36 +176,38 @@ class Copier(threading.Thread):
                     self._stores[tier].drop(slot)
 
     def _load(self, order: LoadPages) -> None:
-        store = self._stores[order.tier]
-        failed = []
+        store, started = self._stores[order.tier], time.perf_counter()
+        failed, total = [], 0
         pairs = zip(packed.unpack(order.slots), packed.unpack(order.pages), strict=True)
         for index, (slot, page) in enumerate(pairs):
             if self._closed:
                 return
-            started = time.perf_counter()
             try:
-                store.get(slot, self._pool.page(page))
+                self._pool.write(page, store.get(slot))
             except TierError as error:
                 failed.append(index)
                 self._statistics.failed("load", order.tier, error)
             else:
-                self._statistics.copied("load", order.tier, self._pool.page_bytes, time.perf_counter() - started)
+                total += self._pool.page_bytes
+        self._pool.flush()
+        self._statistics.copied("load", order.tier, total, time.perf_counter() - started)
         self._report(PagesLoaded(stage=self._stage, seq=order.seq, failed=packed.pack(failed)))
 
     def _store(self, order: StorePages) -> None:
         store = self._stores[order.tier]
         failed, total = [], 0
         headers: tuple[PageHeader | None, ...] = order.headers
-        slots = packed.unpack(order.slots)
-        pages = zip(packed.unpack(order.sources), slots, headers or (None,) * len(slots), strict=True)
-        for index, (source, slot, header) in enumerate(pages):
+        slots, sources = packed.unpack(order.slots), packed.unpack(order.sources)
+        pages = map(self._on_host, sources) if order.from_host else self._pool.read(sources)
+        targets = zip(sources, slots, headers or (None,) * len(slots), strict=True)
+        for index, (_, slot, header) in enumerate(targets):
             while self._loads:  # this thread is their only consumer
                 self._load(self._loads.popleft())
             if self._closed:
                 return
             started = time.perf_counter()
             try:
-                written = store.put(slot, self._source(order, source), header)
+                written = store.put(slot, next(pages), header)
             except TierError as error:
                 failed.append(index)
                 self._statistics.failed("store", order.tier, error)
@@ -217,12 +219,10 @@ class Copier(threading.Thread):
         if lost := store.take_lost():
             self._report(PagesLost(stage=stage, tier=order.tier, slots=packed.pack(lost)))
 
-    def _source(self, order: StorePages, source: int) -> PageMemory:
-        """The page to store. Raises TierError for a slot of the host tier that does not hold what was stored."""
-        if not order.from_host:
-            return self._pool.page(source)
+    def _on_host(self, slot: int) -> Parts:
+        """A page of the host tier. Raises TierError for a slot that does not hold what was stored."""
         assert self._host is not None, "pages come from the host tier only where there is one"
-        return self._host.verified(source)
+        return (self._host.get(slot),)
 
     def _scan(self) -> list[FoundPage]:
         """Pages on disk. A directory that cannot be read is an empty one."""
@@ -271,9 +271,8 @@ def open_tiers(
         disk = DiskStore(engine.disk_path, Origin(fingerprint, geometry, stage, shard, config.layout.tp), budget)
     host = None
     if engine.host_pages:
-        pinned = pool.tensor.device.type == "cuda"
-        host = HostStore(engine.host_pages, geometry.page_bytes, pinned=pinned)
-    return Copier(config.rank, PoolPages(pool), host=host, disk=disk, report=report)
+        host = HostStore(engine.host_pages, geometry.page_bytes)
+    return Copier(config.rank, pool_pages(pool), host=host, disk=disk, report=report)
 
 
 def _share(config: StageConfig) -> float:

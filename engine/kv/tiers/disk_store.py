@@ -27,7 +27,7 @@ import xxhash
 
 from headrace.core.types.errors import ConfigError
 from headrace.core.types.kv.kv_tiers import PageHeader
-from headrace.engine.kv.tiers.pages import Bytes, Failure, PageMemory, TierError, check_slot
+from headrace.engine.kv.tiers.pages import Bytes, Failure, Parts, TierError, check_slot
 from headrace.engine.kv.tiers.record import HEADER_BYTES, Origin, Record, pack_header, parse_header
 from headrace.engine.kv.tiers.segments import Ignored, SegmentScan, TierDirectory
 
@@ -64,7 +64,7 @@ class _Segment:
 
 
 class DiskStore:
-    """A TierStore in a directory of its own. One thread at a time puts or gets; others wait for it."""
+    """A TierStore in a directory of its own. One thread gets; others may put and drop meanwhile."""
 
     def __init__(self, root: str, origin: Origin, budget_bytes: int) -> None:
         """Create and lock the directory of this model and stage below root; nothing is read yet.
@@ -131,19 +131,19 @@ class DiskStore:
             self._ignored = scan.ignored
         return [FoundPage(slot, header) for slot, header in sorted(headers.items())]
 
-    def put(self, slot: int, page: PageMemory, header: PageHeader | None) -> int:
+    def put(self, slot: int, page: Parts, header: PageHeader | None) -> int:
         """See TierStore. Raises TierError, IndexError for a slot outside the tier, ValueError without a header."""
         check_slot(slot, self._slots)
         if header is None:
             raise ValueError("a page on disk needs a header")
-        data = page.view()
         with self._lock, _as_tier_errors():
             self._forget(slot)
             descriptor = self._writable()
-            checksum = xxhash.xxh3_64_intdigest(data.data)
-            record = Record(header, slot, self._next - 1, self._end, len(data), checksum)
+            length = self._record_bytes - HEADER_BYTES
+            record = Record(header, slot, self._next - 1, self._end, length, _checksum(page))
             try:
-                _write(descriptor, (memoryview(pack_header(self._origin, record)), data.data), self._end)
+                head = memoryview(pack_header(self._origin, record))
+                _write(descriptor, (head, *(part.data for part in page)), self._end)
             except OSError:
                 with suppress(OSError):
                     os.ftruncate(descriptor, self._end)  # the part that was written
@@ -152,14 +152,14 @@ class DiskStore:
             self._enter(slot, _place(record))
         return self._record_bytes
 
-    def get(self, slot: int, page: PageMemory) -> None:
+    def get(self, slot: int) -> Bytes:
         """See TierStore. Raises TierError, IndexError for a slot outside the tier."""
         check_slot(slot, self._slots)
         with self._lock, _as_tier_errors():
             place = self._places.get(slot)
             if place is None:
                 raise TierError("missing", f"slot {slot} of the disk tier holds nothing")
-            page.copy_from(self._read(slot, place))
+            return self._read(slot, place)
 
     def drop(self, slot: int) -> None:
         """See TierStore. Raises IndexError for a slot outside the tier."""
@@ -197,7 +197,7 @@ class DiskStore:
             size < self._record_bytes
             or not isinstance(record, Record)
             or (record.slot, _place(record)) != (slot, place)
-            or record.checksum != xxhash.xxh3_64_intdigest(data.data)
+            or record.checksum != _checksum((data,))
         ):
             raise TierError(
                 "checksum", f"the page in slot {slot} of the disk tier was changed on disk, or is another one"
@@ -254,6 +254,14 @@ class DiskStore:
             log.debug("segment %d of the disk tier cannot be deleted: %s", segment, error)
         else:
             del self._segments[segment]
+
+
+def _checksum(page: Parts) -> int:
+    """XXH3 of a page's bytes, one part behind the other."""
+    state = xxhash.xxh3_64()
+    for part in page:
+        state.update(part.data)
+    return state.intdigest()
 
 
 def _place(record: Record) -> _Place:

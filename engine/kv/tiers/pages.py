@@ -1,21 +1,33 @@
-"""Pages of KV tiers: what a tier has to do, and how pages in CPU or GPU memory and in the pool are read and written."""
+"""Pages of KV tiers: what a tier has to do, and how pages of the pool are read and written, one by one or by chunk.
 
-from collections.abc import Sequence
-from itertools import accumulate, pairwise
+pool in host memory   where they lie
+pool of a GPU         chunk by chunk, as they are handed to peers (engine/kv/device_pages.py): each is a gather or
+                      scatter, a copy through pinned memory and an event; the next one is under way meanwhile
+"""
+
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
+from math import prod
 from typing import Literal, Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from headrace.core.types.kv.kv_tiers import PageHeader
-from headrace.engine.kv.device_copies import DeviceCopies
+from headrace.engine.kv.device_pages import ALIGNMENT, BLOCK_BYTES, DevicePages, DeviceRead
 from headrace.engine.kv.pool import KVPool
+from headrace.transfer.protocol.layout import Box
+from headrace.transfer.protocol.page_store import PageSlice
 
 Bytes = NDArray[np.uint8]  # one-dimensional and contiguous
+Parts = Sequence[Bytes]  # a page in host memory: what belongs to each tensor, one behind the other in what is stored
 Failure = Literal["missing", "checksum", "full", "io"]
 FAILURES: tuple[Failure, ...] = ("missing", "checksum", "full", "io")
+
+AHEAD = 2  # chunks that are read of a GPU at a time: one is copied while the one before it is stored
+PINNED_CHUNKS = 4  # for them, what was read before, and what is loaded; of their own: no handoff waits for them
 
 
 class TierError(Exception):
@@ -28,42 +40,6 @@ class TierError(Exception):
         self.reason = reason
 
 
-class PageMemory(Protocol):
-    """One page, in the memory of the CPU or of a GPU."""
-
-    def view(self) -> Bytes:
-        """The page's bytes in the memory of the CPU: in place where the page is there, else a copy."""
-        ...
-
-    def copy_to(self, target: Bytes) -> None:
-        """Copy the page to memory of the CPU; complete on return."""
-        ...
-
-    def copy_from(self, source: Bytes) -> None:
-        """Overwrite the page from memory of the CPU; complete on return."""
-        ...
-
-
-class HostPage:
-    """A page in the memory of the CPU."""
-
-    def __init__(self, row: Bytes) -> None:
-        """row: all bytes of the page."""
-        self._row = row
-
-    def view(self) -> Bytes:
-        """See PageMemory."""
-        return self._row
-
-    def copy_to(self, target: Bytes) -> None:
-        """See PageMemory. Other threads run meanwhile: numpy releases the interpreter's lock."""
-        np.copyto(target, self._row)
-
-    def copy_from(self, source: Bytes) -> None:
-        """See PageMemory."""
-        np.copyto(self._row, source)
-
-
 class TierStore(Protocol):
     """Slots that hold one page each. Slots are numbered from 0 by the scheduler."""
 
@@ -72,15 +48,16 @@ class TierStore(Protocol):
         """Number of slots."""
         ...
 
-    def put(self, slot: int, page: PageMemory, header: PageHeader | None) -> int:
+    def put(self, slot: int, page: Parts, header: PageHeader | None) -> int:
         """Store a page; what the slot held is gone. header: needed by the disk tier. Returns the bytes written.
 
         Raises TierError, after which the slot holds nothing.
         """
         ...
 
-    def get(self, slot: int, page: PageMemory) -> None:
-        """Verify a slot's page and copy it to a page. Raises TierError, and then the page is as it was."""
+    def get(self, slot: int) -> Bytes:
+        """A slot's page, verified; it stays until the next call of get(), or until the slot is stored to or dropped.
+        Raises TierError."""
         ...
 
     def drop(self, slot: int) -> None:
@@ -102,73 +79,118 @@ def check_slot(slot: int, slots: int) -> None:
         raise IndexError(f"slot {slot} is outside the tier of {slots}")
 
 
-class DevicePage:
-    """A page on a GPU. Copies use a CUDA stream of their own."""
+class PoolPages(Protocol):
+    """Pages of a pool, for one thread. No plan writes those that are read, or uses those that are written."""
 
-    def __init__(self, page: Tensor, copies: DeviceCopies) -> None:
-        """page: all bytes of the page, uint8, one-dimensional. copies: of the calling thread."""
-        self._page = page
-        self._copies = copies
+    page_bytes: int
+    """Bytes of one page."""
 
-    def view(self) -> Bytes:
-        """See PageMemory."""
-        copied: Bytes = self._copies.to_host(self._page).numpy()
-        return copied
+    def read(self, pages: Iterable[int]) -> Iterator[Parts]:
+        """These pages in their order, each until the next one is asked for. Raises IndexError for a page outside the
+        pool."""
+        ...
 
-    def copy_to(self, target: Bytes) -> None:
-        """See PageMemory. Copied directly where target is pinned."""
-        self._copies.copy_to_host(self._page, torch.from_numpy(target))
+    def write(self, page: int, data: Bytes) -> None:
+        """Overwrite a page from host memory, which may change from now on; it is in the pool after flush(). Raises
+        IndexError for a page outside the pool."""
+        ...
 
-    def copy_from(self, source: Bytes) -> None:
-        """See PageMemory. Copied directly where source is pinned."""
-        self._copies.to_device(self._page, torch.from_numpy(source))
-
-
-class JoinedPage:
-    """A page of several tensors, which lie apart: one after the other in what is stored."""
-
-    def __init__(self, parts: Sequence[PageMemory], sizes: Sequence[int]) -> None:
-        """sizes: bytes of each part."""
-        self._parts = parts
-        self._ends = list(accumulate(sizes, initial=0))
-
-    def view(self) -> Bytes:
-        """See PageMemory. Always a copy."""
-        return np.concatenate([part.view() for part in self._parts])
-
-    def copy_to(self, target: Bytes) -> None:
-        """See PageMemory."""
-        for part, (start, end) in zip(self._parts, pairwise(self._ends), strict=True):
-            part.copy_to(target[start:end])
-
-    def copy_from(self, source: Bytes) -> None:
-        """See PageMemory."""
-        for part, (start, end) in zip(self._parts, pairwise(self._ends), strict=True):
-            part.copy_from(source[start:end])
+    def flush(self) -> None:
+        """Wait until the pool holds what was written."""
+        ...
 
 
-class PoolPages:
-    """Makes PageMemory of a pool's pages, for one thread."""
+class HostPoolPages(PoolPages):
+    """Pages of a pool in host memory, in place."""
 
     def __init__(self, pool: KVPool) -> None:
         """pool: of the thread's stage."""
-        paged = [each.name for each in pool.geometry.tensors if not each.per_request]
-        self._tensors = [pool.tensors[name].view(pool.pages, -1).view(torch.uint8) for name in paged]
-        device = pool.tensor.device
-        self._copies = DeviceCopies(device) if device.type == "cuda" else None
         self._pages = pool.pages
+        self._rows: list[NDArray[np.uint8]] = [
+            pool.tensors[name].view(pool.pages, -1).view(torch.uint8).numpy() for name in _paged(pool)
+        ]
+        self.page_bytes = sum(rows.shape[1] for rows in self._rows)
 
-    @property
-    def page_bytes(self) -> int:
-        """Bytes of one page."""
-        return sum(tensor.shape[1] for tensor in self._tensors)
+    def read(self, pages: Iterable[int]) -> Iterator[Parts]:
+        """See PoolPages."""
+        return map(self._parts, pages)
 
-    def page(self, page: int) -> PageMemory:
-        """One page. Raises IndexError for a page outside the pool."""
+    def write(self, page: int, data: Bytes) -> None:
+        """See PoolPages. Other threads run meanwhile: numpy releases the interpreter's lock."""
+        at = 0
+        for part in self._parts(page):
+            np.copyto(part, data[at : at + len(part)])
+            at += len(part)
+
+    def flush(self) -> None:
+        """Nothing is under way."""
+
+    def _parts(self, page: int) -> Parts:
         if not 0 <= page < self._pages:
             raise IndexError(f"page {page} is outside the pool of {self._pages}")
-        parts = [self._part(tensor[page]) for tensor in self._tensors]
-        return parts[0] if len(parts) == 1 else JoinedPage(parts, [tensor.shape[1] for tensor in self._tensors])
+        return [rows[page] for rows in self._rows]
 
-    def _part(self, row: Tensor) -> PageMemory:
-        return HostPage(row.numpy()) if self._copies is None else DevicePage(row, self._copies)
+
+class DevicePoolPages(PoolPages):
+    """Pages of a GPU's pool, chunk by chunk."""
+
+    def __init__(self, pool: KVPool) -> None:
+        """pool: of the thread's stage. Raises ConfigError when the system refuses the pinned memory."""
+        self._boxes = [Box(slice(None), slice(None), name) for name in _paged(pool)]
+        tensors = [pool.tensors[box.tensor] for box in self._boxes]
+        self._shapes = [(*tensor.shape[1:-1], tensor.shape[-1] * tensor.element_size()) for tensor in tensors]
+        self.page_bytes = sum(map(prod, self._shapes))
+        self._chunk = max(1, (BLOCK_BYTES - (len(tensors) - 1) * ALIGNMENT) // self.page_bytes)  # pages
+        one_block = self._chunk * self.page_bytes <= BLOCK_BYTES  # else one for each tensor, at most
+        block_bytes = max(BLOCK_BYTES, *map(prod, self._shapes))
+        self._pages = DevicePages(pool, PINNED_CHUNKS * block_bytes * (1 if one_block else len(tensors)))
+
+    def read(self, pages: Iterable[int]) -> Iterator[Parts]:
+        """See PoolPages."""
+        left = iter(pages)
+        under_way: deque[tuple[list[int], DeviceRead]] = deque()
+        try:
+            while chunk := list(islice(left, self._chunk)):
+                while (read := self._pages.begin_read(self._pieces(chunk))) is None:
+                    yield from self._copied(*under_way.popleft())
+                under_way.append((chunk, read))
+                if len(under_way) == AHEAD:
+                    yield from self._copied(*under_way.popleft())
+            while under_way:
+                yield from self._copied(*under_way.popleft())
+        finally:  # of an order that is given up
+            for _, read in under_way:
+                read.wait()
+
+    def write(self, page: int, data: Bytes) -> None:
+        """See PoolPages."""
+        at = 0
+        for piece, shape in zip(self._pieces([page]), self._shapes, strict=True):
+            end = at + prod(shape)
+            self._pages.write(*piece[:3], data[at:end].reshape(shape), piece.box)
+            at = end
+
+    def flush(self) -> None:
+        """See PoolPages."""
+        self._pages.flush().wait()
+
+    def _pieces(self, pages: Sequence[int]) -> Iterator[PageSlice]:
+        for box, shape in zip(self._boxes, self._shapes, strict=True):
+            for page in pages:
+                yield PageSlice(page, 0, shape[3], box)
+
+    def _copied(self, pages: Sequence[int], read: DeviceRead) -> Iterator[Parts]:
+        """The pages of a chunk, once they are in host memory."""
+        read.wait()
+        for page in pages:
+            yield [read.read(*piece[:3], piece.box).reshape(-1) for piece in self._pieces([page])]
+
+
+def pool_pages(pool: KVPool) -> PoolPages:
+    """The pages of a stage's pool, for its copy thread. Raises ConfigError when the system refuses memory."""
+    return DevicePoolPages(pool) if pool.tensor.device.type == "cuda" else HostPoolPages(pool)
+
+
+def _paged(pool: KVPool) -> list[str]:
+    """Tensors that have pages; states have slots of their own."""
+    return [each.name for each in pool.geometry.tensors if not each.per_request]

@@ -1,7 +1,9 @@
 """Uses of memory that nothing orders are found, by page and by stream; what the engine does is in order."""
 
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Sequence
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -9,13 +11,18 @@ import torch
 import zmq
 from torch import Tensor
 
-from headrace.core.messages.orders import Forward
+from headrace.core.messages.orders import Forward, LoadPages, StorePages
 from headrace.core.messages.stage_events import PlanDone
 from headrace.core.runtime.clock import SystemClock
 from headrace.core.types.kv.geometry import Geometry
+from headrace.core.types.kv.kv_tiers import HOST as HOST_TIER
+from headrace.core.types.packed import pack
 from headrace.engine.kv.device_copies import place
-from headrace.engine.kv.device_pages import BLOCK_BYTES, DevicePages
+from headrace.engine.kv.device_pages import BLOCK_BYTES, DevicePages, DeviceRead, DeviceWrite
 from headrace.engine.kv.pool import KVPool
+from headrace.engine.kv.tiers.copier import Copier, CopyEvent, CopyOrder
+from headrace.engine.kv.tiers.host_store import HostStore
+from headrace.engine.kv.tiers.pages import DevicePoolPages
 from headrace.engine.outbox import ComputedPlan, DeviceOutbox, EventOutbox, PlanOutbox, QueuedPlan
 from headrace.engine.telemetry.meter import Meter
 from headrace.transfer.protocol.page_store import PageSlice
@@ -36,22 +43,24 @@ class Bench:
         self.pool = KVPool(GEOMETRY, 8, "cuda:0")
         gpu.divide(self.pool.tensor, GEOMETRY.page_bytes)
         self.pages = DevicePages(self.pool, BLOCKS * BLOCK_BYTES)
-        gpu.divide(self.pages._blocks._memory, BLOCK_BYTES)
+        self.tier = DevicePoolPages(self.pool)
+        for pages in (self.pages, self.tier._pages):
+            gpu.divide(pages._blocks._memory, BLOCK_BYTES)
         self.side: Any = torch.cuda.Stream(DEVICE)
 
-    def slots(self, page: int) -> Tensor:
-        """Rows of a page in pool.slots."""
+    def slots(self, pages: Sequence[int]) -> Tensor:
+        """Rows of pages in pool.slots."""
         count = len(self.pool.slots) // self.pool.pages
-        return place(np.arange(page * count, (page + 1) * count), DEVICE)
+        return place(np.concatenate([np.arange(page * count, (page + 1) * count) for page in pages]), DEVICE)
 
-    def compute(self, page: int) -> None:
-        """Queue a plan that writes a page."""
-        rows = self.slots(page)
+    def compute(self, *pages: int) -> None:
+        """Queue a plan that writes pages."""
+        rows = self.slots(pages)
         self.pool.slots.index_copy_(0, rows, torch.ones(len(rows), 16, dtype=torch.bfloat16, device=DEVICE))
 
-    def attend(self, page: int) -> None:
-        """Queue a plan that reads a page."""
-        self.pool.slots.index_select(0, self.slots(page))
+    def attend(self, *pages: int) -> None:
+        """Queue a plan that reads pages."""
+        self.pool.slots.index_select(0, self.slots(pages))
 
     def copy_out(self, page: int) -> Tensor:
         """Begin a copy of a page to the host."""
@@ -77,6 +86,16 @@ class Bench:
         """Have a page written."""
         self.pages.write(page, 0, 4, PAGE)
         assert self.pages.flush().done
+
+    def store(self, *pages: int) -> None:
+        """Have pages read for a tier."""
+        for parts in self.tier.read(pages):
+            assert parts
+
+    def load(self, page: int) -> None:
+        """Have a page written from a tier."""
+        self.tier.write(page, PAGE.reshape(-1))
+        self.tier.flush()
 
     def computed(self) -> Any:
         """An event behind all plans that are queued."""
@@ -188,6 +207,34 @@ def tensor_of_another_stream_dropped_too_early(bench: Bench) -> None:
     made + 1
 
 
+def stored_before_its_plan_ends(bench: Bench) -> None:
+    bench.compute(3)
+    bench.store(3)
+
+
+@patch.object(DeviceRead, "wait", lambda _: None)
+def stored_before_its_copy_ends(bench: Bench) -> None:
+    bench.store(2, 3)
+
+
+@patch.object(DeviceRead, "wait", lambda _: None)
+@patch.object(DevicePoolPages, "_copied", lambda *_: iter(()))
+def computed_again_before_it_is_stored(bench: Bench) -> None:
+    bench.store(2, 3)
+    bench.compute(3)
+
+
+@patch.object(DeviceWrite, "wait", lambda _: None)
+def attended_to_before_it_is_loaded(bench: Bench) -> None:
+    bench.load(3)
+    bench.attend(3)
+
+
+def loaded_while_a_plan_reads(bench: Bench) -> None:
+    bench.attend(3)
+    bench.load(3)
+
+
 MISTAKES: list[Callable[[Bench], None]] = [
     read_before_its_plan_ends,
     plan_reported_when_it_is_queued,
@@ -207,6 +254,11 @@ MISTAKES: list[Callable[[Bench], None]] = [
     two_copies_into_a_page,
     tensor_of_another_stream_without_an_event,
     tensor_of_another_stream_dropped_too_early,
+    stored_before_its_plan_ends,
+    stored_before_its_copy_ends,
+    computed_again_before_it_is_stored,
+    attended_to_before_it_is_loaded,
+    loaded_while_a_plan_reads,
 ]
 
 
@@ -263,6 +315,41 @@ def test_pages_of_a_plan_that_has_been_reported_can_be_read(gpu: FakeGpu) -> Non
             bench.read(3)
             bench.write(5)
             bench.attend(5)
+
+
+def run_copier(bench: Bench, *steps: CopyOrder | Callable[[], None]) -> None:
+    """Have the copy thread, which is this one, execute orders; what is called is called between them."""
+    left = deque(steps)
+
+    def go_on(_: CopyEvent | None = None) -> None:
+        while left and callable(left[0]):
+            left.popleft()()
+        if left:
+            copier.submit(left.popleft())
+        else:
+            copier.close()
+
+    copier = Copier(0, bench.tier, host=HostStore(8, GEOMETRY.page_bytes), disk=None, report=go_on)
+    go_on()
+    copier.run()
+    assert not left
+
+
+def test_pages_are_free_once_they_are_stored_and_usable_once_they_are_loaded(gpu: FakeGpu) -> None:
+    some = pack((2, 3, 5))
+    with gpu:
+        bench = Bench(gpu)
+        with Reports(bench, on_device=True) as reports:
+            for page in (2, 3, 5):
+                reports.run_plan(page)
+            bench.compute(4)  # goes on beside the copies
+            run_copier(
+                bench,
+                StorePages(seq=1, tier=HOST_TIER, sources=some, slots=some),
+                lambda: bench.compute(2, 3, 5),
+                LoadPages(seq=2, tier=HOST_TIER, slots=some, pages=pack((1, 6, 7))),
+                lambda: bench.attend(1, 6, 7),
+            )
 
 
 def test_orders_that_are_kept_are_no_races(gpu: FakeGpu) -> None:

@@ -1,8 +1,6 @@
 """KV that leaves a GPU, and comes there: a chunk takes few launches and no wait, and is the same bytes."""
 
-from contextlib import nullcontext
-from dataclasses import dataclass, field
-from typing import Any
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -13,12 +11,13 @@ from hypothesis import strategies as st
 from headrace.core.types.errors import ConfigError
 from headrace.core.types.kv.geometry import Component, Geometry
 from headrace.engine.kv import device_pages, pinned_blocks
-from headrace.engine.kv.device_pages import DevicePages, pinned_bytes
+from headrace.engine.kv.device_pages import DevicePages, Packing, pinned_bytes
 from headrace.engine.kv.pool import KVPool
 from headrace.transfer.data.payload import Passage, frames, pieces, write_frames
-from headrace.transfer.protocol.layout import STATE, copies
+from headrace.transfer.protocol.layout import STATE, Box, copies
 from headrace.transfer.protocol.page_store import PageSlice
 from tests.engine.cuda.fake_gpu import FakeGpu
+from tests.engine.kv.stand_in_device import Device
 
 LLAMA_8B = Geometry("bfloat16", 32, 8, 128, 16)
 CHUNK = 2048
@@ -57,50 +56,18 @@ def test_a_chunk_comes_in_blocks_without_a_wait(gpu: FakeGpu) -> None:
     assert not counts.syncs
     assert size <= counts.copied["h2d pinned"] <= 1.05 * size
     assert counts.operations()["index_copy_"] == size // GATHERED
-    assert counts.launches.total() == 2 * size // GATHERED + 1
-
-
-@dataclass
-class Device:
-    """The memory of the CPU in the place of a GPU's; its copies are done when `finished` says so."""
-
-    finished: bool = True
-    waits: int = 0
-    streams: list[Any] = field(default_factory=list)
-
-
-class Event:
-    """Stands in for torch.cuda.Event."""
-
-    def __init__(self, device: Device) -> None:
-        self._device = device
-        self._ended = False
-
-    def record(self, _: object) -> None:
-        """Nothing: it is done when the device says so."""
-
-    def query(self) -> bool:
-        self._ended = self._ended or self._device.finished
-        return self._ended
-
-    def synchronize(self) -> None:
-        self._device.waits += 1
-        self._ended = True
+    assert counts.launches.total() == 3 * size // GATHERED, "the page numbers of each"
 
 
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch) -> Device:
-    made = Device()
-    monkeypatch.setattr(torch.cuda, "Stream", lambda _: object())
-    monkeypatch.setattr(torch.cuda, "stream", lambda _: nullcontext())
-    monkeypatch.setattr(torch.cuda, "Event", lambda: Event(made))
-    monkeypatch.setattr(pinned_blocks, "_pinned", lambda blocks, size: torch.empty(blocks, size, dtype=torch.uint8))
     monkeypatch.setattr(device_pages, "BLOCK_BYTES", 1)  # a block holds the largest page
-    return made
+    return Device.patched(monkeypatch)
 
 
 RING = Component("ring", "float32", 2, 2, 3, 2, per_request=True, window=4)
 LATENT = Component("latent", "bfloat16", 3, 1, 7, 1)
+PACKED = {"kv": 4, "latent": 7, "index": 1}  # bytes of a slot
 GEOMETRIES = [
     Geometry("bfloat16", 2, 2, 4, 4),
     Geometry("float32", 3, 1, 2, 1),
@@ -135,6 +102,34 @@ def test_frames_are_those_of_a_pool_in_host_memory(data: st.DataObject) -> None:
     for pool, store in ((expected, expected), (target, DevicePages(target, 1 << 12))):
         assert write_frames(store, copies(*passage), theirs, [frame.data for frame in same]).done
         assert pool is expected or all(torch.equal(pool.tensors[name], expected.tensors[name]) for name in pool.tensors)
+
+
+@settings(max_examples=200, deadline=None)
+@given(data=st.data())
+def test_pieces_lie_apart_in_blocks_and_are_found_again(data: st.DataObject) -> None:
+    tensors = {name: torch.empty(20, 1, 1, 1, 8, width, dtype=torch.uint8) for name, width in PACKED.items()}
+    whole = [Box(slice(None), slice(None), name) for name in tensors]
+    piece = st.builds(PageSlice, st.integers(0, 19), st.sampled_from((0, 2)), st.integers(1, 6), st.sampled_from(whole))
+    packing, added = Packing(tensors, 256), []
+    for each in data.draw(st.lists(piece, max_size=60)):
+        run = packing.add(each)
+        added.append((run.block, run.place(len(run.pieces) - 1), each))
+    found = [(run.block, run.place(index), each) for run in packing.runs for index, each in enumerate(run.pieces)]
+    assert sorted(found, key=str) == sorted(added, key=str)
+    places = sorted((block, place.start, place.stop) for block, place, _ in added)
+    assert all(stop <= 256 for _, _, stop in places)
+    assert all(after[0] > block or after[1] >= stop for (block, _, stop), after in pairwise(places))
+    assert all(place.stop - place.start == each.slots * PACKED[each.box.tensor] for _, place, each in added)
+    assert [run.block for run in packing.runs] == sorted(run.block for run in packing.runs)
+
+
+def test_tensors_that_take_turns_are_a_run_each() -> None:
+    tensors = {name: torch.empty(20, 1, 1, 1, 8, width, dtype=torch.uint8) for name, width in PACKED.items()}
+    packing = Packing(tensors, 4096)
+    for page in range(20):
+        for name in tensors:
+            packing.add(PageSlice(page, 0, 8, Box(slice(None), slice(None), name)))
+    assert [len(run.pieces) for run in packing.runs] == [20] * len(PACKED)
 
 
 def test_parts_of_a_piece_are_found(device: Device) -> None:

@@ -12,7 +12,7 @@ from headrace.core.types.kv.kv_tiers import PageHeader
 from headrace.engine.kv.pool import KVPool
 from headrace.engine.kv.tiers.disk_store import SEGMENT_BYTES, DiskStore
 from headrace.engine.kv.tiers.host_store import HostStore
-from headrace.engine.kv.tiers.pages import PoolPages, TierStore
+from headrace.engine.kv.tiers.pages import TierStore, pool_pages
 from headrace.engine.kv.tiers.record import Origin
 from headrace.transfer.backends.shm import SharedPool, ShmTransport
 from headrace.transfer.backends.strided_pool import ArrayPageStore, c_order
@@ -165,17 +165,18 @@ def test_whole_pages_of_a_latent_are_copied_as_rows_of_shared_memory() -> None:
 def test_tiers_keep_pages_of_every_tensor(geometry: Geometry, kind: str, tmp_path: Path) -> None:
     pool = filled(geometry)
     before = filled(geometry)
-    store: TierStore = HostStore(4, geometry.page_bytes, pinned=False)
+    store: TierStore = HostStore(4, geometry.page_bytes)
     if kind == "disk":
         store = DiskStore(str(tmp_path), Origin("f", geometry), SEGMENT_BYTES)
-    pages = PoolPages(pool)
+    pages = pool_pages(pool)
     assert pages.page_bytes == geometry.page_bytes
-    for slot, page in enumerate((5, 0, 3)):
-        assert store.put(slot, pages.page(page), HEADER) >= geometry.page_bytes
+    for slot, page in enumerate(pages.read((5, 0, 3))):
+        assert store.put(slot, page, HEADER) >= geometry.page_bytes
     for tensor in pool.tensors.values():
         tensor[:] = 7
     for slot, page in ((2, 1), (0, 4)):
-        store.get(slot, pages.page(page))
+        pages.write(page, store.get(slot))
+    pages.flush()
     for name, tensor in pool.tensors.items():
         assert torch.equal(tensor[1], before.tensors[name][3])
         assert torch.equal(tensor[4], before.tensors[name][5])

@@ -7,7 +7,7 @@ import numpy as np
 from headrace.core.types.kv.geometry import Geometry
 from headrace.core.types.kv.kv_tiers import PageHeader
 from headrace.engine.kv.tiers.disk_store import DiskStore
-from headrace.engine.kv.tiers.pages import Bytes, HostPage, TierStore
+from headrace.engine.kv.tiers.pages import Bytes, TierStore
 from headrace.engine.kv.tiers.record import HEADER_BYTES, Origin
 
 GEOMETRY = Geometry("float32", layers=2, kv_heads=1, head_dim=4, page_size=4)
@@ -35,11 +35,9 @@ def disk(folder: object, records: int = 32, origin: Origin = ORIGIN) -> DiskStor
 def put(store: TierStore, slot: int, seed: int | None = None) -> None:
     """Store the page of a seed, by default the slot's number."""
     seed = slot if seed is None else seed
-    store.put(slot, HostPage(page(seed)), header(seed))
+    store.put(slot, [page(seed)], header(seed))
 
 
 def get(store: TierStore, slot: int) -> Bytes:
     """What the store loads from a slot. Raises TierError."""
-    target = np.zeros(PAGE, np.uint8)
-    store.get(slot, HostPage(target))
-    return target
+    return store.get(slot).copy()

@@ -17,7 +17,7 @@ from headrace.engine.kv.tiers import copier as copier_module
 from headrace.engine.kv.tiers.copier import Copier, CopyEvent, CopyOrder
 from headrace.engine.kv.tiers.disk_store import DiskStore
 from headrace.engine.kv.tiers.host_store import HostStore
-from headrace.engine.kv.tiers.pages import HostPage, PageMemory, PoolPages
+from headrace.engine.kv.tiers.pages import Parts, pool_pages
 from tests.engine.kv.tiers.pages import GEOMETRY, PAGE, RECORD, disk, header, page
 
 PAGES = 40
@@ -32,7 +32,7 @@ class Bench:
         self.host = host or (HostStore(host_pages, PAGE) if host_pages else None)
         self.disk: DiskStore | None = disk(folder) if folder else None
         self._events: queue.Queue[CopyEvent] = queue.Queue()
-        self.copier = Copier(STAGE, PoolPages(self.pool), host=self.host, disk=self.disk, report=self._events.put)
+        self.copier = Copier(STAGE, pool_pages(self.pool), host=self.host, disk=self.disk, report=self._events.put)
         self.fill()
         self.copier.start()
 
@@ -117,7 +117,7 @@ def test_pages_go_from_host_to_disk(bench: Bench) -> None:
 def test_a_changed_page_fails_alone_where_it_is_loaded_or_demoted(bench: Bench) -> None:
     assert bench.host is not None
     bench.ask(store(HOST, range(4), range(4)))
-    bench.host.verified(2).view()[7] ^= 1
+    bench.host.get(2)[7] ^= 1
     bench.pool.tensor.fill_(float("nan"))
     assert bench.ask(load(HOST, range(4), range(4))) == PagesLoaded(stage=STAGE, seq=2, failed=failed(2))
     assert bench.holds(range(2))
@@ -185,7 +185,7 @@ class GatedStore(HostStore):
         self.reached = threading.Semaphore(0)
         self.go_on = threading.Semaphore(0)
 
-    def put(self, slot: int, page: PageMemory, header: object = None) -> int:
+    def put(self, slot: int, page: Parts, header: object = None) -> int:
         self.reached.release()
         assert self.go_on.acquire(timeout=10)
         return super().put(slot, page)
@@ -193,7 +193,7 @@ class GatedStore(HostStore):
 
 def test_a_load_does_not_wait_for_the_stores_before_it() -> None:
     host = GatedStore(PAGES, PAGE)
-    HostStore.put(host, 30, HostPage(page(30)))
+    HostStore.put(host, 30, [page(30)])
     bench = Bench(None, host=host)
     bench.send(store(HOST, range(8), range(8)), store(HOST, range(8), range(8, 16), seq=3))
     assert host.reached.acquire(timeout=10)

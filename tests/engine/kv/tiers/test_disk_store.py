@@ -14,7 +14,7 @@ from msgspec.structs import replace
 
 from headrace.core.types.errors import ConfigError
 from headrace.engine.kv.tiers.disk_store import SEGMENT_BYTES, DiskStore
-from headrace.engine.kv.tiers.pages import HostPage, TierError
+from headrace.engine.kv.tiers.pages import TierError
 from tests.engine.kv.tiers.pages import ORIGIN, RECORD, disk, get, header, page, put
 
 
@@ -319,7 +319,7 @@ def test_a_page_with_another_digest_or_salt_is_not_the_one_that_was_stored(tmp_p
     for name, changed in (("digest", {"digest": b"d" * 32}), ("salt", {"salt": b"s" * 32})):
         store, other = disk(tmp_path / name), disk(tmp_path / f"other-{name}")
         put(store, 0)
-        other.put(0, HostPage(page(0)), replace(header(0), **changed))
+        other.put(0, [page(0)], replace(header(0), **changed))
         shutil.copy(*segments(tmp_path / f"other-{name}"), *segments(tmp_path / name))
         assert refused(store, 0) == "checksum", name
         store.close()
@@ -329,5 +329,5 @@ def test_a_page_with_another_digest_or_salt_is_not_the_one_that_was_stored(tmp_p
 def test_a_page_on_disk_needs_a_header(tmp_path: Path) -> None:
     store = disk(tmp_path)
     with pytest.raises(ValueError, match="needs a header"):
-        store.put(0, HostPage(page(0)), None)
+        store.put(0, [page(0)], None)
     store.close()

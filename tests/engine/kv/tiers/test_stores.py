@@ -9,7 +9,7 @@ import pytest
 
 from headrace.core.types.errors import ConfigError
 from headrace.engine.kv.tiers.host_store import HostStore
-from headrace.engine.kv.tiers.pages import HostPage, TierError, TierStore
+from headrace.engine.kv.tiers.pages import TierError, TierStore
 from tests.engine.kv.tiers.pages import PAGE, disk, get, header, page, put
 
 
@@ -79,27 +79,27 @@ def test_puts_and_gets_of_two_threads_do_not_disturb_each_other(store: TierStore
 
 
 def test_a_copy_that_fails_leaves_the_slot_empty() -> None:
-    class Broken(HostPage):
-        def copy_to(self, target: object) -> None:
-            raise RuntimeError("the GPU is gone")
-
     store = HostStore(2, PAGE)
     put(store, 1)
-    with pytest.raises(RuntimeError):
-        store.put(1, Broken(page(2)), header(2))
+    with pytest.raises(ValueError, match="could not broadcast"):
+        store.put(1, [page(2), page(3)], header(2))
     assert missing(store, 1)
 
 
+def test_parts_of_a_page_lie_one_behind_the_other(store: TierStore) -> None:
+    whole = page(1)
+    store.put(3, [whole[:5], whole[5:40], whole[40:]], header(1))
+    assert np.array_equal(get(store, 3), whole)
+
+
 @pytest.mark.parametrize("at", [0, PAGE // 2, PAGE - 1])
-def test_a_flipped_bit_in_memory_is_found_and_reaches_no_page(at: int) -> None:
+def test_a_flipped_bit_in_memory_is_found(at: int) -> None:
     store = HostStore(2, PAGE)
     put(store, 1)
-    store.verified(1).view()[at] ^= 1
-    target = np.zeros(PAGE, np.uint8)
+    store.get(1)[at] ^= 1
     with pytest.raises(TierError) as raised:
-        store.get(1, HostPage(target))
+        store.get(1)
     assert raised.value.reason == "checksum"
-    assert not target.any()
 
 
 def test_more_memory_than_there_are_addresses_is_refused_in_one_sentence() -> None:
