@@ -134,7 +134,7 @@ class BareNixl:
         from headrace.transfer.backends.nixl import LOOPBACK, NixlRegisteredPool
 
         store = ArrayPageStore(GEOMETRY, job.pages)
-        self._registered = NixlRegisteredPool(GEOMETRY, job.pages, store.data.reshape(-1).data, LOOPBACK)
+        self._registered = NixlRegisteredPool(c_order(GEOMETRY, job.pages), store.data.reshape(-1).data, LOOPBACK)
         self._child = SendingProcess(msgspec.structs.replace(job, access=self._registered.grant(SESSION)))
 
     def move(self) -> None:
@@ -166,7 +166,7 @@ class Transfer:
         if job.transport == NIXL:
             from headrace.transfer.backends.nixl import LOOPBACK, NixlRegisteredPool
 
-            pool = NixlRegisteredPool(GEOMETRY, job.pages, store.data.reshape(-1).data, LOOPBACK)
+            pool = NixlRegisteredPool(c_order(GEOMETRY, job.pages), store.data.reshape(-1).data, LOOPBACK)
             registered, memory = {NIXL: pool}, PoolMemory(nixl=pool.memory)
         job = msgspec.structs.replace(job, memory=memory, stalled=job.stalled and _memory(stalled))
         self._child = SendingProcess(job)

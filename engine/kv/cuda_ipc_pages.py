@@ -16,16 +16,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from headrace.core.types.kv.backends import CudaIpcMemory, NixlAccess, PoolMemory
+from headrace.core.types.kv.backends import NixlAccess, PoolMemory
 from headrace.core.types.kv.geometry import Geometry
 from headrace.engine.kv.device_copies import place
 from headrace.engine.kv.device_pages import BLOCK_BYTES, DeviceWrite, device_memory
 from headrace.engine.kv.foreign_memory import tensor_at
-from headrace.engine.kv.pool import KVPool
+from headrace.engine.kv.pool import KVPool, strided_tensors
 from headrace.transfer.backends.base import RemotePages, RemoteWrite
 from headrace.transfer.backends.cuda_driver import CudaIpc
 from headrace.transfer.backends.cuda_ipc import MappedPool
-from headrace.transfer.backends.strided_pool import c_order, check_slots, page_numbers, placed
+from headrace.transfer.backends.strided_pool import check_slots, page_numbers, placed
 from headrace.transfer.protocol.layout import WHOLE, Box, Bytes
 from headrace.transfer.protocol.page_store import Completed, SourcePages
 
@@ -96,10 +96,12 @@ class CudaIpcTransport:
             raise ValueError("the peer named no memory of a GPU")
         mapped = MappedPool(memory.cuda_ipc, session, stage, self._ipc, device_memory(self._pool).device)
         try:
-            tensors = _tensors(self._pool, geometry, memory.cuda_ipc, mapped.address)
+            raw = tensor_at(mapped.address, memory.cuda_ipc.bytes, self._pool.memory.device)
+            theirs = strided_tensors(raw, geometry, memory.cuda_ipc)
         except ValueError:
             mapped.close()
             raise
+        tensors = {name: tensor for name, tensor in theirs.items() if name in self._pool.tensors}
         return CudaIpcPages(self._pool, mapped, tensors, memory.cuda_ipc.pages, self._queue)
 
 
@@ -117,7 +119,7 @@ class CudaIpcPages(RemotePages):
         self._tensors = tensors
         self._pages = pages
         self._memory = device_memory(pool)
-        self._places = {tensor.name: spot for tensor, spot in placed(pool.geometry, c_order(pool.geometry, pool.pages))}
+        self._places = {tensor.name: spot for tensor, spot in placed(pool.geometry, pool.layout)}
         self._batch: dict[PagePart, tuple[list[int], list[int]]] = {}  # pages here and there
         self._last: RemoteWrite = Completed()  # behind all that was started
 
@@ -194,24 +196,3 @@ def _copy(batch: Sequence[PairedPages]) -> None:
             some = slice(first, min(first + most, at + len(own)))
             target.index_copy_(0, there[some], source.index_select(0, here[some]))
         at += len(own)
-
-
-def _tensors(pool: KVPool, geometry: Geometry, memory: CudaIpcMemory, address: int) -> dict[str, Tensor]:
-    """The tensors of a peer's pool at an address that ours has, too. Raises ValueError for a layout that leaves its
-    memory, or that a GPU cannot write by elements."""
-    raw = tensor_at(address, memory.bytes, pool.memory.device)
-    tensors = {}
-    shared = [each for each in placed(geometry, memory) if each[0].name in pool.tensors]
-    for tensor, spot in shared:
-        count, positions = geometry.extent(tensor, memory.pages, memory.state_slots)
-        shape = (count, tensor.layers, tensor.planes, tensor.kv_heads, positions, tensor.head_dim)
-        dtype = pool.tensors[tensor.name].dtype
-        steps = (address, spot.offset, *spot.strides)
-        if any(step % dtype.itemsize for step in steps):
-            raise ValueError(f"its layout of {tensor.name} divides elements of {dtype.itemsize} bytes")
-        if any(not stride and length > 1 for stride, length in zip(spot.strides, shape, strict=False)):
-            raise ValueError(f"its layout of {tensor.name} has different parts in one place")
-        strides = (*(stride // dtype.itemsize for stride in spot.strides), 1)
-        elements = raw[spot.offset :][: (memory.bytes - spot.offset) // dtype.itemsize * dtype.itemsize].view(dtype)
-        tensors[tensor.name] = elements.as_strided(shape, strides, elements.storage_offset())
-    return tensors

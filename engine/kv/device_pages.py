@@ -23,9 +23,9 @@ from torch import Tensor
 from headrace.core.types.kv.geometry import Geometry, ceil_div
 from headrace.engine.kv.device_copies import begin_copy, place
 from headrace.engine.kv.pinned_blocks import PinnedLease, pinned_blocks
-from headrace.engine.kv.pool import KVPool
+from headrace.engine.kv.pool import PagedTensors, check_piece
 from headrace.transfer.backends.device_memory import DeviceMemory
-from headrace.transfer.backends.strided_pool import StridedPool, c_order
+from headrace.transfer.backends.strided_pool import StridedPool
 from headrace.transfer.protocol.layout import WHOLE, Box
 from headrace.transfer.protocol.page_store import Completed, PageSlice, PageStore
 
@@ -198,7 +198,7 @@ def pinned_bytes(geometry: Geometry, chunk_tokens: int) -> int:
     return max(CHUNKS * chunk, LEAST_PINNED_BYTES)
 
 
-def device_memory(pool: KVPool) -> DeviceMemory:
+def device_memory(pool: PagedTensors) -> DeviceMemory:
     """Where the pool of a GPU lies."""
     return DeviceMemory(pool.memory.data_ptr(), pool.memory.nbytes, pool.memory.device.index or 0)
 
@@ -212,10 +212,10 @@ class DevicePages(PageStore):
 
     on_device = True
 
-    def __init__(self, pool: KVPool, pinned_bytes: int) -> None:
+    def __init__(self, pool: PagedTensors, pinned_bytes: int) -> None:
         """pinned_bytes: host memory that copies go through."""
         self._pool = pool
-        self._device = pool.tensor.device
+        self._device = pool.memory.device
         self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
         largest = max(tensor[0].nbytes for tensor in pool.tensors.values())
         self._blocks = pinned_blocks(pinned_bytes, largest, BLOCK_BYTES)
@@ -225,8 +225,8 @@ class DevicePages(PageStore):
         self._writes: deque[tuple[DeviceWrite, PinnedLease]] = deque()  # under way, in their order
 
     def view(self, page: int, first_slot: int, count: int, box: Box = WHOLE) -> Bytes:
-        """A copy, for which the host waits. Raises what KVPool.check() raises."""
-        self._pool.check(page, first_slot, count, box.tensor)
+        """A copy, for which the host waits. Raises what check_piece() raises."""
+        check_piece(self._pool.tensors, page, first_slot, count, box)
         part = self._pool.tensors[box.tensor][page, box.layers, :, box.heads, first_slot : first_slot + count]
         with torch.cuda.stream(self._stream):
             host = begin_copy(part.contiguous())
@@ -241,15 +241,15 @@ class DevicePages(PageStore):
     def in_place(self) -> StridedPool:
         """See SourceStore."""
         if self._in_place is None:
-            layout = c_order(self._pool.geometry, self._pool.pages)
-            self._in_place = StridedPool(self._pool.geometry, layout, device_memory(self._pool).array())
+            memory = device_memory(self._pool).array()
+            self._in_place = StridedPool(self._pool.geometry, self._pool.layout, memory)
         return self._in_place
 
     def begin_read(self, pieces: Iterable[PageSlice], held: int = 0) -> DeviceRead | None:
-        """See SourceStore. Raises what KVPool.check() raises."""
+        """See SourceStore. Raises what check_piece() raises."""
         packing = Packing(self._pool.tensors, self._blocks.block_bytes)
         for piece in pieces:
-            self._pool.check(*piece[:3], piece.box.tensor)
+            check_piece(self._pool.tensors, *piece)
             packing.add(piece)
         runs = packing.runs
         self._forget_written()
@@ -265,12 +265,12 @@ class DevicePages(PageStore):
                     tensor = self._pool.tensors[run.pieces[0].box.tensor]
                     torch.index_select(run.of(tensor), 0, pages, out=run.within(gathered, tensor))
                 lease.blocks[block][: len(gathered)].copy_(gathered, non_blocking=True)
-        return DeviceRead(runs, lease, self._recorded(), self._pool.page_size)
+        return DeviceRead(runs, lease, self._recorded(), self._pool.geometry.page_size)
 
     def write(self, page: int, first_slot: int, count: int, data: Bytes, box: Box = WHOLE) -> None:
         """See PageStore. A block that is full is on its way at once, the last one with flush(). Raises what
-        KVPool.check() raises."""
-        self._pool.check(page, first_slot, count, box.tensor)
+        check_piece() raises."""
+        check_piece(self._pool.tensors, page, first_slot, count, box)
         run = self._packing.add(PageSlice(page, first_slot, count, box))
         if self._filling is None or self._filling.number != run.block:
             self._send()

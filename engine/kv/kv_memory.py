@@ -6,7 +6,7 @@ import mmap
 from msgspec.structs import replace
 
 from headrace.core.config import StageConfig
-from headrace.core.types.kv.backends import CUDA_IPC, FAKE, NIXL, SHM, PoolMemory
+from headrace.core.types.kv.backends import CUDA_IPC, FAKE, NIXL, SHM, PoolLayout, PoolMemory
 from headrace.core.types.kv.geometry import Geometry
 from headrace.core.types.peers.addresses import is_loopback
 from headrace.engine.kv.cuda_ipc_pages import CudaIpcTransport
@@ -64,7 +64,7 @@ class KvMemory:
         memory = self._share(geometry, pages)
         if NIXL in self._configured and self._on_cpu:
             memory = memory or memoryview(mmap.mmap(-1, geometry.pool_bytes(pages)))
-            self._register(geometry, pages, memory)
+            self._register(c_order(geometry, pages), memory)
         return memory
 
     def register(self, pool: KVPool) -> None:
@@ -73,7 +73,7 @@ class KvMemory:
         if self._on_cpu:
             return
         if NIXL in self._configured:
-            self._register(pool.geometry, pool.pages, device_memory(pool))
+            self._register(pool.layout, device_memory(pool))
         if CUDA_IPC in self._configured and self.host:
             self._share_on_gpu(pool)
 
@@ -101,7 +101,7 @@ class KvMemory:
         try:
             ipc = CudaIpc(self._driver)
             if self._decodes:
-                self._gpu_pool = CudaIpcPool(c_order(pool.geometry, pool.pages), device_memory(pool), ipc)
+                self._gpu_pool = CudaIpcPool(pool.layout, device_memory(pool), ipc)
                 self._memory = replace(self._memory, cuda_ipc=self._gpu_pool.memory)
                 self.registered_pools[CUDA_IPC] = self._gpu_pool
             else:
@@ -110,7 +110,7 @@ class KvMemory:
         except OSError as error:
             log.warning("the KV pool cannot be shared between GPUs of this host (cuda_ipc): %s", error)
 
-    def _register(self, geometry: Geometry, pages: int, memory: memoryview | DeviceMemory) -> None:
+    def _register(self, layout: PoolLayout, memory: memoryview | DeviceMemory) -> None:
         try:
             from headrace.transfer.backends.nixl import LOOPBACK, VERSION, NixlRegisteredPool, NixlTransport
         except ImportError as error:
@@ -119,7 +119,7 @@ class KvMemory:
         devices = LOOPBACK if self._loopback else ""
         try:
             if self._decodes:
-                pool = NixlRegisteredPool(geometry, pages, memory, devices)
+                pool = NixlRegisteredPool(layout, memory, devices)
                 self._memory = replace(self._memory, nixl=pool.memory)
                 self.registered_pools[NIXL] = pool
             else:

@@ -1,19 +1,35 @@
 """Paged KV pool of one stage: keys and values, and further tensors such as a latent."""
 
-from collections.abc import Callable
+import errno
+from collections.abc import Callable, Mapping
+from typing import Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from headrace.core.types.kv.backends import PoolLayout
 from headrace.core.types.kv.geometry import Geometry
 from headrace.engine.dtypes import TORCH_DTYPES
+from headrace.transfer.backends.strided_pool import c_order, placed
 from headrace.transfer.protocol.layout import WHOLE, Box
 from headrace.transfer.protocol.page_store import HostPool
 
 _DTYPES = {**TORCH_DTYPES, "uint8": torch.uint8}  # as in ITEM_BYTES
 Allocate = Callable[[Geometry, int], memoryview | None]  # memory for so many pages; None: the pool allocates its own
+
+
+class PagedTensors(Protocol):
+    """Tensors of pages in one memory, in any layout: what copies of pages need of a pool."""
+
+    geometry: Geometry
+    layout: PoolLayout
+    """Where they lie."""
+    memory: Tensor
+    """All of it: uint8 [bytes]."""
+    tensors: dict[str, Tensor]
+    """By name, each [pages, layers, planes, kv_heads, page_size, head_dim]; states have slots, see Component."""
 
 
 class KVPool(HostPool):
@@ -38,6 +54,7 @@ class KVPool(HostPool):
         """
         self.geometry = geometry
         self.pages, self.page_size = pages, geometry.page_size
+        self.layout = c_order(geometry, pages)
         buffer = allocate(geometry, pages) if allocate is not None else None
         if buffer is None:
             memory = torch.empty(geometry.pool_bytes(pages), dtype=torch.uint8, device=device)
@@ -47,7 +64,7 @@ class KVPool(HostPool):
         """Requests that have a state here at a time."""
         self.memory = memory
         """All of it: uint8 [bytes]."""
-        self.tensors = _views(geometry, pages, memory)
+        self.tensors = strided_tensors(memory, geometry, self.layout)
         """By name, each [pages, layers, planes, kv_heads, page_size, head_dim]; states have slots, see Component."""
         self.tensor = next(iter(self.tensors.values()))
         self._first = geometry.tensors[0]
@@ -88,7 +105,7 @@ class KVPool(HostPool):
         IndexError for a page or slots outside the pool, KeyError for a tensor that it has not.
         """
         assert self._bytes is not None, "on a GPU"
-        self.check(page, first_slot, count, box.tensor)
+        check_piece(self.tensors, page, first_slot, count, box)
         return self._bytes[box.tensor][page, box.layers, :, box.heads, first_slot : first_slot + count]
 
     def read(self, page: int, first_slot: int, count: int, box: Box = WHOLE) -> NDArray[np.uint8]:
@@ -101,23 +118,43 @@ class KVPool(HostPool):
         raises."""
         self.view(page, first_slot, count, box)[...] = data
 
-    def check(self, page: int, first_slot: int, count: int, tensor: str) -> None:
-        """Raises IndexError for a page or slots outside the pool, KeyError for a tensor that it has not."""
-        pages, _, _, _, size, _ = self.tensors[tensor].shape
-        if not 0 <= page < pages:
-            raise IndexError(f"page {page} is outside the pool of {pages}")
-        if first_slot < 0 or count < 1 or first_slot + count > size:
-            raise IndexError(f"slots [{first_slot}, {first_slot + count}) are outside a page of {size}")
+
+class DevicePool:
+    """PagedTensors in the memory of a GPU, in a layout of its owner's choice; zeros at first."""
+
+    def __init__(self, geometry: Geometry, layout: PoolLayout, device: str) -> None:
+        """Raises OSError where the GPU has not as much memory, ValueError for a layout that does not hold the pages."""
+        self.geometry, self.layout = geometry, layout
+        try:
+            self.memory = torch.zeros(layout.bytes, dtype=torch.uint8, device=device)
+        except torch.OutOfMemoryError as error:
+            raise OSError(errno.ENOMEM, f"{device} is out of memory") from error
+        self.tensors = strided_tensors(self.memory, geometry, layout)
 
 
-def _views(geometry: Geometry, pages: int, memory: Tensor) -> dict[str, Tensor]:
-    """The tensors of a pool in its memory of bytes, by name."""
-    views: dict[str, Tensor] = {}
-    at, slots = 0, geometry.slots_for(pages)
-    for tensor in geometry.tensors:
-        count, positions = geometry.extent(tensor, pages, slots)
+def check_piece(tensors: Mapping[str, Tensor], page: int, first_slot: int, count: int, box: Box) -> None:
+    """Raises IndexError for a page or slots outside a pool, KeyError for a tensor that it has not."""
+    pages, _, _, _, size, _ = tensors[box.tensor].shape
+    if not 0 <= page < pages:
+        raise IndexError(f"page {page} is outside the pool of {pages}")
+    if first_slot < 0 or count < 1 or first_slot + count > size:
+        raise IndexError(f"slots [{first_slot}, {first_slot + count}) are outside a page of {size}")
+
+
+def strided_tensors(memory: Tensor, geometry: Geometry, layout: PoolLayout) -> dict[str, Tensor]:
+    """The tensors of a pool in its memory, uint8 [bytes], by name. Raises ValueError for a layout that leaves the
+    memory, that divides elements, or that has different parts in one place."""
+    tensors = {}
+    for tensor, spot in placed(geometry, layout):
+        count, positions = geometry.extent(tensor, layout.pages, layout.state_slots)
         shape = (count, tensor.layers, tensor.planes, tensor.kv_heads, positions, tensor.head_dim)
-        size = count * positions * tensor.token_bytes
-        views[tensor.name] = memory[at : at + size].view(_DTYPES[tensor.dtype]).view(shape)
-        at += size
-    return views
+        dtype = _DTYPES[tensor.dtype]
+        if any(step % dtype.itemsize for step in (spot.offset, *spot.strides)):
+            raise ValueError(f"its layout of {tensor.name} divides elements of {dtype.itemsize} bytes")
+        if any(not stride and length > 1 for stride, length in zip(spot.strides, shape, strict=False)):
+            raise ValueError(f"its layout of {tensor.name} has different parts in one place")
+        strides = (*(stride // dtype.itemsize for stride in spot.strides), 1)
+        end = layout.bytes - (layout.bytes - spot.offset) % dtype.itemsize
+        elements = memory[spot.offset : end].view(dtype)
+        tensors[tensor.name] = elements.as_strided(shape, strides, elements.storage_offset())
+    return tensors

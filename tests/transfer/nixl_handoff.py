@@ -13,7 +13,7 @@ from headrace.core.types.kv.backends import NIXL, NixlMemory, PoolMemory
 from headrace.core.types.kv.geometry import Geometry
 from headrace.core.types.packed import pack
 from headrace.core.types.peers.session_terms import PeerTerms, PrefillTerms
-from headrace.transfer.backends.strided_pool import ArrayPageStore
+from headrace.transfer.backends.strided_pool import ArrayPageStore, c_order
 from headrace.transfer.data.receiver import Receiver
 from tests.transfer.harness import FIRST, Loop, random_store
 from tests.transfer.nixl_stage import Process, Setup
@@ -40,7 +40,7 @@ class Handoff:
         self.source, self.destination = source, destination
         self.store = random_store(source, pages, seed=1)  # the twin of what the other process has
         self.target = random_store(destination, pages, seed=2)
-        self.registered = NixlRegisteredPool(destination, pages, memoryview(self.target.memory), LOOPBACK)
+        self.registered = NixlRegisteredPool(c_order(destination, pages), memoryview(self.target.memory), LOOPBACK)
         self.receiver = Receiver(
             config,
             stage=0,

@@ -133,6 +133,7 @@ class Process:
 
 def main(kind: str, setup: Setup) -> None:
     from headrace.transfer.backends.nixl import LOOPBACK, NixlRegisteredPool, NixlTransport
+    from headrace.transfer.backends.strided_pool import c_order
     from headrace.transfer.data.receiver import Receiver
     from headrace.transfer.data.sender import Sender
 
@@ -148,7 +149,7 @@ def main(kind: str, setup: Setup) -> None:
         port = Sender(setup.config, **common, transports={NIXL: NixlTransport(memory, LOOPBACK)})
         hello = {"port": port.port}
     else:
-        registered = NixlRegisteredPool(setup.geometry, setup.pages, memory, LOOPBACK)
+        registered = NixlRegisteredPool(c_order(setup.geometry, setup.pages), memory, LOOPBACK)
         port = Receiver(setup.config, **common, registered_pools={NIXL: registered})
         hello = {"memory": msgspec.to_builtins(registered.memory)}
     print(json.dumps(hello), file=said, flush=True)

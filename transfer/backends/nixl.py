@@ -24,7 +24,7 @@ import numpy as np
 from msgspec.structs import asdict
 from nixl import _bindings as nixl
 
-from headrace.core.types.kv.backends import NixlAccess, NixlMemory, Placement, PoolMemory
+from headrace.core.types.kv.backends import NixlAccess, NixlMemory, Placement, PoolLayout, PoolMemory
 from headrace.core.types.kv.geometry import Geometry
 from headrace.transfer.backends.base import RemotePages
 from headrace.transfer.backends.device_memory import DeviceMemory
@@ -93,12 +93,12 @@ class Agent:
 
 
 class NixlRegisteredPool:
-    """A pool that peers write into by NIXL: a RegisteredPool. memory: of the pool, in C order."""
+    """A pool that peers write into by NIXL: a RegisteredPool."""
 
-    def __init__(self, geometry: Geometry, pages: int, memory: memoryview | DeviceMemory, devices: str = "") -> None:
-        """Raises OSError if there is no transport."""
+    def __init__(self, layout: PoolLayout, memory: memoryview | DeviceMemory, devices: str = "") -> None:
+        """layout: of the pool in memory. Raises OSError if there is no transport."""
         device = memory.device if isinstance(memory, DeviceMemory) else HOST
-        self.memory = NixlMemory(version=VERSION, device=device, **asdict(c_order(geometry, pages)))
+        self.memory = NixlMemory(version=VERSION, device=device, **asdict(layout))
         self._pool = memory
         self._devices = devices
         self._agents: dict[str, Agent] = {}

@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace.core.types.kv.geometry import Geometry
-from headrace.engine.kv.pool import KVPool
+from headrace.engine.kv.pool import DevicePool, KVPool
+from headrace.transfer.backends.strided_pool import c_order
 from headrace.transfer.protocol.layout import Box
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -81,3 +82,15 @@ def test_pages_of_a_gpu_come_and_go_on_a_stream_of_their_own() -> None:
     values = torch.randn(2, 2, 2, 3, 16).bfloat16()
     pool.write(6, 1, 3, values.view(torch.uint8).numpy())
     assert torch.equal(pool.tensor[6, :, :, :, 1:4].cpu(), values)
+
+
+def test_a_gpu_without_room_is_an_os_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    geometry = Geometry("bfloat16", 2, 2, 16, 4)
+
+    def refuse(*_: object, **__: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB.")
+
+    monkeypatch.setattr(torch, "zeros", refuse)
+    with pytest.raises(OSError, match="cuda:1 is out of memory") as raised:
+        DevicePool(geometry, c_order(geometry, 3), "cuda:1")
+    assert raised.value.strerror == "cuda:1 is out of memory"

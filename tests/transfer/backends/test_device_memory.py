@@ -47,7 +47,7 @@ def connect(context: Any, source: ArrayPageStore, target: ArrayPageStore, networ
     def memory_of(store: ArrayPageStore, device: int) -> Any:
         return on_gpu(np.asarray(store.memory), device) if store.on_device else memoryview(store.memory)
 
-    registered = nixl.NixlRegisteredPool(target.geometry, PAGES, memory_of(target, 5))
+    registered = nixl.NixlRegisteredPool(c_order(target.geometry, PAGES), memory_of(target, 5))
     return Pair(
         context, source.geometry, target.geometry, config=replace(CONFIG, backends=(NIXL,)), backend=NIXL,
         store=source, target=target, transports={NIXL: nixl.NixlTransport(memory_of(source, 0))},
@@ -117,7 +117,7 @@ def test_kv_goes_in_frames_where_the_peer_asks_for_checksums(
 def test_transports_that_nothing_takes_a_right_back_from_are_off() -> None:
     """A process that writes through CUDA IPC goes on when the owner's agent is gone."""
     network = Network()
-    registered = network.module().NixlRegisteredPool(SOURCE, PAGES, on_gpu(np.zeros(1 << 16, np.uint8), 3))
+    registered = network.module().NixlRegisteredPool(c_order(SOURCE, PAGES), on_gpu(np.zeros(1 << 16, np.uint8), 3))
     [agent] = network.agents.values()
     assert "TLS=^cuda_ipc" in agent.options.split(",")
     assert (registered.memory.device, registered.grant("s").address >= ADDED) == (3, True)
