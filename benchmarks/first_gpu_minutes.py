@@ -43,6 +43,8 @@ from headrace.engine.device import resolve_device
 from headrace.engine.kv.cuda_ipc_pages import CudaIpcTransport
 from headrace.engine.kv.device_pages import DevicePages, device_memory, pinned_bytes
 from headrace.engine.kv.pool import KVPool
+from headrace.engine.kv.tiers.host_store import HostStore
+from headrace.engine.kv.tiers.pages import pool_pages
 from headrace.engine.load_plan import plan_rank
 from headrace.engine.runner import ModelRunner
 from headrace.transfer.backends.cuda_driver import CudaIpc
@@ -277,7 +279,7 @@ def launches(made: ModelRunner) -> str:
 
 
 def pages(at: Minutes) -> None:
-    """KV of 2,048 tokens of Llama-3.1-8B out of the device and into it, as handoffs move it."""
+    """KV of 2,048 tokens of Llama-3.1-8B out of the device and into it, as handoffs and the host tier move it."""
     geometry = Geometry("bfloat16", 2, 2, 16, 16) if at.tiny else LLAMA_8B_KV
     pool = KVPool(geometry, 512, str(at.device))
     store = store_of(pool)
@@ -288,6 +290,19 @@ def pages(at: Minutes) -> None:
     at.keep(f"KV out of the device: {size / at.time(lambda: taken_out(store, passage, numbers)) / 1e9:.1f} GB/s")
     sent = taken_out(store, passage, numbers)
     at.keep(f"KV into the device: {size / at.time(lambda: put_in(store, passage, numbers, sent)) / 1e9:.1f} GB/s")
+    tier, copied = HostStore(len(numbers), geometry.page_bytes), pool_pages(pool)
+
+    def stored() -> None:
+        for slot, page in enumerate(copied.read(numbers)):
+            tier.put(slot, page)
+
+    def loaded() -> None:
+        for slot, page in enumerate(numbers):
+            copied.write(page, tier.get(slot))
+        copied.flush()
+
+    rates = [f"{size / at.time(each) / 1e9:.1f}" for each in (stored, loaded)]
+    at.keep(f"pages to the host tier, and from it: {' and '.join(rates)} GB/s")
 
 
 def taken_out(store: SourceStore, passage: Passage, pages: list[int]) -> list[Bytes]:

@@ -43,12 +43,16 @@ def resolve_device(device: str, *, elsewhere: bool = False) -> str:
     """The device that --device names; "auto" takes CUDA where a GPU works. elsewhere: one that is named is there.
     Raises ConfigError for one that is not there."""
     if device == "auto":
-        return "cuda" if any(driver.exists() for driver in _GPU_DRIVERS) and _torch_finds_gpu() else "cpu"
+        return "cuda" if any(driver.exists() for driver in _GPU_DRIVERS) and _gpus() else "cpu"
     if device == "cpu":
         return device
-    if device == "cuda" or device.startswith("cuda:"):
-        if not elsewhere and not _torch_finds_gpu():
+    kind, colon, index = device.partition(":")
+    if kind == "cuda" and (index.isdecimal() or not colon):
+        count = int(index or 0) + 1 if elsewhere else _gpus()
+        if not count:
             raise ConfigError(f"device {device} is not available here; write --device cpu")
+        if int(index or 0) >= count:
+            raise ConfigError(f"device {device} is not available here; the last one is cuda:{count - 1}")
         return device
     raise ConfigError(f"device {device!r} is not supported; supported are auto, cpu, cuda, cuda:N")
 
@@ -151,10 +155,11 @@ def available_memory(device: str) -> int:
     raise ConfigError(f"{_MEMINFO} does not tell the available memory; write --kv-pages")
 
 
-def _torch_finds_gpu() -> bool:
+def _gpus() -> int:
+    """How many torch finds."""
     import torch
 
-    return torch.cuda.is_available()
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
 def _cgroup_room() -> int:

@@ -101,6 +101,14 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True):
             low=1,
         ),
     ] = 300.0
+    device: Annotated[
+        str,
+        Flag(
+            "device",
+            HANDOFF,
+            "memory that holds KV for vLLM decode engines: cpu, cuda[:index], or auto (cuda where there is a GPU)",
+        ),
+    ] = "cpu"
     pool_tokens: Annotated[
         int,
         Flag("pool-tokens", HANDOFF, "tokens of KV held for decode engines; 0: four of the longest prompts", low=0),

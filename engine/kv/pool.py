@@ -129,6 +129,8 @@ class DevicePool:
             self.memory = torch.zeros(layout.bytes, dtype=torch.uint8, device=device)
         except torch.OutOfMemoryError as error:
             raise OSError(errno.ENOMEM, f"{device} is out of memory") from error
+        if self.memory.is_cuda:
+            torch.cuda.synchronize(self.memory.device)  # what is written there comes on other streams
         self.tensors = strided_tensors(self.memory, geometry, layout)
 
 

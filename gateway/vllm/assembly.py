@@ -7,11 +7,15 @@ import os
 import socket
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
+
+from msgspec.structs import replace
 
 from headrace.core.config import GatewayConfig, TransferConfig
 from headrace.core.runtime.clock import Clock
 from headrace.core.types.errors import ConfigError
+from headrace.core.types.kv.backends import CUDA_IPC, NIXL, SHM, ZMQ
 from headrace.core.types.peers.allow_list import allowed_prefills
 from headrace.gateway.pool_size import with_pool
 from headrace.gateway.prefill_servers import HandoffModel
@@ -69,7 +73,8 @@ def assemble(
     ConfigError for ports and memory that cannot be had."""
     loop = asyncio.get_running_loop()
     geometry = engine.geometry
-    pool = with_pool(config, geometry, engine.max_model_len, lambda pages: VllmPool(geometry, pages))
+    transfer = _transfer(config)
+    pool = _pool(config, engine, transfer)
 
     def release(load: str) -> None:
         """On the exporter's thread."""
@@ -93,10 +98,10 @@ def assemble(
     )
     peer = PeerThread(
         limits,
-        pool,
+        pool.staging,
         name=f"{socket.gethostname()}:{config.port} (gateway {os.getpid()})",
         max_model_len=engine.max_model_len,
-        transfer=TransferConfig(curve_key=config.curve_key),
+        transfer=transfer,
     )
 
     loads = KvLoads(peer, lambda state: prefills.update(state), on_failure)
@@ -114,6 +119,27 @@ def assemble(
         pages=pool.pages,
     )
     return Parts(engine, pool, exporter, loads, prefills, handoffs)
+
+
+def _transfer(config: GatewayConfig) -> TransferConfig:
+    """How KV comes. NIXL knows no encryption."""
+    encrypted = TransferConfig(curve_key=config.curve_key)
+    return encrypted if config.curve_key else replace(encrypted, backends=(CUDA_IPC, SHM, NIXL, ZMQ))
+
+
+def _pool(config: GatewayConfig, engine: DecodeEngine, transfer: TransferConfig) -> VllmPool:
+    """The pool, where --device says. Raises ConfigError for memory that is short."""
+    geometry, device = engine.geometry, config.device
+
+    def make(pages: int) -> VllmPool:
+        if device == "cpu":
+            return VllmPool(geometry, pages)
+        from headrace.gateway.vllm.device_staging import DeviceStaging  # loads NIXL
+
+        log.info("KV is held for decode engines in the memory of %s", device)
+        return VllmPool(geometry, pages, partial(DeviceStaging, device=device, backends=transfer.backends))
+
+    return with_pool(config, geometry, engine.max_model_len, make, device)
 
 
 def _exporter(

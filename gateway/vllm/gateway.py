@@ -6,6 +6,8 @@ engines found ─► pool, peer, exporter ─► prefill servers connected ─�
 import asyncio
 from typing import Any
 
+from msgspec.structs import replace
+
 from headrace.core.config import GatewayConfig
 from headrace.core.runtime.background import keep_running
 from headrace.core.stats import Sample, Stats
@@ -13,6 +15,7 @@ from headrace.core.types import refusals
 from headrace.core.types.errors import ErrorInfo, HeadraceError
 from headrace.core.types.peers.decode_address import DecodeAddress, parse_decodes
 from headrace.core.version import headrace_version
+from headrace.engine.device import resolve_device
 from headrace.gateway.base import BaseGateway
 from headrace.gateway.metrics import GatewayMetrics, in_catalog, with_prefix
 from headrace.gateway.prefill_servers import find_served, wait_connected
@@ -31,7 +34,8 @@ class VllmGateway(BaseGateway):
     """A gateway for vLLM decode engines: see the module's docstring. Used by the event loop only."""
 
     def __init__(self, config: GatewayConfig) -> None:
-        super().__init__(config)
+        """Raises ConfigError for a device that is not there."""
+        super().__init__(replace(config, device=resolve_device(config.device)))
         self._http = direct_async_client(headers=bearer(config.decode_api_key), timeout=None)
         self._engines = DecodeEngines(parse_decodes(config.decode), self._http, self._probe, _handshake)
         self._metrics = GatewayMetrics()

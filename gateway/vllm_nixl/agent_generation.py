@@ -1,7 +1,7 @@
-"""A prefill engine as vLLM decode engines see it: a NIXL agent with an engine id and a mapping of the pool.
+"""A prefill engine as vLLM decode engines see it: a NIXL agent with an engine id and a region of the pool.
 
 What a generation has offered can be read until it is ended, and not afterwards: its agent is destroyed and its
-mapping retired. A decode engine that meets a new engine id at a known address does the handshake again, and lets go of
+region retired. A decode engine that meets a new engine id at a known address does the handshake again, and lets go of
 the old one when its own reads are over (_track_remote_engine_replacement in vLLM's nixl/base_worker.py).
 """
 
@@ -13,9 +13,9 @@ from collections.abc import Iterator
 from msgspec.structs import replace
 
 from headrace.gateway.vllm_nixl.engine_probe import DecodeEngine
-from headrace.gateway.vllm_nixl.kv_pool import PoolMapping, VllmPool
+from headrace.gateway.vllm_nixl.kv_pool import VllmPool
 from headrace.gateway.vllm_nixl.wire import AgentMetadata, encode_payload
-from headrace.transfer.backends.nixl import ERRORS, Agent
+from headrace.transfer.backends.nixl import ERRORS, HOST, Agent
 
 log = logging.getLogger(__name__)
 
@@ -39,11 +39,11 @@ class AgentGeneration:
         self.number = number
         self.engine_id = str(uuid.uuid4())
         self.asked = -math.inf
-        self._mapping = PoolMapping(pool.file, pool.layout.bytes)
+        self._region = pool.staging.region()
         try:
-            self._agent = Agent(self._mapping.memory, devices, same_host=True)
+            self._agent = Agent(self._region.memory, devices, same_host=self._region.same_host)
         except OSError:
-            self._mapping.retire()
+            self._region.retire()
             raise
         self._metadata = self._describe(engine, pool)
         self._payloads: dict[str, bytes] = {}  # by compatibility hash
@@ -55,16 +55,16 @@ class AgentGeneration:
         return self._payloads[compatibility_hash]
 
     def _describe(self, engine: DecodeEngine, pool: VllmPool) -> AgentMetadata:
-        layers = pool.geometry.layers
+        layers, device = pool.geometry.layers, self._agent.device
         return replace(
             engine.metadata,
             engine_id=self.engine_id,
             agent_metadata=self._agent.metadata(),
-            kv_caches_base_addr=tuple(self._mapping.address + offset for offset in pool.region_offsets),
-            device_id=0,
+            kv_caches_base_addr=tuple(self._agent.address + offset for offset in pool.region_offsets),
+            device_id=0 if device == HOST else device,
             num_blocks=pool.pages,
             region_num_blocks=(pool.pages,) * layers,
-            region_mem_types=("DRAM",) * layers,
+            region_mem_types=("DRAM" if device == HOST else "VRAM",) * layers,
             block_lens=(pool.block_bytes,) * layers,
             block_strides=(pool.block_bytes,) * layers,
             attn_backend_name=BACKEND_NAME,
@@ -84,4 +84,4 @@ class AgentGeneration:
     def end(self) -> None:
         """End every reader's access to what it has offered."""
         self._agent.destroy()
-        self._mapping.retire()
+        self._region.retire()

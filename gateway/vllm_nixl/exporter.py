@@ -145,7 +145,8 @@ class KvExporter(threading.Thread):
         self._running = True
 
     def offer(self, load: str, first_page: int, tokens: int, jobs: int = 1) -> dict[str, Any]:
-        """Open a lease on loaded KV: returns kv_transfer_params for the decode engine, and release() follows.
+        """Open a lease on loaded KV: returns kv_transfer_params for the decode engine, and release() follows. It waits
+        until the rest of the last page is clear.
 
         load: the caller's name of the pages. first_page: of the run of pages that holds the prompt's KV. tokens: of
         the prompt. jobs: times that the engine will read it: equal prompts in the body × n. Raises ValueError for pages

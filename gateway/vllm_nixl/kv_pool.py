@@ -1,20 +1,27 @@
 """KV pool in the memory layout that vLLM's NixlConnector reads: [layer][block][head][token][keys, values][head_dim].
 
-Its memory has further mappings, which can be taken away from those who read them. Where a NIXL reader on the same
-machine copies straight out of this process (UCX's cma), it needs no permission of the agent that once told it the
-address. What ends its reading is that nothing lies at the address any more. So each agent offers a mapping of its own,
-and retire() puts inaccessible memory in its place, which keeps the addresses from being used for something else.
+It is in the memory of the host or of a GPU, and the NIXL agent that offers it tells readers which. In that of the host
+each agent has a mapping of its own. A reader on the same machine that copies straight out of this process (UCX's cma)
+needs no permission of the agent that once told it the address. What ends its reading is that nothing lies there any
+more: retire() puts inaccessible memory in its place, which keeps the address from being used for something else.
+
+The memory of a GPU is the same for all agents, and what a reader has mapped by CUDA IPC stays mapped. So there UCX has
+to do without (same_host): every read needs the agent, and ends with it.
 """
 
 import ctypes
 import mmap
 import os
+from collections.abc import Callable
+from typing import Protocol
 
 import numpy as np
 
 from headrace.core.types.kv.backends import PoolLayout
 from headrace.core.types.kv.geometry import Geometry
 from headrace.peer.shared_staging import SharedStaging
+from headrace.peer.staging import StagingMemory
+from headrace.transfer.backends.device_memory import DeviceMemory
 
 _PROT_NONE = 0
 _MAP_FIXED = 0x10
@@ -32,13 +39,66 @@ def vllm_layout(geometry: Geometry, pages: int) -> PoolLayout:
     return PoolLayout(bytes=tensor.layers * layer, pages=pages, strides=(page, layer, tensor.slot_bytes, head, slot))
 
 
-class VllmPool(SharedStaging):
-    """Staging area of a gateway: prefill servers write into it, decode engines read from it."""
+class PoolRegion(Protocol):
+    """The pool's memory as one NIXL agent offers it."""
 
-    def __init__(self, geometry: Geometry, pages: int) -> None:
-        """geometry: of the whole model; its page size is the decode engine's block size."""
+    @property
+    def memory(self) -> memoryview | DeviceMemory:
+        """Not to be touched after retire()."""
+        ...
+
+    @property
+    def same_host(self) -> bool:
+        """Whether processes of this host may copy straight out of it, since retire() ends that, too."""
+        ...
+
+    def retire(self) -> None:
+        """End all access but by agents that are there. Raises OSError, after which it is as before."""
+        ...
+
+
+class VllmStaging(StagingMemory, Protocol):
+    """The memory of a VllmPool."""
+
+    def region(self) -> PoolRegion:
+        """For a NIXL agent. Raises OSError."""
+        ...
+
+    def clear(self, page: int, first_slot: int, count: int) -> None:
+        """Set slots to zero, which they are on return."""
+        ...
+
+    def close(self) -> None:
+        """End all access, and free the memory."""
+        ...
+
+
+class HostStaging(SharedStaging):
+    """A VllmStaging in the memory of the host."""
+
+    def region(self) -> "PoolMapping":
+        """See VllmStaging."""
+        return PoolMapping(self.file, len(self.buffer))
+
+    def clear(self, page: int, first_slot: int, count: int) -> None:
+        """See VllmStaging."""
+        self.view(page, first_slot, count)[...] = np.uint8(0)
+
+
+class VllmPool:
+    """Pool of a gateway: prefill servers write into it, decode engines read from it."""
+
+    def __init__(
+        self, geometry: Geometry, pages: int, make: Callable[[Geometry, PoolLayout], VllmStaging] = HostStaging
+    ) -> None:
+        """geometry: of the whole model; its page size is the decode engine's block size. make: takes the memory."""
+        self.geometry, self.pages = geometry, pages
         self.layout = vllm_layout(geometry, pages)
-        super().__init__(geometry, self.layout)
+        self.staging = make(geometry, self.layout)
+
+    def close(self) -> None:
+        """See VllmStaging."""
+        self.staging.close()
 
     @property
     def block_bytes(self) -> int:
@@ -56,8 +116,7 @@ class VllmPool(SharedStaging):
         used = tokens % self.geometry.page_size
         if used:
             page = first_page + tokens // self.geometry.page_size
-            tail = self.view(page, used, self.geometry.page_size - used)
-            tail[...] = np.uint8(0)
+            self.staging.clear(page, used, self.geometry.page_size - used)
 
 
 def _mmap() -> "ctypes._NamedFuncPointer":
@@ -73,6 +132,8 @@ def _mmap() -> "ctypes._NamedFuncPointer":
 class PoolMapping:
     """Memory of a file, mapped at an address that is used for nothing else as long as this process lives."""
 
+    same_host = True
+
     def __init__(self, file: int, size: int) -> None:
         """file: descriptor of at least size bytes. Raises OSError."""
         self.size = size
@@ -81,11 +142,8 @@ class PoolMapping:
         if address == _FAILED:
             raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
         self.address: int = address
-
-    @property
-    def memory(self) -> memoryview:
-        """The mapped memory; not to be touched after retire()."""
-        return memoryview((ctypes.c_uint8 * self.size).from_address(self.address)).cast("B")
+        self.memory = memoryview((ctypes.c_uint8 * size).from_address(address)).cast("B")
+        """Not to be touched after retire()."""
 
     def retire(self) -> None:
         """Make every access fail from now on. Raises OSError, after which the memory is as before."""

@@ -82,6 +82,10 @@ def check_gateway(config: GatewayConfig) -> None:
         raise ConfigError(
             f"--lease-limit {config.lease_limit_s:g} is shorter than --lease {config.lease_s:g}; write a longer one"
         )
+    if config.decode_engine == "sglang" and config.device != "cpu":
+        raise ConfigError(
+            f"--device {config.device} is for vLLM decode engines; leave it out with --decode-engine sglang"
+        )
     _check_keys(config)
     _check_binds(config)
 

@@ -117,6 +117,7 @@ class RecordingExporter:
 
 class Pool:
     pages = PAGES
+    staging = None
     closed = False
 
     def close(self) -> None:

@@ -26,6 +26,16 @@ def test_more_than_there_is_is_not_asked_for() -> None:
     assert asked == []
 
 
+def test_a_gpu_without_room_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("headrace.gateway.pool_size.available_memory", {"cuda:1": 5 << 20}.__getitem__)
+    with pytest.raises(
+        ConfigError,
+        match=r"^no memory for a pool of 102400 tokens \(12 MiB of cuda:1\): 5 MiB are available; write a smaller "
+        r"--pool-tokens, or --device cpu$",
+    ):
+        with_pool(GatewayConfig(pool_tokens=102_400), GEOMETRY, 100, lambda pages: pages, "cuda:1")
+
+
 def test_memory_that_is_refused() -> None:
     def make(pages: int) -> NoReturn:
         raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))

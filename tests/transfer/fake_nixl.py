@@ -5,8 +5,11 @@ mapped there: a program that reads or writes it by itself is killed.
 """
 
 import ctypes
+import importlib
 import importlib.util
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import product
 from pathlib import Path
 from types import ModuleType
@@ -51,13 +54,13 @@ class Pieces(NamedTuple):
 
 
 class Agent:
-    """A nixlAgent. A write lands when its status is asked for the second time."""
+    """A nixlAgent. What it writes or reads is there when its status is asked for the second time."""
 
     def __init__(self, network: "Network", name: str) -> None:
         self.network, self.name = network, name
         self.regions: list[Registered] = []
         self.options = ""
-        self.requests: dict[int, tuple[Pieces, Pieces, str]] = {}
+        self.requests: dict[int, tuple[str, Pieces, Pieces, str]] = {}
         self.asked: set[int] = set()
         network.agents[name] = self
 
@@ -85,30 +88,36 @@ class Agent:
         pass
 
     def createXferReq(self, operation: str, here: Pieces, there: Pieces, peer: str) -> int:
-        assert operation == "write"
+        if peer not in self.network.agents:
+            raise Error(f"{peer} is gone")
         for agent, pieces in ((self, here), (self.network.agents[peer], there)):
             for address, size, device in pieces.rows:
                 if not any(region.holds(pieces.kind, address, size, device) for region in agent.regions):
                     raise Error(f"{pieces.kind} {device} at {address:x} is not registered")
         assert [size for _, size, _ in here.rows] == [size for _, size, _ in there.rows]
-        self.requests[len(self.requests) + 1] = here, there, peer
+        self.requests[len(self.requests) + 1] = operation, here, there, peer
         return len(self.requests)
 
     def postXferReq(self, request: int) -> None:
-        here, there, _ = self.requests[request]
-        self.network.written[here.kind, there.kind] += sum(size for _, size, _ in here.rows)
+        operation, here, there, _ = self.requests[request]
+        if operation == "write":
+            self.network.written[here.kind, there.kind] += sum(size for _, size, _ in here.rows)
 
     def getXferStatus(self, request: int) -> str:
         if request not in self.asked:
             self.asked.add(request)
             return "in progress"
-        here, there, _ = self.requests[request]
-        for (source, size, _), (target, _, _) in zip(here.rows, there.rows, strict=True):
-            ctypes.memmove(_real(there.kind, target), _real(here.kind, source), size)
+        operation, here, there, _ = self.requests[request]
+        source, target = (here, there) if operation == "write" else (there, here)
+        for (at, size, _), (to, _, _) in zip(source.rows, target.rows, strict=True):
+            ctypes.memmove(_real(target.kind, to), _real(source.kind, at), size)
         return "success"
 
     def releaseXferReq(self, _: int) -> None:
         pass
+
+    def getNotifs(self, *_: object) -> dict[str, list[bytes]]:
+        return {}
 
 
 def _real(kind: str, address: int) -> int:
@@ -123,6 +132,14 @@ class Network:
         self.written = dict.fromkeys(product(("DRAM", "VRAM"), repeat=2), 0)
         """Bytes by kinds of memory, from and to."""
 
+    @contextmanager
+    def imported(self, *names: str) -> Iterator[list[Any]]:
+        """Modules that import transfer/backends/nixl.py, over these agents."""
+        with patch.dict(sys.modules, {f"{nixl_neighbour.__package__}.nixl": self.module()}):
+            for name in names:
+                sys.modules.pop(name, None)
+            yield [importlib.import_module(name) for name in names]
+
     def module(self) -> Any:
         """transfer/backends/nixl.py over these agents."""
         bindings: Any = ModuleType("nixl._bindings")
@@ -130,7 +147,8 @@ class Network:
         for name in (*errors.split(), "RepostActive", "Unknown"):
             setattr(bindings, f"nixl{name}Error", Error)
         bindings.DRAM_SEG, bindings.VRAM_SEG = "DRAM", "VRAM"
-        bindings.NIXL_WRITE, bindings.NIXL_SUCCESS, bindings.NIXL_IN_PROG = "write", "success", "in progress"
+        bindings.NIXL_WRITE, bindings.NIXL_READ = "write", "read"
+        bindings.NIXL_SUCCESS, bindings.NIXL_IN_PROG = "success", "in progress"
         bindings.nixlAgentConfig = lambda: ModuleType("config")
         bindings.nixlAgent = lambda name, _: Agent(self, name)
         bindings.nixlRegDList = lambda kind, rows: Pieces(kind, [row[:3] for row in rows])

@@ -235,7 +235,7 @@ def fake_runner(
     group: Collectives = OneShard(model.shards) if model.shards > 1 else ALONE
     with ExitStack() as stack:
         for patched in (
-            patch.object(device, "_torch_finds_gpu", lambda: True),
+            patch.object(device, "_gpus", lambda: 8),
             patch.object(native_decoder, "ThreadPoolExecutor", _Serial),
             patch.object(runner, "open_checkpoint", lambda *_: _Weights()),
             patch.object(runner, "fingerprint", lambda *_: "fake"),

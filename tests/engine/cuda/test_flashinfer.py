@@ -75,7 +75,7 @@ def test_latents_are_read_where_they_are(gpu: FakeGpu, tmp_path: Path, batch: st
 def test_what_it_cannot_compute_is_refused_before_anything_is_loaded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shape: dict[str, Any], chosen: str, terms: dict[str, Any], why: str
 ) -> None:
-    monkeypatch.setattr(device, "_torch_finds_gpu", lambda: True)
+    monkeypatch.setattr(device, "_gpus", lambda: 8)
     (tmp_path / "config.json").write_text(json.dumps(shape))
     model = ModelConfig(model=str(tmp_path), dtype="bfloat16", device=chosen)
     terms = {"attention": "flashinfer", **terms}

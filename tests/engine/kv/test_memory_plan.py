@@ -117,12 +117,15 @@ def test_what_does_not_fit_is_refused() -> None:
 def test_torch_is_asked_about_gpus_only_where_there_is_a_driver(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("headrace.engine.device._torch_finds_gpu", lambda: True)
+    monkeypatch.setattr("headrace.engine.device._gpus", lambda: 2)
     monkeypatch.setattr("headrace.engine.device._GPU_DRIVERS", (tmp_path / "none", tmp_path))
     assert resolve_device("auto") == "cuda"
     monkeypatch.setattr("headrace.engine.device._GPU_DRIVERS", (tmp_path / "none",))
     assert resolve_device("auto") == "cpu"
     assert resolve_device("cuda:1") == "cuda:1", "who names a GPU is not second-guessed"
+    with pytest.raises(ConfigError, match=r"^device cuda:2 is not available here; the last one is cuda:1$"):
+        resolve_device("cuda:2")
+    assert resolve_device("cuda:2", elsewhere=True) == "cuda:2"
 
 
 def test_dtype_and_kernels_follow_the_flags_of_the_cpu(tmp_path: Path) -> None:
@@ -148,8 +151,9 @@ def test_dtype_and_kernels_follow_the_flags_of_the_cpu(tmp_path: Path) -> None:
 
 def test_devices() -> None:
     assert resolve_device("cpu") == "cpu"
-    with pytest.raises(ConfigError, match="'tpu' is not supported; supported are auto, cpu"):
-        resolve_device("tpu")
+    for unknown in ("tpu", "cuda:", "cuda:x", "cuda:-1"):
+        with pytest.raises(ConfigError, match=f"'{unknown}' is not supported; supported are auto, cpu"):
+            resolve_device(unknown)
     assert 0 < available_memory("cpu") < 1 << 50
 
 

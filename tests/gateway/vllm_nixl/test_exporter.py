@@ -45,10 +45,12 @@ class Site:
         rng = np.random.default_rng(seed)
         pages = -(-tokens // BLOCK)
         for page in range(first, first + pages):
-            self.pool.view(page, 0, BLOCK)[...] = rng.integers(1, 255, (LAYERS, 2, HEADS, BLOCK, DIM * 4), np.uint8)
+            self.pool.staging.view(page, 0, BLOCK)[...] = rng.integers(
+                1, 255, (LAYERS, 2, HEADS, BLOCK, DIM * 4), np.uint8
+            )
         if tokens % BLOCK:
-            self.pool.view(first + pages - 1, tokens % BLOCK, BLOCK - tokens % BLOCK)[...] = 0
-        rows = [self.pool.read(page, 0, BLOCK) for page in range(first, first + pages)]
+            self.pool.staging.view(first + pages - 1, tokens % BLOCK, BLOCK - tokens % BLOCK)[...] = 0
+        rows = [self.pool.staging.read(page, 0, BLOCK) for page in range(first, first + pages)]
         vllm = [row.transpose(0, 2, 3, 1, 4).reshape(LAYERS, -1) for row in rows]
         return np.stack(vllm, axis=1)
 

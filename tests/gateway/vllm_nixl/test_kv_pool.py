@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from headrace.core.types.kv.geometry import Geometry
-from headrace.gateway.vllm_nixl.kv_pool import PoolMapping, VllmPool
+from headrace.gateway.vllm_nixl.kv_pool import HostStaging, PoolMapping, VllmPool, vllm_layout
 
 GEOMETRY = Geometry("bfloat16", 3, 2, 8, 16)
 PAGES = 5
@@ -22,13 +22,20 @@ def pool() -> Iterator[VllmPool]:
     made.close()
 
 
+@pytest.fixture
+def staging() -> Iterator[HostStaging]:
+    made = HostStaging(GEOMETRY, vllm_layout(GEOMETRY, PAGES))
+    yield made
+    made.close()
+
+
 def test_tokens_lie_as_vllm_reads_them(pool: VllmPool) -> None:
     """[layer][block][head][token][keys, values], one region for each layer."""
     rng = np.random.default_rng(1)
     kv = rng.integers(0, 255, (PAGES, 3, 2, 2, 16, 16), np.uint8)  # [page, layer, K/V, head, token, bytes]
     for page in range(PAGES):
-        pool.write(page, 0, 16, kv[page])
-    memory = np.frombuffer(pool.buffer, np.uint8)
+        pool.staging.write(page, 0, 16, kv[page])
+    memory = np.frombuffer(pool.staging.region().memory, np.uint8)
     assert pool.block_bytes == 2 * 16 * 2 * 16
     assert pool.region_offsets == tuple(layer * PAGES * pool.block_bytes for layer in range(3))
     for layer, offset in enumerate(pool.region_offsets):
@@ -39,13 +46,13 @@ def test_tokens_lie_as_vllm_reads_them(pool: VllmPool) -> None:
 @pytest.mark.parametrize(("tokens", "kept"), [(1, 1), (15, 15), (16, 16), (17, 1)])
 def test_what_follows_a_prompt_in_its_last_page_is_cleared(pool: VllmPool, tokens: int, kept: int) -> None:
     for page in range(PAGES):
-        pool.view(page, 0, 16)[...] = 7
+        pool.staging.view(page, 0, 16)[...] = 7
     pool.zero_tail(1, tokens)
-    last = pool.read(1 + (tokens - 1) // 16, 0, 16)
+    last = pool.staging.read(1 + (tokens - 1) // 16, 0, 16)
     assert (last[..., :kept, :] == 7).all()
     assert not last[..., kept:, :].any()
-    assert (pool.read(0, 0, 16) == 7).all()
-    assert (pool.read(4, 0, 16) == 7).all()
+    assert (pool.staging.read(0, 0, 16) == 7).all()
+    assert (pool.staging.read(4, 0, 16) == 7).all()
 
 
 def peek(address: int, size: int) -> bytes:
@@ -63,16 +70,15 @@ def peek(address: int, size: int) -> bytes:
     return buffer.raw
 
 
-def test_a_retired_mapping_can_be_read_by_nobody(pool: VllmPool) -> None:
-    pool.view(0, 0, 16)[...] = 9
-    mapping = PoolMapping(pool.file, pool.layout.bytes)
-    other = PoolMapping(pool.file, pool.layout.bytes)
+def test_a_retired_mapping_can_be_read_by_nobody(staging: HostStaging) -> None:
+    staging.view(0, 0, 16)[...] = 9
+    mapping, other = staging.region(), staging.region()
     assert peek(mapping.address, 64) == bytes([9]) * 64 == bytes(other.memory[:64])
     mapping.retire()
     with pytest.raises(OSError, match="Bad address"):
         peek(mapping.address, 64)
     assert peek(other.address, 64) == bytes([9]) * 64
-    later = [mmap.mmap(-1, pool.layout.bytes) for _ in range(20)]  # none of them takes its place
+    later = [mmap.mmap(-1, mapping.size) for _ in range(20)]  # none of them takes its place
     with pytest.raises(OSError, match="Bad address"):
         peek(mapping.address, 64)
     for one in later:

@@ -84,6 +84,10 @@ def test_wrong_addresses_of_decode_engines(text, words):
             {"decode_engine": "sglang", "decode": (f"{DECODE}=127.0.0.1:5600",)},
             "have no side channel; write their URL alone",
         ),
+        (
+            {"decode_engine": "sglang", "device": "cuda:1"},
+            "--device cuda:1 is for vLLM decode engines; leave it out",
+        ),
         ({"curve_key": "a.key_secret"}, "add --curve-server-key FILE"),
         ({"curve_server_keys": ("a.key",)}, "add --curve-key FILE"),
     ],
