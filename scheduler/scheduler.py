@@ -120,12 +120,12 @@ class Scheduler:
         self._handoff = KvHandoff(state, self._completion, self._holding)
         self._rendezvous = Rendezvous(state, self._completion, self._handoff)
         self._admission = Admission(state, self._rendezvous)
-        preemption = Preemption(state, self._completion)
-        self._generation = TokenGeneration(state, self._completion, self._handoff, preemption)
+        self._preemption = Preemption(state, self._completion)
+        self._generation = TokenGeneration(state, self._completion, self._handoff, self._preemption)
         self._fetch = RemoteFetch(state, self._completion, self._generation)
         self._prefills = PrefillSessions(state, self._completion)
         self._planners = [
-            Planner(state, replica, self._generation, self._handoff, self._fetch, preemption)
+            Planner(state, replica, self._generation, self._handoff, self._fetch, self._preemption)
             for replica in state.replicas
         ]
         self._lockstep = LockstepPlanner(state, self._planners) if config.lockstep and config.dp > 1 else None
@@ -300,6 +300,7 @@ class Scheduler:
     def _conclude(self, now: float) -> list[Effect]:
         """Do what any change may have made possible; return the effects of the event."""
         state = self._state
+        self._preemption.restart(now)
         self._rendezvous.give_out_rows(now)
         self._rendezvous.let_in(now)
         for planner in self._planners:

@@ -232,6 +232,25 @@ class Simulation:
             prefill = self._prefills["prefill"]
             self._act(f"abort {rid} at the prefill server", lambda: prefill.send(Abort(rid=rid)), mean_s=0.05)
 
+    def _post_again(self, reserved: Reserved) -> None:
+        """Post what a preempted request has got so far, or do not."""
+        client = self._server.clients[reserved.rid]
+        if self._random.random() < self._scenario.abandon:
+            error = ErrorInfo(code="prefill_refused", message="the prompt was refused", status=503, at_prefill=True)
+            self._act(f"refuse {reserved.ticket}", lambda: self._server.send(Abort(rid=reserved.rid, error=error)))
+            return
+        tokens = (*client.prompt, *client.tokens)[: reserved.tokens]
+        submit = Submit(
+            rid=reserved.ticket,
+            prompt=pack(tokens),
+            sampling=SamplingParams(max_tokens=2),
+            route=SendTo(reserved.ticket),
+            terms=client.submit.terms,
+        )
+        route = client.submit.route
+        assert isinstance(route, FetchFrom), "in a pair every request is fetched"
+        self._posted(self._prefills[route.prefill], SimulatedClient(submit, tokens))
+
     def _posted(self, prefill: SimulatedServer, client: SimulatedClient) -> None:
         if client.submit.rid not in prefill.clients:
             prefill.submit(client)
@@ -248,7 +267,9 @@ class Simulation:
                 pass
 
     def _on_decode_output(self, output: SchedulerReply) -> None:
-        if isinstance(output, Reserved):
+        if isinstance(output, Reserved) and output.ticket:
+            self._post_again(output)
+        elif isinstance(output, Reserved):
             route = self._server.clients[output.rid].submit.route
             if isinstance(route, FetchFrom) and route.posting != "local":
                 return  # its router posts it

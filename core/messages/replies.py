@@ -83,6 +83,12 @@ class Reserved(SchedulerReply, frozen=True, kw_only=True):
     """Route FetchFrom: pages are leased here and reserved at the prefill server; post the prompt now."""
 
     rid: str
+    ticket: str = ""
+    """Of a request that was preempted, and whose KV is fetched again: the ticket that it is fetched under. "": that of
+    the request's route."""
+
+    tokens: int = 0
+    """Tokens of the prompt and of what was reported since, from the first one on, whose KV is fetched again."""
 
 
 class Progress(SchedulerReply, frozen=True, kw_only=True):

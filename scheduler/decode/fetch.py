@@ -24,7 +24,7 @@ from headrace.core.messages.stage_events import (
     SessionClosed,
 )
 from headrace.core.types.errors import PREFILL_FAILED, ErrorInfo
-from headrace.core.types.packed import pack
+from headrace.core.types.packed import pack, prompt_hash
 from headrace.core.types.requests.request import FetchFrom, FirstToken
 from headrace.core.types.requests.reservation import Reservation
 from headrace.scheduler.decode.generation import TokenGeneration
@@ -32,6 +32,7 @@ from headrace.scheduler.lifecycle.completion import Completion
 from headrace.scheduler.queues.deadlines import AnswerTimer
 from headrace.scheduler.requests.phase import Phase
 from headrace.scheduler.requests.record import Request
+from headrace.scheduler.state.replica import Replica
 from headrace.scheduler.state.state import State
 
 BAD_GATEWAY = 502
@@ -53,25 +54,29 @@ class RemoteFetch:
         assert isinstance(route, FetchFrom), "only such requests are fetched"
         hello = state.prefills[route.prefill].hellos.get(replica.index)
         assert hello is not None, "requests fail when their prefill server goes down"
+        if request.preempted and not self._worth_fetching(request, replica):
+            self._completion.compute_here(request, "cached", now)
+            return True
         if not state.metadata_rows.free:
             return False
-        lease = replica.cache.acquire(request.tokens, request.salt, request.images, computed=False)
+        tokens = request.packed(0, request.target)
+        lease = replica.cache.acquire(tokens, request.salt, request.images, computed=False)
         if lease is None:
             return False
         request.lease = lease
         request.row = state.metadata_rows.allocate(1, request.arrival)[0]
-        request.cached_tokens = lease.matched * state.config.page_size
+        cached = lease.matched * state.config.page_size
         self._generations += 1
         reservation = Reservation(
             ticket=route.ticket,
             generation=self._generations,
-            prompt_tokens=request.prompt_tokens,
-            cached_tokens=request.cached_tokens,
+            prompt_tokens=request.target,
+            cached_tokens=cached,
             pages=pack(lease.pages[lease.matched :]),
             row=request.row,
             slot=lease.slot,
             wait=route.posting != "done",
-            prompt_hash=request.prompt_hash if route.posting != "local" or request.terms.image_digest else "",
+            prompt_hash=_hash_wanted(request, route),
             adapter=request.terms.adapter,
         )
         incoming = IncomingTransfer.begin(hello.session, hello.terms.backend, reservation, replica.ranks)
@@ -79,12 +84,19 @@ class RemoteFetch:
         state.prefills.start_fetch(request)
         replica.queues.plan(request, request.target - request.planned)
         request.on_stages.known = True
-        state.metrics.counters.add("prompt_tokens_total", request.prompt_tokens)
-        state.metrics.counters.add("cached_tokens_total", request.cached_tokens)
+        if not request.preempted:
+            request.cached_tokens = cached
+            state.metrics.counters.add("prompt_tokens_total", request.prompt_tokens)
+            state.metrics.counters.add("cached_tokens_total", cached)
         state.enter(request, Phase.FETCHING, now)
         replica.order(incoming.prepare(state.out.next_seq(), request.serial))
         state.deadlines.set(AnswerTimer(request.arrival), now + state.config.stage_timeout_s)
         return True
+
+    def _worth_fetching(self, request: Request, replica: Replica) -> bool:
+        """More than one pass of a preempted request's prefill is not in the prefix cache here."""
+        cached = replica.cache.cached_positions(request.tokens, request.salt, request.images, request.target)
+        return request.target - cached > self._state.config.chunk_tokens
 
     def receive_prepared(self, event: ReceivePrepared) -> None:
         """A stage is ready for the bytes. Once every stage is, reserve the pages at the prefill server."""
@@ -98,7 +110,8 @@ class RemoteFetch:
             return
         state.deadlines.clear(AnswerTimer(request.arrival))
         state.out.add(ask)
-        state.out.add(Reserved(rid=request.rid))
+        again = (incoming.ticket, request.target) if request.preempted else ("", 0)
+        state.out.add(Reserved(rid=request.rid, ticket=again[0], tokens=again[1]))
 
     def chunk_received(self, event: ChunkReceived) -> None:
         """Only checked: no deadline depends on it. A prefill server that computes a long chunk is not silent, and one
@@ -124,6 +137,10 @@ class RemoteFetch:
         assert request.lease is not None, "start() has leased pages"
         state.prefills.end_fetch(request)
         request.computed = request.target
+        if request.preempted:
+            state.metrics.counters.add("refetches_total", labels=("fetched",))
+            self._generation.resume(request, now)
+            return
         if _first_token_forbidden(request, event.first):  # the prompt is computed here, from its cached pages
             state.of(request).cache.publish(request.lease, request.tokens, request.computed)
         self._accept_first_token(request, event.first, now)
@@ -150,7 +167,7 @@ class RemoteFetch:
         request = self._end_ticket(event)
         if request is None or self._reject_metadata(request, event.first, now):
             return
-        if event.first.finish_reason:
+        if event.first.finish_reason and not request.preempted:
             self._accept_first_token(request, event.first, now)
         else:
             self._bad_metadata(request, "the request goes on after its first token, and its KV has not come", now)
@@ -177,14 +194,15 @@ class RemoteFetch:
         """Fails a request whose metadata row cannot be of its prompt and model; True if it did."""
         vocab, logprob = self._state.engine.vocab_size, first.logprob
         tokens = (first.token, *(logprob.top_ids if logprob is not None else ()))
-        wanted = request.submit.sampling.logprobs is not None
+        wanted = request.submit.sampling.logprobs is not None and not request.preempted
+        own = request.target if request.preempted else request.next_position
         if min(tokens) < 0 or (vocab and max(tokens) >= vocab):
             text = f"the prefill server's first token is among {min(tokens)} to {max(tokens)}; there are {vocab}"
-        elif first.prompt_tokens != request.prompt_tokens:
-            text = f"the prefill server had {first.prompt_tokens} prompt tokens; the prompt has {request.prompt_tokens}"
-        elif not 0 <= first.cached_tokens <= request.prompt_tokens:
-            text = f"the prefill server had {first.cached_tokens} of {request.prompt_tokens} prompt tokens"
-        elif (theirs := first.next_position or first.prompt_tokens) != (own := request.next_position):
+        elif first.prompt_tokens != request.target:
+            text = f"the prefill server had {first.prompt_tokens} prompt tokens; the prompt has {request.target}"
+        elif not 0 <= first.cached_tokens <= request.target:
+            text = f"the prefill server had {first.cached_tokens} of {request.target} prompt tokens"
+        elif (theirs := first.next_position or first.prompt_tokens) != own:
             text = f"the prefill server goes on at rotary position {theirs}; the images of the prompt say {own}"
         elif wanted and logprob is None:
             text = "the prefill server sent no logprob of the first token, and the request asks for logprobs"
@@ -210,7 +228,7 @@ class RemoteFetch:
 
     def _fetching(self, serial: int) -> tuple[Request, IncomingTransfer] | tuple[None, None]:
         request = self._state.requests.by_serial(serial)
-        if request is None or request.phase is not Phase.FETCHING or request.incoming is None:
+        if request is None or request.phase is not Phase.FETCHING or request.incoming is None or request.computes_here:
             return None, None
         return request, request.incoming
 
@@ -225,6 +243,13 @@ class RemoteFetch:
             return request
         self._completion.release_if_safe(request)
         return None
+
+
+def _hash_wanted(request: Request, route: FetchFrom) -> str:
+    """The hash that the prefill server has to find its prompt to have; "": none, as the prompt comes from here."""
+    if request.preempted:
+        return prompt_hash(request.packed(0, request.target))
+    return request.prompt_hash if route.posting != "local" or request.terms.image_digest else ""
 
 
 def _first_token_forbidden(request: Request, first: FirstToken) -> bool:

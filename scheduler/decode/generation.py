@@ -60,6 +60,11 @@ class TokenGeneration:
             if request.arrival not in queues.preempting and request.planned + 1 < request.token_limit:
                 queues.start_decoding(request)
 
+    def resume(self, request: Request, now: float) -> None:
+        """The KV of a preempted request was fetched again: it goes on with its last token."""
+        self._state.enter(request, Phase.GENERATING, now)
+        self._state.of(request).queues.start_decoding(request)
+
     def make_room(self, request: Request, now: float) -> bool:
         """Lease pages for the request's next position, preempting the latest arrivals as needed. False when it has to
         wait, is preempted itself, or ends because it fills the pool alone."""

@@ -85,7 +85,7 @@ class PrefillSessions:
         session = server.session(replica.index)
         server.hellos.pop(replica.index, None)
         for request in [one for one in server.requests.values() if one.replica == replica.index]:
-            if request.phase is Phase.WAITING and request.incoming is None:
+            if request.to_fetch:
                 self._completion.fail(request, no_prefill(server.name, "down"), now)
             elif request.phase is Phase.FETCHING and request.incoming is not None:
                 request.incoming.lose()

@@ -36,6 +36,9 @@ class Completion:
         """End a request with an error. The first error stays; later ones do nothing."""
         if request.ended:
             return
+        if request.fetches_again and error.at_prefill:
+            self.compute_here(request, "failed", now)
+            return
         request.error = error
         self._state.metrics.failed(request.phase.value, error)
         self._end(request, Phase.FAILED, now)
@@ -66,6 +69,19 @@ class Completion:
         self._stop_transfers(request, now)
         self.release_if_safe(request)
 
+    def compute_here(self, request: Request, why: str, now: float) -> None:
+        """A preempted request is not fetched a second time. why: label of refetches_total."""
+        state = self._state
+        if not request.computes_here:
+            request.computes_here = True
+            state.metrics.counters.add("refetches_total", labels=(why,))
+            if request.phase is Phase.WAITING:
+                state.of(request).queues.requeue(request)
+                state.enter(request, Phase.WAITING, now)
+                return
+            self._stop_transfers(request, now)
+        self.release_if_safe(request)
+
     def cancelled_by_peer(self, request: Request, reason: str, now: float) -> None:
         """The peer that has reserved a request cancels it. The request may be ending already."""
         outgoing = request.outgoing
@@ -88,9 +104,14 @@ class Completion:
         self.release_if_safe(request)
 
     def release_if_safe(self, request: Request) -> None:
-        """Send the final reply and free the pages of an ended request, each as soon as it is safe."""
+        """Send the final reply and free the pages of an ended request, each as soon as it is safe. One that is not to
+        be fetched again starts over then."""
         incoming, outgoing = request.incoming, request.outgoing
-        if not request.ended or request.on_stages.stopping or (incoming is not None and incoming.remote_writes):
+        if request.on_stages.stopping or (incoming is not None and incoming.remote_writes):
+            return
+        if not request.ended:
+            if request.starts_over:
+                self._state.starting_over[request.arrival] = request
             return
         if outgoing is not None and outgoing.final_reply is not None:
             if outgoing.session in self._state.peers:
@@ -184,6 +205,8 @@ class Completion:
     def _stop_transfers(self, request: Request, now: float) -> None:
         """Stop bytes that may be under way, out or in. Pages are kept until every stage has answered."""
         state = self._state
+        if request.on_stages.stopping:
+            return
         outgoing, incoming = request.outgoing, request.incoming
         sending = outgoing is not None and outgoing.chunks and (outgoing.unacked or request.phase is Phase.FAILED)
         receiving = incoming is not None and incoming.state is not IncomingState.RECEIVED

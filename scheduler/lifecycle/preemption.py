@@ -2,11 +2,14 @@
 cache.
 
     decoding, and the pool is full          the latest arrival ─► WAITING, computed again with all its tokens
+      its KV came from a prefill server     … and fetched again, as that may still have it in its prefix cache;
+                                            computed here if that fails, or is not worth it (decode/fetch.py)
     optimistic, and a prompt whose peer has
     come lacks pages                        the latest arrival ─► BOOTSTRAP, computed again once its peer has come
 """
 
-from headrace.core.types.requests.request import SendTo
+from headrace.core.types.packed import prompt_hash
+from headrace.core.types.requests.request import FetchFrom, SendTo
 from headrace.scheduler.lifecycle.completion import Completion
 from headrace.scheduler.requests.phase import Phase
 from headrace.scheduler.requests.record import Request
@@ -57,6 +60,14 @@ class Preemption:
         for victim in victims if lacking <= 0 else ():
             self.preempt(victim, now)
 
+    def restart(self, now: float) -> None:
+        """Have requests begin again whose KV was to be fetched again, and does not come."""
+        state = self._state
+        for request in state.starting_over.values():
+            if request.starts_over:
+                self._requeue(request, now)
+        state.starting_over.clear()
+
     def _requeue(self, request: Request, now: float) -> None:
         """Free the pages, and have the request start again with all its tokens as the prompt.
 
@@ -69,12 +80,29 @@ class Preemption:
         request.preempted = True
         state.requests.renumber(request)
         state.unacknowledged.remove(request)
-        if isinstance(request.route, SendTo):
-            request.forget_first_token()
+        match request.route:
+            case SendTo():
+                request.forget_first_token()
+            case FetchFrom() as route:
+                self._choose_source(request, route)
         state.of(request).queues.requeue(request)
-        state.rebind(request)
+        if not request.to_fetch:
+            state.rebind(request)
         awaits_peer = isinstance(request.route, SendTo) and request.outgoing is None
         state.enter(request, Phase.BOOTSTRAP if awaits_peer else Phase.WAITING, now)
+
+    def _choose_source(self, request: Request, route: FetchFrom) -> None:
+        """Whether the KV of a request that was fetched is asked for again at its prefill server. The ticket is another
+        one, as each is used once."""
+        state = self._state
+        request.fetched = request.handoff(state.config.page_size)
+        state.prefills.end_fetch(request)
+        request.incoming = None
+        if request.images or state.prefills.session(route.prefill, request.replica) is None:
+            request.computes_here = True
+        if not request.computes_here:
+            name = prompt_hash(f"{route.ticket} {request.serial}".encode())
+            request.route = FetchFrom(route.prefill, name)
 
 
 def _pages(request: Request) -> int:

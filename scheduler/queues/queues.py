@@ -245,13 +245,14 @@ class Queues:
         self.preempting[request.arrival] = request
 
     def requeue(self, request: Request) -> None:
-        """A preempted request begins again, with all its tokens as the prompt. Its phase is moved by the caller."""
-        del self.preempting[request.arrival]
+        """A preempted request begins again, with all its tokens as the prompt, or all but the last one if their KV is
+        to be fetched: that one is decoded. Its phase is moved by the caller."""
+        self.preempting.pop(request.arrival, None)
         before = request.unplanned
         request.planned = request.computed = 0
         self._look_up(request)
         request.on_stages.next_token = False
-        request.target = request.length
+        request.target = request.length - request.to_fetch
         self.unplanned += request.unplanned - before
         self.recount(request)
 

@@ -12,6 +12,7 @@ from headrace.core.types.requests.constraint import GrammarStart
 from headrace.core.types.requests.draft import NO_DRAFT, Draft, DraftTerms
 from headrace.core.types.requests.images import ImageInput, next_position
 from headrace.core.types.requests.request import (
+    NO_HANDOFF,
     AnyRoute,
     FetchFrom,
     FinishReason,
@@ -94,6 +95,12 @@ class Request:
 
     preempted: bool = False
     """It gave up its pages once: what the prefix cache has of it since is its own work."""
+
+    computes_here: bool = False
+    """Route FetchFrom, preempted: its KV is not worth fetching again, or not to be had."""
+
+    fetched: HandoffStats = NO_HANDOFF
+    """What was fetched of it before it was preempted."""
 
     early_prefill: bool = False
     """Route SendTo: computed before a peer has reserved the ticket."""
@@ -184,8 +191,18 @@ class Request:
 
     @property
     def to_fetch(self) -> bool:
-        """Its KV has to be fetched before it goes on here. A request that was preempted after that is computed here."""
-        return isinstance(self.route, FetchFrom) and self.incoming is None
+        """Its KV has to be fetched before it goes on here."""
+        return isinstance(self.route, FetchFrom) and self.incoming is None and not self.computes_here
+
+    @property
+    def fetches_again(self) -> bool:
+        """Its KV is to be fetched, or is being fetched, a second time: it is computed here if that fails."""
+        return self.preempted and (self.to_fetch or self.phase is Phase.FETCHING)
+
+    @property
+    def starts_over(self) -> bool:
+        """Fetching its KV again has failed: it is computed here once nothing can be written into its pages."""
+        return self.computes_here and self.phase is Phase.FETCHING
 
     @property
     def needs_no_prefill(self) -> bool:
@@ -193,7 +210,8 @@ class Request:
         incoming = self.incoming
         received = incoming is not None and incoming.state is IncomingState.RECEIVED
         sampling = self.submit.sampling
-        return received and sampling.prompt_logprobs is None and sampling.hidden_states is None
+        enough = received or self.computes_here
+        return enough and sampling.prompt_logprobs is None and sampling.hidden_states is None
 
     @property
     def cacheable(self) -> int:
@@ -339,8 +357,8 @@ class Request:
             pages = pages_spanned(self.outgoing.cached_tokens, self.outgoing.sent, page_size)
             return HandoffStats(pages, self.outgoing.bytes, self.outgoing.chunks)
         if self.incoming is not None and self.incoming.chunks:
-            return HandoffStats(self.incoming.pages, self.incoming.bytes, self.incoming.chunks)
-        return HandoffStats()
+            return self.fetched.plus(HandoffStats(self.incoming.pages, self.incoming.bytes, self.incoming.chunks))
+        return self.fetched
 
     def make_first_token(self, token: int, logprob: TokenLogprob | None, reason: str) -> FirstToken:
         """What the metadata row says of this first token."""

@@ -85,6 +85,9 @@ class State:
         self.awaiting_row: dict[int, Request] = {}
         """Requests that need a metadata row since a peer has reserved, in the order of the reservations."""
 
+        self.starting_over: dict[int, Request] = {}
+        """Requests whose KV was to be fetched again, and which are to begin anew: nothing writes into their pages."""
+
         self.queued_by_tenant = QueuedShares()
         self.replicas = tuple(
             Replica(config, index, self.out, self.metrics, self.awaiting_row, self.queued_by_tenant)

@@ -173,6 +173,14 @@ CATALOG = (
     ),
     MetricSpec("preemptions_total", "counter", "Requests sent back to the queue for want of pages.", (), ((),)),
     MetricSpec(
+        "refetches_total",
+        "counter",
+        "Preempted requests whose KV had come from a prefill server: it was fetched again, most of it was still cached "
+        "here, or fetching it failed.",
+        ("result",),
+        (("fetched",), ("cached",), ("failed",)),
+    ),
+    MetricSpec(
         "dropped_messages_total",
         "counter",
         "Stale, duplicate or unknown messages, by reason.",

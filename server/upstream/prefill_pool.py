@@ -272,6 +272,13 @@ class PrefillPool:
             running=self._calls,
         )
 
+    def refetch_call(self, server: PrefillServer, body: PrefillRequest, observer: CallObserver) -> PrefillCall:
+        """A prompt to send to a server that has computed it before. It does not count as load."""
+        http = self._http if self._gets_key(server) else self._without_key
+        return PrefillCall(
+            http, server.url, body, observer, posted=lambda: None, answered=lambda: None, running=self._calls
+        )
+
     async def _kept(self, server: PrefillServer) -> None:
         await keep_running(f"the maintenance of prefill server {server.url}", lambda: self._maintain(server))
 

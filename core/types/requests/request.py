@@ -210,6 +210,13 @@ class HandoffStats(msgspec.Struct, frozen=True):
 
     chunks: int = 0
 
+    def plus(self, other: "HandoffStats") -> "HandoffStats":
+        """What was sent or fetched in both."""
+        return HandoffStats(self.pages + other.pages, self.bytes + other.bytes, self.chunks + other.chunks)
+
+
+NO_HANDOFF = HandoffStats()
+
 
 class Usage(msgspec.Struct, frozen=True):
     """Token counts of a request."""

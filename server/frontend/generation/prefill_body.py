@@ -9,7 +9,7 @@ from headrace.core.messages.http_prefill import PrefillRequest
 from headrace.core.types.errors import PREFILL_FAILED, ErrorInfo, HeadraceError
 from headrace.core.types.requests.constraint import Constraint
 from headrace.core.types.requests.draft import HiddenStates
-from headrace.core.types.requests.request import Timing
+from headrace.core.types.requests.request import SamplingParams, Timing
 from headrace.server.frontend.request.generation_request import GenerationRequest, GenerationResult
 from headrace.server.frontend.request.hidden_states import joined
 from headrace.server.upstream.prefill_call import PrefillResponse
@@ -39,6 +39,23 @@ def prefill_body(request: GenerationRequest, ticket: str, *, knows_start: bool) 
         slo_ttft_ms=None if terms.slo_ttft_s is None else terms.slo_ttft_s * 1000,
         structured_outputs=_structured_outputs(request.constraint),
     )
+
+
+def refetch_body(
+    request: GenerationRequest, ticket: str, tokens: tuple[int, ...], *, knows_start: bool
+) -> PrefillRequest:
+    """Body of POST /v1/prefill for the KV of tokens that a request has had before: its prompt, and what was generated.
+    The token that is sampled behind them is of no use; it must not end the request there, which would send no KV."""
+    terms = msgspec.structs.replace(request.terms, deadline_s=None, slo_ttft_s=None)
+    plain = GenerationRequest(
+        rid=ticket,
+        prompt=tokens,
+        sampling=SamplingParams(temperature=0.0, max_tokens=2),
+        ignore_eos=True,
+        terms=terms,
+        model=request.model,
+    )
+    return prefill_body(plain, ticket, knows_start=knows_start)
 
 
 def with_prefill_response(

@@ -5,6 +5,7 @@ remote:    Submit(ticket) ─► Reserved ─► POST /v1/prefill there ─► T
                                               └─ refused or failed: Abort with its error ─► RequestFailed
             RequestFailed by a prefill server: again at another one, see prefill_failover.py
 posted:    Submit(ticket), a router has sent the prompt there ───► Tokens ... RequestFinished
+preempted: Tokens ... Reserved(its ticket) ─► POST /v1/prefill there, of all tokens so far ─► Tokens ... RequestFinished
 """
 
 import asyncio
@@ -30,6 +31,7 @@ from headrace.core.types.requests.request import (
 )
 from headrace.server.frontend.generation.prefill_body import prefill_body, with_prefill_response
 from headrace.server.frontend.generation.prefill_failover import PrefillFailover, remaining
+from headrace.server.frontend.generation.refetch import Refetch
 from headrace.server.frontend.generation.results import (
     PromptParts,
     delta_of,
@@ -53,6 +55,7 @@ from headrace.server.telemetry.spans import RecordSpan
 from headrace.server.upstream.handoff_params import KvSource
 from headrace.server.upstream.prefill_call import PrefillProgress, posted_error
 from headrace.server.upstream.prefill_pool import PrefillChoice, PrefillPool
+from headrace.server.upstream.prefill_server import PrefillServer
 from headrace.text.detokenizer import TextStream
 
 log = logging.getLogger(__name__)
@@ -182,13 +185,20 @@ class GenerationRunner:
         async with (
             self._client.open(submit) as call,
             pool.prefill_call(choice, body, span) as prefill,
+            self._refetch(pool, choice.server, request, call) as refetch,
         ):
 
             def on_progress(progress: PrefillProgress) -> None:
                 call.deliver(Progress(rid=call.rid, phase=progress.phase, done=progress.done, total=progress.total))
 
+            def on_reserved(reserved: Reserved, generated: list[int]) -> None:
+                if reserved.ticket:
+                    refetch.post(reserved, generated)
+                else:
+                    prefill.start(on_progress, call.abort)
+
             try:
-                result = await self._follow(call, request, emit, lambda: prefill.start(on_progress, call.abort))
+                result = await self._follow(call, request, emit, on_reserved)
             except HeadraceError as error:
                 raise HeadraceError(await prefill.cause(error.info)) from error
             result = msgspec.structs.replace(result, peer=choice.server.url)
@@ -214,15 +224,23 @@ class GenerationRunner:
             route = FetchFrom(server.url, source.ticket, posting)
             submit = _submit(request, await self._merge_stops(request), route)
             try:
-                async with self._client.open(submit) as call:
-                    result = await self._follow(call, request, emit, lambda: None, forbidden)
+                async with self._client.open(submit) as call, self._refetch(pool, server, request, call) as refetch:
+
+                    def on_reserved(reserved: Reserved, generated: list[int]) -> None:
+                        if reserved.ticket:
+                            refetch.post(reserved, generated)
+
+                    result = await self._follow(call, request, emit, on_reserved, forbidden)
                     return msgspec.structs.replace(result, peer=server.url)
             except HeadraceError as error:
                 raise HeadraceError(posted_error(error.info)) from error
 
     async def _compute_here(self, request: GenerationRequest, emit: Emit) -> GenerationResult:
         async with self._client.open(_submit(request, await self._merge_stops(request), DecodeHere())) as call:
-            return await self._follow(call, request, emit, lambda: None)
+            return await self._follow(call, request, emit)
+
+    def _refetch(self, pool: PrefillPool, server: PrefillServer, request: GenerationRequest, call: Call) -> Refetch:
+        return Refetch(pool, server, request, call, self._clock, self._record_span)
 
     async def _merge_stops(self, request: GenerationRequest) -> SamplingParams:
         """Adds every token id that ends the text by itself to stop_token_ids: EOS, and tokens that contain a stop
@@ -252,11 +270,11 @@ class GenerationRunner:
         call: Call,
         request: GenerationRequest,
         emit: Emit,
-        on_reserved: Callable[[], None],
+        on_reserved: Callable[[Reserved, list[int]], None] = lambda _reserved, _generated: None,
         forbidden: frozenset[int] = frozenset(),
     ) -> GenerationResult:
-        """Emit a call's events until it ends. on_reserved: called when pages are reserved here. forbidden: token ids
-        that the first token must not be."""
+        """Emit a call's events until it ends. on_reserved: called when pages are reserved here, with the tokens that
+        were generated so far. forbidden: token ids that the first token must not be."""
         ends = frozenset((*request.sampling.stop_token_ids, *self._eos(request)))
         text = TextStream(
             self._model.tokenizer.showing(request.shown),
@@ -269,11 +287,14 @@ class GenerationRunner:
         hidden_ends = frozenset() if request.keep_stop else ends
         stopped, seen = False, 0
         parts = PromptParts(len(request.prompt))
+        generated: list[int] = []
         while True:
             event = await call.next()
+            if isinstance(event, Tokens):
+                generated += event.tokens
             match event:
                 case Reserved():
-                    on_reserved()
+                    on_reserved(event, generated)
                 case Progress():
                     await emit(event)
                 case HiddenPart() | LogprobPart():

@@ -1,14 +1,15 @@
 """A decode server's prompts at its prefill servers: what is sent, relayed and refused, and local fallback."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Iterable
+from typing import Any
 
 import httpx
 import msgspec
 import pytest
 
 from headrace.core.messages.frontend import Abort, AddPrefill, Submit
-from headrace.core.messages.replies import AnySchedulerReply, Tokens
+from headrace.core.messages.replies import AnySchedulerReply, Reserved, Tokens
 from headrace.core.types.requests.request import DecodeHere, FetchFrom, SendTo
 from headrace.text.tokenizer import Tokenizer
 from tests.server.fake_prefills import ANSWER, ONE, Prefills, decode, fetched, until_ready, welcoming
@@ -206,3 +207,54 @@ async def test_no_fallback_after_a_token_was_sent_or_for_client_errors(tokenizer
             response = await http.post("/v1/completions", json={"prompt": "x"})
             assert response.status_code == (502 if status == 500 else 400)
         assert [type(submit.route) for submit in link.of(Submit)] == [FetchFrom]
+
+
+def preempted_once(tokenizer: Tokenizer) -> Callable[[FakeLink, Submit], Iterable[AnySchedulerReply]]:
+    """A script: the KV comes, and is to be fetched again after two tokens of "hello there"."""
+    ids = tokenizer.encode("hello there")
+
+    def script(link: FakeLink, submit: Submit) -> Iterable[AnySchedulerReply]:
+        yield from reserving(link, submit)
+        yield Tokens(rid=submit.rid, tokens=tuple(ids[:2]))
+        yield Reserved(rid=submit.rid, ticket="again", tokens=len(submit.prompt) // 4 + 1)
+        yield from (Tokens(rid=submit.rid, tokens=(token,)) for token in ids[2:])
+        yield finished(submit.rid, "length", completion=len(ids))
+
+    return script
+
+
+@in_loop
+async def test_a_preempted_request_has_its_tokens_posted_again(tokenizer: Tokenizer) -> None:
+    link, prefills = FakeLink(preempted_once(tokenizer)), Prefills()
+    async with decode(link, tokenizer, prefills) as (_, http):
+        body = {
+            "prompt": [1, 2, 3],
+            "max_tokens": 9,
+            "temperature": 0.5,
+            "stop": "xyz",
+            "cache_salt": "s",
+            "deadline_s": 9,
+        }
+        answer = json_of(await http.post("/v1/completions", json=body))
+    assert answer["choices"][0]["text"] == "hello there"
+    first, again = (asked for _, asked, _ in prefills.posts)
+    assert again["ticket"] == "again" != first["ticket"]
+    assert again["prompt_token_ids"] == [1, 2, 3, tokenizer.encode("hello there")[0]]
+    assert (again["max_tokens"], again["ignore_eos"], again["stop"]) == (2, True, []), "no token ends it there"
+    assert again["cache_salt"] == "s"
+    assert again.get("deadline_s") is None
+
+
+@in_loop
+async def test_a_refusal_of_what_is_posted_again_is_told_to_the_scheduler(tokenizer: Tokenizer) -> None:
+    def answer(body: dict[str, Any]) -> httpx.Response:
+        refusal = {"error": {"code": "queue_full", "message": "full"}}
+        return httpx.Response(429, json=refusal) if body["ticket"] == "again" else httpx.Response(200, json=ANSWER)
+
+    link = FakeLink(preempted_once(tokenizer))
+    async with decode(link, tokenizer, Prefills(answer)) as (_, http):
+        asked = asyncio.create_task(http.post("/v1/completions", json={"prompt": [1, 2, 3]}))
+        abort = await link.wait_for(Abort)
+        assert abort.error is not None
+        assert (abort.error.code, abort.error.at_prefill) == ("queue_full", True)
+        assert (await asked).status_code == 200, "the scheduler goes on without it"
