@@ -167,15 +167,9 @@ def plan_memory(
     ]
     on_gpu = computation.device != "cpu"
     if on_gpu:
-        taken += [
-            _Taken(
-                f"activations of {pass_tokens} tokens", activation_bytes(part, computation.dtype, pass_tokens, length)
-            ),
-            _Taken("CUDA graphs", graph_bytes(part, computation.dtype, graphs), "--cuda-graphs off"),
-            _Taken("workspaces of products", PRODUCT_BYTES * (2 if graphs else 1)),
-            _Taken("copies of KV", COPY_BYTES),
-            _Taken("FlashInfer", FLASHINFER_BYTES if flashinfer else 0, "--attention torch"),
-        ]
+        activations = activation_bytes(part, computation.dtype, pass_tokens, length)
+        taken.append(_Taken(f"activations of {pass_tokens} tokens", activations))
+        taken += _taken_on_gpu(graph_bytes(part, computation.dtype, graphs), flashinfer=flashinfer)
     taken = [each for each in taken if each.size]
     room = int((available_bytes - weights - sum(each.size for each in taken)) / kv_copies)
     if room < geometry.page_bytes:
@@ -205,6 +199,14 @@ def plan_memory(
             )
         ),
     )
+
+
+def _taken_on_gpu(graphs: int, *, flashinfer: bool) -> Iterator[_Taken]:
+    """What a GPU's libraries and copies take. graphs: bytes of CUDA graphs; 0 where there are none."""
+    yield _Taken("CUDA graphs", graphs, "--cuda-graphs off")
+    yield _Taken("workspaces of products", PRODUCT_BYTES * (2 if graphs else 1))
+    yield _Taken("copies of KV", COPY_BYTES)
+    yield _Taken("FlashInfer", FLASHINFER_BYTES if flashinfer else 0, "--attention torch")
 
 
 class _Available(NamedTuple):
