@@ -5,7 +5,6 @@ from unittest.mock import patch
 import pytest
 
 from headrace.core.messages.orders import Forward
-from headrace.core.types.requests.request import FetchFrom
 from headrace.scheduler.batching.planner import Planner
 from headrace.scheduler.batching.starting import Starter
 from headrace.scheduler.requests.phase import Phase
@@ -46,7 +45,7 @@ class PlainFcfs(Planner):
         state = self._state
         starter: Starter = self._starter
         while state.engine.ready and (head := self._head()) is not None:
-            to_fetch = isinstance(head.route, FetchFrom) and head.incoming is None
+            to_fetch = head.to_fetch
             full = batch is None or batch.full or self._replica.queues.rows >= state.config.max_running
             if not to_fetch and full:
                 return
