@@ -39,6 +39,9 @@ class SimulatedClient:
     finished_early: bool = False
     """The client has ended it as complete."""
 
+    again: bool = False
+    """It is what a preempted request has had so far, posted a second time: what it is depends on the schedule."""
+
 
 @dataclass(slots=True)
 class SimulationReport:
@@ -247,7 +250,8 @@ class SimulatedServer:
             self._promises.ended(output.rid)
             if isinstance(output, RequestFinished):
                 self._check_tokens(client, output)
-                self.report.results[self.name, output.rid] = (tuple(client.tokens), output.reason)
+                if not client.again:
+                    self.report.results[self.name, output.rid] = (tuple(client.tokens), output.reason)
             self._check_nonfinite(client, output)
             key = output.reason if isinstance(output, RequestFinished) else output.error.code
             self.report.outcomes[f"{self.name}:{key}"] = self.report.outcomes.get(f"{self.name}:{key}", 0) + 1

@@ -249,7 +249,7 @@ class Simulation:
         )
         route = client.submit.route
         assert isinstance(route, FetchFrom), "in a pair every request is fetched"
-        self._posted(self._prefills[route.prefill], SimulatedClient(submit, tokens))
+        self._posted(self._prefills[route.prefill], SimulatedClient(submit, tokens, again=True))
 
     def _posted(self, prefill: SimulatedServer, client: SimulatedClient) -> None:
         if client.submit.rid not in prefill.clients:
