@@ -1,12 +1,15 @@
 """Admission: a Submit becomes a request in the queues, or is refused with a typed error."""
 
+from msgspec.structs import replace
+
 from headrace.core.messages.frontend import Submit
 from headrace.core.messages.peers import AskRenew
-from headrace.core.messages.replies import RequestFailed
+from headrace.core.messages.replies import PrefillDecided, RequestFailed
 from headrace.core.types import refusals
 from headrace.core.types.errors import CANCELLED, TICKET_IN_USE, TOO_LONG, ErrorInfo
 from headrace.core.types.packed import ITEM_BYTES, packed_length, unpack
-from headrace.core.types.requests.request import FetchFrom, SendTo
+from headrace.core.types.requests.remote_prefill import LocalForecast, decide, threshold_of
+from headrace.core.types.requests.request import DecodeHere, FetchFrom, SendTo
 from headrace.scheduler.costs.cost_model import Load
 from headrace.scheduler.lifecycle.completion import release_ticket
 from headrace.scheduler.overload import Overload
@@ -34,7 +37,7 @@ class Admission:
         if error is not None:
             self._refuse(submit, error)
             return
-        index, cached = self._bind(submit)
+        submit, (index, cached) = self._placed(submit, now)
         replica = self._state.replicas[index]
         full = None if submit.moved else self._overload.full(submit)
         error = self._misfit(submit, replica) or full or self._no_prefill(submit, index)
@@ -45,6 +48,29 @@ class Admission:
             self._admit(submit, replica, now)
         else:
             self._admit_or_predict_late(submit, replica, cached, now)
+
+    def _placed(self, submit: Submit, now: float) -> tuple[Submit, Binding]:
+        """The request with the route by which its prompt costs least, if it is to be compared, and its replica."""
+        binding, route = self._bind(submit), submit.route
+        if not isinstance(route, FetchFrom) or not route.compare:
+            return submit, binding
+        here = replace(submit, route=DecodeHere())
+        local = self._bind(here)
+        decision = decide(self._forecast(here, local, now), route.forecast, threshold_of(submit.rid))
+        self._state.metrics.counters.add("prefill_decisions_total", labels=(decision.reason,))
+        self._state.out.add(PrefillDecided(rid=submit.rid, decision=decision))
+        return (submit, binding) if decision.remote else (here, local)
+
+    def _forecast(self, submit: Submit, binding: Binding, now: float) -> LocalForecast | None:
+        """What computing a prompt here is expected to take; None while the cost model predicts no seconds."""
+        replica = self._state.replicas[binding.replica]
+        if not replica.costs.trusted:
+            return None
+        cached = replica.queues.cached(submit) if binding.cached is None else binding.cached
+        length = packed_length(submit.prompt)
+        load = Load.between(cached, length)
+        prediction = replica.predictor.predict(submit.terms.priority, submit.terms.slo_ttft_s, load, cached, now)
+        return LocalForecast(prediction.ttft_s, replica.costs.load_s(load), replica.queues.delayed, cached / length)
 
     def _bind(self, submit: Submit) -> Binding:
         """The replica of a new request. One whose peer has not reserved is bound again once it has."""

@@ -146,10 +146,10 @@ class Scheduler:
         """Leading tokens of a packed prompt whose KV the prefix cache of a replica holds now."""
         return max(replica.cache.cached_positions(prompt, salt) for replica in self._state.replicas)
 
-    def load(self) -> tuple[float, tuple[float, float]]:
-        """Predicted seconds of computing what is admitted and not planned, and the cost per squared token and per
-        token by which they are predicted."""
-        return self._state.unplanned_s, self._state.replicas[0].costs.per_token
+    def load(self) -> tuple[float, tuple[float, float], bool]:
+        """Predicted seconds of computing what is admitted and not planned, the cost per squared token and per token by
+        which they are predicted, and whether both are to be trusted."""
+        return self._state.unplanned_s, self._state.replicas[0].costs.per_token, self._state.costs_trusted
 
     def handle(self, event: Event, now: float) -> list[Effect]:
         """Take in one event; return what is to be done about it."""

@@ -10,6 +10,7 @@ from headrace.core.types.kv.geometry import CacheShape
 from headrace.core.types.ranks.expert_load import ExpertLoad
 from headrace.core.types.requests.draft import DraftTokens, HiddenStates
 from headrace.core.types.requests.prompt_logprobs import LogprobRun
+from headrace.core.types.requests.remote_prefill import PrefillDecision
 from headrace.core.types.requests.request import HandoffStats, Timing, TokenLogprob, Usage
 
 
@@ -77,6 +78,13 @@ class PrefillState(SchedulerReply, frozen=True, kw_only=True):
     reason: str = ""
     unfit: bool = False
     """The two servers do not fit each other, so that waiting for it does not help."""
+
+
+class PrefillDecided(SchedulerReply, frozen=True, kw_only=True):
+    """Route FetchFrom with compare: where the prompt is computed. Sent once, at admission."""
+
+    rid: str
+    decision: PrefillDecision
 
 
 class Reserved(SchedulerReply, frozen=True, kw_only=True):
@@ -230,6 +238,7 @@ AnySchedulerReply = (
     | ServerInfo
     | StageDown
     | PrefillState
+    | PrefillDecided
     | Reserved
     | Progress
     | Tokens

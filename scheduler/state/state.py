@@ -141,6 +141,11 @@ class State:
         return sum(replica.costs.load_s(replica.queues.load) for replica in self.replicas) / len(self.replicas)
 
     @property
+    def costs_trusted(self) -> bool:
+        """Every replica's cost model predicts seconds, and has been right of late."""
+        return all(replica.costs.trusted for replica in self.replicas)
+
+    @property
     def phases(self) -> dict[Phase, int]:
         """Requests by phase."""
         return {phase: sum(replica.queues.requests[phase] for replica in self.replicas) for phase in QUEUES}

@@ -14,6 +14,7 @@ from headrace.core.types.errors import (
 )
 from headrace.core.types.ranks.coordinate import CutResult
 from headrace.core.types.requests.outcomes import FAILED, OTHER, REFUSED
+from headrace.core.types.requests.remote_prefill import PREFILL_REASONS
 from headrace.scheduler.kv.node import TIERS
 from headrace.scheduler.requests.phase import Phase
 
@@ -98,6 +99,14 @@ CATALOG = (
         (),
         ((),),
         ERRORS,
+    ),
+    MetricSpec(
+        "prefill_decisions_total",
+        "counter",
+        "Prompts by where --remote cost has them computed, and why: at a prefill server (cheaper_there, unknown_cost) "
+        "or here (cheaper_here, cached_here: at least half of the prompt is in the prefix cache).",
+        ("reason",),
+        tuple((reason,) for reason in PREFILL_REASONS),
     ),
     MetricSpec(
         "overload_refusals_total",

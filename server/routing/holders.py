@@ -47,14 +47,23 @@ class HolderIndex:
             else:
                 self._drop_tiers(replica, page)
 
-    def sent(self, replica: int, pages: Sequence[int], now: float) -> None:
-        """A prompt with these pages was sent to the replica."""
+    def sent(self, replica: int, pages: Sequence[int], now: float) -> list[int]:
+        """A prompt with these pages was sent to the replica. Returns those that it was not known to hold."""
         sent = self._sent.setdefault(replica, {})
+        new = [page for page in pages if not self._masks.get(page, 0) >> replica & 1]
         for page in pages:
             sent.pop(page, None)
             sent[page] = now + self._sent_s
             self._masks[page] = self._masks.get(page, 0) | 1 << replica
         self.expire(replica, now)
+        return new
+
+    def forget(self, replica: int, pages: Sequence[int]) -> None:
+        """The prompt that these pages were sent with does not come."""
+        sent = self._sent.get(replica, {})
+        for page in pages:
+            if sent.pop(page, None) is not None:
+                self._unmark(replica, page)
 
     def expire(self, replica: int, now: float) -> None:
         """Forget pages of prompts that were sent long ago."""

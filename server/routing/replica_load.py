@@ -8,9 +8,13 @@ A prompt of another router is seen with the next report; one of this router at o
 Work is counted in tokens and squared tokens, which are priced with the costs that are known when they are asked for.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import msgspec
+
+from headrace.core.types.requests.remote_prefill import RemoteForecast
+from headrace.server.routing.handoff_cost import HandoffCost
 
 REPORT_S = 10.0  # older reports do not count
 
@@ -23,6 +27,9 @@ class LoadReport(msgspec.Struct, frozen=True):
 
     cost: tuple[float, float]
     """Seconds per squared token and per token of a prompt."""
+
+    trusted: bool = False
+    """Both are seconds, and were right of late. Until a plan was computed there, they compare with each other alone."""
 
 
 class Work(NamedTuple):
@@ -49,6 +56,9 @@ class Sent(msgspec.Struct, eq=False):
     replica: int
     work: Work
     prompt_tokens: int
+    pages: Sequence[int] = ()
+    """Names of its pages that the replica was not known to hold."""
+
     posted_at: float | None = None
     """None until it was sent: pages are reserved for it before."""
 
@@ -61,6 +71,7 @@ class ReplicaLoad:
         self._reported_at = 0.0
         self._open: dict[int, Sent] = {}  # by identity; those that are not done
         self._unreported: dict[int, Sent] = {}  # those of them that the report cannot have
+        self.handoffs = HandoffCost()
         self.prompt_tokens = 0
         """Of the prompts that are not done."""
 
@@ -85,6 +96,15 @@ class ReplicaLoad:
         if self._open.pop(id(sent), None) is not None:
             self._unreported.pop(id(sent), None)
             self.prompt_tokens -= sent.prompt_tokens
+
+    def forecast(self, sent: Sent, now: float) -> RemoteForecast | None:
+        """What the replica is expected to take for a prompt that was chosen to be computed there; None where it has
+        not said what computing costs it. An old report does not count: the queue is then what is known of it here."""
+        if self.report is None or not self.report.trusted:
+            return None
+        work_s = sent.work.seconds(self.report.cost)
+        queued_s = max(0.0, self.queued_s(self.report.cost, now) - work_s)
+        return RemoteForecast(queued_s, work_s, self.handoffs.seconds(sent.work.tokens))
 
     def queued_s(self, cost: tuple[float, float], now: float) -> float:
         """Predicted seconds of the work that waits there, at this cost."""

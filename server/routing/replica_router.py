@@ -14,6 +14,7 @@ from collections.abc import Iterable, Sequence
 from headrace.core.messages.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KvEventMessage
 from headrace.core.types.packed import ITEM_BYTES, packed_length
 from headrace.core.types.requests.images import ImageInput, page_key
+from headrace.core.types.requests.remote_prefill import RemoteForecast
 from headrace.scheduler.kv.cache_events import page_digest, root_digest, short
 from headrace.server.routing.holders import SENT_S, HolderIndex
 from headrace.server.routing.replica_load import LoadReport, ReplicaLoad, Sent, work
@@ -51,9 +52,9 @@ class ReplicaRouter:
             for number in listed
         ]
         chosen = listed[best(candidates)]
-        sent = Sent(chosen, work(lengths.get(chosen, 0), tokens), tokens)
+        new = self._index.sent(chosen, names[self._page_sizes[chosen]], now)
+        sent = Sent(chosen, work(lengths.get(chosen, 0), tokens), tokens, new)
         self._loads[chosen].sent(sent)
-        self._index.sent(chosen, names[self._page_sizes[chosen]], now)
         return sent
 
     def least_loaded(self, tokens: int, replicas: Sequence[int], now: float) -> Sent:
@@ -63,6 +64,19 @@ class ReplicaRouter:
         sent = Sent(chosen, work(0, tokens), tokens)
         self._loads[chosen].sent(sent)
         return sent
+
+    def forecast(self, sent: Sent, now: float) -> RemoteForecast | None:
+        """What the replica is expected to take for the prompt; None where it has not said what computing costs it."""
+        return self._loads[sent.replica].forecast(sent, now)
+
+    def withdraw(self, sent: Sent) -> None:
+        """The prompt does not go to its replica: it is computed where it is decoded."""
+        self.done(sent)
+        self._index.forget(sent.replica, sent.pages)
+
+    def handed_over(self, sent: Sent, seconds: float) -> None:
+        """The replica's KV of the prompt is here. seconds: what that took beside the replica's queue and computing."""
+        self._loads[sent.replica].handoffs.observe(sent.work.tokens, seconds)
 
     def posted(self, sent: Sent, now: float) -> None:
         """The prompt leaves for its replica now."""

@@ -6,6 +6,7 @@ import msgspec
 
 from headrace.core.types.kv.kv_tiers import NONE_LOADED, TierTokens
 from headrace.core.types.requests.draft import Draft
+from headrace.core.types.requests.remote_prefill import RemoteForecast
 
 FinishReason = Literal["stop", "length"]
 HiddenWanted = Literal["last", "all"]
@@ -60,6 +61,12 @@ class FetchFrom(Route, frozen=True):
 
     posting: PromptPosting = "local"
     """Who posts the prompt to the prefill server."""
+
+    forecast: RemoteForecast | None = None
+    """With compare: what the server is expected to take; None where that is not known."""
+
+    compare: bool = False
+    """Compute the prompt here where that is expected to cost less."""
 
 
 class Discard(Route, frozen=True):

@@ -76,14 +76,17 @@ class TimedPipeline:
         fetch_tokens_s: float | None,
         host: TimedHostTier,
         report: Callable[[AnyStageEvent], None],
+        read_s: float = 0.0,
     ) -> None:
         """costs: of each stage. fetch_tokens_s: tokens a second whose KV leaves each stage; None: at once. report:
-        takes the stages' events."""
+        takes the stages' events. read_s: seconds that all stages add to a pass for each token whose KV is read by a
+        request that decodes."""
         self._world = world
         self._costs = costs
         self._fetch_tokens_s = fetch_tokens_s
         self._host = host
         self._report = report
+        self._read_s = read_s / len(costs)
         self._free_at = [0.0] * len(costs)
         self._link_free_at = 0.0
         self._done_at: dict[int, float] = {}  # by order number, of passes whose end is to come
@@ -129,8 +132,9 @@ class TimedPipeline:
     def _forward(self, order: Forward) -> None:
         self.plans += 1
         at, last = self._world.now, len(self._costs) - 1
+        read_s = self._read_s * sum(row.start for row in order.rows if row.generated) if self._read_s else 0.0
         for stage, cost in enumerate(self._costs):
-            seconds = pass_seconds(cost, order.rows)
+            seconds = pass_seconds(cost, order.rows) + read_s
             at = self._free_at[stage] = max(at, self._free_at[stage]) + seconds
             self.busy_s[stage] += seconds
             samples = tuple(SampledToken(row.request, TOKEN) for row in order.rows if row.sample is not None)

@@ -11,6 +11,7 @@ from headrace.core.messages.kv_events import KvEventMessage
 from headrace.core.types.errors import ErrorInfo
 from headrace.scheduler.costs.chunking import Cost
 from headrace.testing.world import World
+from headrace.tools.simulate.replay.decode_server import DecodeTier, ReplayDecodeServer
 from headrace.tools.simulate.replay.replica import HostTier, ReplayReplica
 from headrace.tools.simulate.replay.routing import ReplayRouter, RouterFactory
 from headrace.tools.simulate.replay.workload import TraceRequest, prompt
@@ -44,6 +45,9 @@ class ReplaySettings(msgspec.Struct, frozen=True, kw_only=True):
     objective_s: Callable[[int], float] | None = None
     """Seconds that a prompt of so many tokens asks for as slo_ttft_ms; None: it asks for nothing."""
 
+    decode: DecodeTier | None = None
+    """Decode servers, which have prompts computed; None: decode peers take any KV at once."""
+
     latency_s: float = 0.0
     """Seconds until a request reaches the scheduler. What an answer takes to its client is little, and counted here."""
 
@@ -67,6 +71,21 @@ class ReplayOutcome(msgspec.Struct, gc=False):
     """How often it was submitted."""
 
     tenant: str = ""
+    generated: int = 0
+    """Tokens that a decode server of the replay has generated."""
+
+    end_s: float | None = None
+    """Seconds from the first arrival to the last of these."""
+
+    remote: bool = True
+    """A prefill server has computed the prompt."""
+
+    @property
+    def token_s(self) -> float | None:
+        """Seconds per generated token after the first one; None where there is none."""
+        if self.end_s is None or self.first_token_s is None or self.generated < 2:
+            return None
+        return (self.end_s - self.first_token_s) / (self.generated - 1)
 
 
 class ReplayResult(msgspec.Struct, frozen=True):
@@ -102,8 +121,9 @@ class Replay:
         self._outcomes: list[ReplayOutcome] = []
         self._open = len(requests)
         self._last_token_at = 0.0
-        scheduler = msgspec.structs.replace(settings.scheduler, kv_events=settings.replicas > 1)
+        scheduler = msgspec.structs.replace(settings.scheduler, kv_events=settings.replicas > 1 or settings.decode is not None)
         self._router: ReplayRouter | None = None
+        self._decodes: list[ReplayDecodeServer] = []
         self._replicas = [
             ReplayReplica(
                 self._world,
@@ -117,8 +137,21 @@ class Replay:
             )
             for number in range(settings.replicas)
         ]
-        if settings.replicas > 1:
+        if settings.replicas > 1 and settings.decode is None:
             self._router = settings.router(self._replicas, scheduler.page_size)
+        self._decodes = [
+            ReplayDecodeServer(
+                self._world,
+                number,
+                settings.scheduler,
+                settings.costs,
+                settings.decode,
+                self._replicas,
+                self._token,
+                self._served,
+            )
+            for number in range(settings.decode.servers if settings.decode is not None else 0)
+        ]
 
     def run(self) -> ReplayResult:
         """Run until every request has ended."""
@@ -150,6 +183,9 @@ class Replay:
     def _send(self, number: int) -> None:
         """The client of a request sends it, for the first time or again."""
         outcome, tokens = self._outcomes[number], prompt(self._requests[number])
+        if self._decodes:
+            self._send_to_decode(number, tokens)
+            return
         if self._router is not None:
             outcome.replica = self._router.choose(str(number), tokens, self._world.now)
         replica, objective_s = self._replicas[outcome.replica], self._settings.objective_s
@@ -163,7 +199,30 @@ class Replay:
         else:
             submit()
 
+    def _send_to_decode(self, number: int, tokens: bytes) -> None:
+        """To the decode server with the fewest open requests; of equal ones the first."""
+        request, objective_s = self._requests[number], self._settings.objective_s
+        slo = None if objective_s is None else objective_s(request.tokens)
+        server = min(self._decodes, key=lambda one: one.open_requests)
+        server.submit(str(number), tokens, request.output_tokens, request.tenant, slo)
+
+    def _token(self, rid: str) -> None:
+        """A decode server has a token of a request."""
+        outcome = self._outcomes[int(rid)]
+        outcome.generated += 1
+        outcome.end_s = self._last_token_at = self._world.now
+        outcome.end_s -= outcome.arrival_s
+        if outcome.first_token_s is None:
+            outcome.first_token_s = outcome.end_s
+
+    def _served(self, rid: str, cached_tokens: int, remote: bool, error: ErrorInfo | None) -> None:
+        """A request has ended at its decode server."""
+        self._outcomes[int(rid)].remote = remote
+        self._ended(rid, cached_tokens, error)
+
     def _cached(self, replica: int, event: KvEventMessage) -> None:
+        for server in self._decodes:
+            server.observe(replica, event)
         if self._router is not None:
             self._router.observe(replica, event)
 

@@ -28,6 +28,8 @@ PEER = "peer"
 ANSWERED = SamplingParams(temperature=0.0, max_tokens=1)
 HANDED_OVER = SamplingParams(temperature=0.0, max_tokens=2)  # a request of one token hands no KV over
 
+HandedOver = Callable[[RequestFinished | RequestFailed], None]
+
 
 class HostTier(NamedTuple):
     """Host tier of each replica."""
@@ -66,16 +68,14 @@ class ReplayReplica:
         self._cached = cached
         self._scheduler = Scheduler(config)
         self._driver = SchedulerDriver(world, self._scheduler, self._perform)
+        self._handed_over: dict[str, HandedOver] = {}  # by rid, of decode servers in the replay
         self._work: dict[str, float] = {}  # predicted seconds of requests without a first token
         self._queued_s = 0.0
         copies = TimedHostTier(world, len(costs), config.page_size, host.tokens_s, self._driver.handle)
         self.pipeline = TimedPipeline(world, costs, fetch_tokens_s, copies, self._driver.handle)
         self.pipeline.start(config.kv_pages, config.page_size, host.pages)
         if self._hands_over:
-            pools = (Geometry("float32", 1, 1, 1, config.page_size),)
-            self._driver.handle(
-                PeerJoined(name=PEER, terms=PeerTerms(session=PEER, geometries=pools, window_bytes=1 << 30))
-            )
+            self.join(PEER)
 
     @property
     def open_requests(self) -> int:
@@ -115,6 +115,26 @@ class ReplayReplica:
             )
         )
 
+    def join(self, peer: str) -> None:
+        """A decode server begins a session, which has its name."""
+        pools = (Geometry("float32", 1, 1, 1, self._config.page_size),)
+        terms = PeerTerms(session=peer, geometries=pools, window_bytes=1 << 30)
+        self._driver.handle(PeerJoined(name=peer, terms=terms))
+
+    def compute(
+        self,
+        rid: str,
+        prompt: bytes,
+        peer: str,
+        reservation: Reservation,
+        handed_over: HandedOver,
+    ) -> None:
+        """Take in a prompt of a decode server that has joined, and its reservation. handed_over: called when its KV is
+        there, or it has failed."""
+        self._handed_over[rid] = handed_over
+        self._driver.handle(PeerReserved(session=peer, reservation=reservation))
+        self._driver.handle(Submit(rid=rid, prompt=prompt, sampling=HANDED_OVER, route=SendTo(rid)))
+
     def _uncached_s(self, prompt: bytes) -> float:
         cached = self._scheduler.cached_tokens(prompt)
         return row_seconds(self._cost, cached, len(prompt) // ITEM_BYTES - cached)
@@ -131,6 +151,8 @@ class ReplayReplica:
                 case Tokens():
                     self._leave_queue(effect.rid)
                     self._first_token(effect.rid)
+                case RequestFinished() | RequestFailed() if effect.rid in self._handed_over:
+                    self._handed_over.pop(effect.rid)(effect)
                 case RequestFinished():
                     self._ended(effect.rid, effect.usage.cached_tokens, None)
                 case RequestFailed():

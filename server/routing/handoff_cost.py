@@ -1,0 +1,34 @@
+"""What handing over adds to a prefill server's own time, learnt from the handoffs that were done.
+
+    added = from the prompt's posting to its first token here  -  queue and computing as the prefill server measured them
+          ≈ a + b · tokens sent          reservation, requests, last chunk; a link that is slower than computing
+
+Least squares over recent handoffs, forgetting; neither coefficient is below zero.
+"""
+
+FORGETTING = 0.95  # weight of a handoff when the next one comes
+
+
+class HandoffCost:
+    """The handoffs of one prefill server. Nothing is added while none is known."""
+
+    def __init__(self) -> None:
+        self._count = self._tokens = self._squares = self._seconds = self._products = 0.0
+
+    def observe(self, tokens: int, seconds: float) -> None:
+        """A handoff of the KV of so many tokens has added so many seconds."""
+        seconds = max(0.0, seconds)
+        self._count = FORGETTING * self._count + 1
+        self._tokens = FORGETTING * self._tokens + tokens
+        self._squares = FORGETTING * self._squares + tokens * tokens
+        self._seconds = FORGETTING * self._seconds + seconds
+        self._products = FORGETTING * self._products + tokens * seconds
+
+    def seconds(self, tokens: int) -> float:
+        """What a handoff of so many tokens is expected to add."""
+        if not self._count:
+            return 0.0
+        spread = self._count * self._squares - self._tokens**2
+        slope = (self._count * self._products - self._tokens * self._seconds) / spread if spread > 0 else 0.0
+        slope = min(max(0.0, slope), self._seconds / self._tokens if self._tokens else 0.0)
+        return (self._seconds - slope * self._tokens) / self._count + slope * tokens

@@ -1,0 +1,213 @@
+"""One decode server of a replay: a real Scheduler on modelled stages, which decodes what its trace has generated.
+
+    arrival ─► choice of a prefill server ─► Submit ─┬─ decided: there ─► reserved ─► posted ─► KV is here ─► decoding
+                                                     └─ decided: here ──► computed between decode rows ─────► decoding
+
+Chosen, forecast and decided is by the code of decode servers (headrace.server.routing, core's remote_prefill).
+"""
+
+import random
+from collections.abc import Callable, Sequence
+from typing import Literal, get_args
+
+import msgspec
+
+from headrace.core.config import SchedulerConfig
+from headrace.core.messages.frontend import Abort, AddPrefill, Submit
+from headrace.core.messages.kv_events import KvEventMessage
+from headrace.core.messages.orders import Order, PrepareReceive
+from headrace.core.messages.peers import AskReserve, PrefillUp
+from headrace.core.messages.replies import PrefillDecided, RequestFailed, RequestFinished, Reserved, Tokens
+from headrace.core.messages.stage_events import KvReceived, ReceivePrepared
+from headrace.core.types.errors import ErrorInfo
+from headrace.core.types.kv.geometry import Geometry
+from headrace.core.types.peers.session_terms import PrefillTerms
+from headrace.core.types.requests.request import DecodeHere, FetchFrom, FirstToken, SamplingParams
+from headrace.core.types.requests.reservation import Reservation
+from headrace.core.types.requests.terms import RequestTerms
+from headrace.scheduler.costs.chunking import Cost
+from headrace.scheduler.scheduler import Effect, Scheduler
+from headrace.server.routing.replica_load import Sent
+from headrace.server.routing.replica_router import ReplicaRouter
+from headrace.testing.world import SchedulerDriver, World
+from headrace.tools.simulate.replay.pipeline import TOKEN, TimedHostTier, TimedPipeline
+from headrace.tools.simulate.replay.replica import ReplayReplica
+from headrace.tools.simulate.replay.routing import REPORTED_S
+
+Remote = Literal["always", "never", "cost"]
+REMOTES: tuple[Remote, ...] = get_args(Remote)
+
+
+class DecodeTier(msgspec.Struct, frozen=True, kw_only=True):
+    """Decode servers in front of the prefill servers."""
+
+    remote: Remote
+    servers: int = 1
+    chunk_tokens: int
+    """Token budget of their forward passes, which prompts share with the requests that decode."""
+
+    read_s: float = 0.0
+    """Seconds that a decoding request adds to a forward pass for each token before it, whose KV is read."""
+
+    handoff_s: float = 0.0
+    """Seconds that a handoff takes beside the prefill server's own time and its transfer."""
+
+
+class Served(msgspec.Struct, gc=False):
+    """One request at a decode server."""
+
+    prompt: bytes
+    sent: Sent | None = None
+    """How the prefill server that is to compute it counts it; None: computed here."""
+
+    serial: int = -1
+    """Its number at the stages, once they expect its KV."""
+
+    posted_at: float = 0.0
+
+
+class ReplayDecodeServer:
+    """Takes prompts, and reports what becomes of them at the virtual times at which it does.
+
+    tokens: called with rid whenever a token comes. ended: called with rid, cached tokens, whether a prefill server has
+    computed the prompt, and the error, if there was one.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        number: int,
+        config: SchedulerConfig,
+        costs: Sequence[Cost],
+        tier: DecodeTier,
+        prefills: Sequence[ReplayReplica],
+        tokens: Callable[[str], None],
+        ended: Callable[[str, int, bool, ErrorInfo | None], None],
+    ) -> None:
+        """prefills: the prefill servers, which have a peer called "decode-NUMBER" by this."""
+        self.name = f"decode-{number}"
+        self._world = world
+        self._config = msgspec.structs.replace(config, chunk_tokens=tier.chunk_tokens, kv_events=False)
+        self._tier = tier
+        self._prefills = prefills
+        self._numbers = range(len(prefills))
+        self._tokens = tokens
+        self._ended = ended
+        self._served: dict[str, Served] = {}
+        self._router = ReplicaRouter(len(prefills), random.Random(number))
+        self._reported_at = -REPORTED_S
+        self._driver = SchedulerDriver(world, Scheduler(self._config), self._perform)
+        copies = TimedHostTier(world, len(costs), config.page_size, None, self._driver.handle)
+        self.pipeline = TimedPipeline(world, costs, None, copies, self._driver.handle, tier.read_s)
+        self.pipeline.start(config.kv_pages, config.page_size, 0)
+        geometry = Geometry("float32", 1, 1, 1, config.page_size)
+        for prefill in self._numbers:
+            self._router.paged(prefill, config.page_size)
+            self._prefills[prefill].join(self.name)
+            self._driver.handle(AddPrefill(name=str(prefill), endpoint=""))
+            terms = PrefillTerms(
+                session=str(prefill), endpoints=("modelled",), geometries=(geometry,), window_bytes=1 << 30
+            )
+            self._driver.handle(PrefillUp(name=str(prefill), terms=terms))
+
+    @property
+    def open_requests(self) -> int:
+        """Requests that have not ended."""
+        return len(self._served)
+
+    def observe(self, prefill: int, event: KvEventMessage) -> None:
+        """The prefix cache of a prefill server has changed."""
+        self._router.apply(prefill, (event,))
+
+    def submit(self, rid: str, prompt: bytes, generated: int, tenant: str, slo_ttft_s: float | None) -> None:
+        """Take in a request that generates so many tokens."""
+        served = self._served[rid] = Served(prompt)
+        route: DecodeHere | FetchFrom = DecodeHere()
+        if self._tier.remote != "never":
+            now = self._world.now
+            self._hear_loads()
+            sent = served.sent = self._router.choose(prompt, "", self._numbers, now)
+            compare = self._tier.remote == "cost"
+            forecast = self._router.forecast(sent, now) if compare else None
+            route = FetchFrom(str(sent.replica), rid, forecast=forecast, compare=compare)
+        sampling = SamplingParams(temperature=0.0, max_tokens=max(1, generated))
+        terms = RequestTerms(tenant=tenant, slo_ttft_s=slo_ttft_s)
+        self._driver.handle(Submit(rid=rid, prompt=prompt, sampling=sampling, route=route, terms=terms))
+
+    def _hear_loads(self) -> None:
+        if self._world.now - self._reported_at >= REPORTED_S:
+            self._reported_at = self._world.now
+            for number, prefill in enumerate(self._prefills):
+                self._router.reported(number, prefill.load(), self._world.now, self._world.now)
+
+    def _perform(self, effects: list[Effect]) -> None:
+        for effect in effects:
+            match effect:
+                case PrepareReceive():
+                    self._prepare(effect)
+                case AskReserve():
+                    self._post(effect.reservation)
+                case Order():
+                    self.pipeline.order(effect)
+                case PrefillDecided() if not effect.decision.remote:
+                    self._keep(effect.rid)
+                case Tokens():
+                    self._tokens(effect.rid)
+                case RequestFinished():
+                    self._end(effect.rid, effect.usage.cached_tokens, None)
+                case RequestFailed():
+                    self._end(effect.rid, 0, effect.error)
+                case _:
+                    pass
+
+    def _keep(self, rid: str) -> None:
+        """The prompt is computed here."""
+        served = self._served[rid]
+        assert served.sent is not None, "a prefill server was chosen for it"
+        self._router.withdraw(served.sent)
+        served.sent = None
+
+    def _prepare(self, order: PrepareReceive) -> None:
+        """The stages are ready for its KV at once."""
+        self._served[order.ticket].serial = order.request
+        for stage in self._config.layout.ranks:
+            event = ReceivePrepared(stage=stage, request=order.request)
+            self._world.at(self._world.now, lambda event=event: self._driver.handle(event))  # type: ignore[misc]
+
+    def _post(self, reservation: Reservation) -> None:
+        """Pages are reserved: the prompt goes to the prefill server."""
+        rid = reservation.ticket
+        served = self._served[rid]
+        assert served.sent is not None, "it is not computed here"
+        served.posted_at = self._world.now
+        self._router.posted(served.sent, self._world.now)
+        prefill = self._prefills[served.sent.replica]
+        self._world.at(
+            self._world.now + self._tier.handoff_s,
+            lambda: prefill.compute(
+                rid, served.prompt, self.name, reservation, lambda ended: self._arrived(rid, ended)
+            ),
+        )
+
+    def _arrived(self, rid: str, ended: RequestFinished | RequestFailed) -> None:
+        """The prefill server has handed the KV over, or failed the prompt."""
+        served = self._served[rid]
+        assert served.sent is not None, "it is not computed here"
+        self._router.done(served.sent)
+        if isinstance(ended, RequestFailed):
+            error = msgspec.structs.replace(ended.error, at_prefill=True)
+            self._world.at(self._world.now, lambda: self._driver.handle(Abort(rid=rid, error=error)))
+            return
+        usage, timing = ended.usage, ended.timing
+        added_s = self._world.now - served.posted_at - timing.queue_s - timing.forward_s
+        self._router.handed_over(served.sent, added_s)
+        first = FirstToken(TOKEN, usage.prompt_tokens, usage.cached_tokens)
+        for stage in self._config.layout.ranks:
+            event = KvReceived(stage=stage, request=served.serial, first=first, bytes=1, chunks=1)
+            self._world.at(self._world.now, lambda event=event: self._driver.handle(event))  # type: ignore[misc]
+
+    def _end(self, rid: str, cached_tokens: int, error: ErrorInfo | None) -> None:
+        served = self._served.pop(rid)
+        if served.sent is not None:
+            self._router.done(served.sent)
+        self._ended(rid, cached_tokens, served.sent is not None, error)
