@@ -9,6 +9,7 @@ from headrace.core.config.flag import HANDOFF, HTTP, MODEL, SECURITY, SERVER, TE
 Role = Literal["prefill", "decode", "colocated"]
 Fallback = Literal["none", "local"]
 Routing = Literal["score", "least-load"]
+Remote = Literal["always", "never", "cost"]
 GATEWAY_PORT = 8100
 ToolFormat = Literal[
     "hermes", "llama3_json", "mistral", "deepseek_v3", "kimi_k2", "qwen3_coder", "glm45", "gemma4", "harmony"
@@ -182,6 +183,15 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
             "when no prefill server can compute a prompt (role decode): none answers 503, local computes it here",
         ),
     ] = "none"
+    remote: Annotated[
+        Remote,
+        Flag(
+            "remote",
+            HANDOFF,
+            "which prompts go to a prefill server (role decode): always all; never none; cost those that are predicted "
+            "to add less waiting there, short and cached ones are computed here",
+        ),
+    ] = "always"
     routing: Annotated[
         Routing,
         Flag(

@@ -148,6 +148,7 @@ def _gauges(state: State, integrity_errors: int) -> Iterator[Sample]:
     squared_token, token = first.costs.per_token
     yield Sample("prefill_cost_seconds", token, ("token",))
     yield Sample("prefill_cost_seconds", squared_token, ("squared_token",))
+    yield Sample("cost_model_trusted", float(state.costs_trusted))
     yield Sample("cost_model_stale", float(any(replica.costs.stale for replica in replicas)))
     yield Sample("kv_pages", sum(replica.cache.free for replica in replicas), ("free",))
     yield Sample("kv_pages", sum(replica.cache.cached for replica in replicas), ("cached",))

@@ -83,6 +83,12 @@ CATALOG = (
         "Predicted seconds of computing a prompt: so many per token, and so many per squared token.",
         ("per",),
     ),
+    MetricSpec(
+        "cost_model_trusted",
+        "gauge",
+        "1 once what is predicted are seconds, since a plan was computed or the stages have measured their speed, and "
+        "unless the model is stale.",
+    ),
     MetricSpec("cost_model_stale", "gauge", "1 while predictions are wrong, and go by tokens alone."),
     MetricSpec(
         "predicted_ttft_seconds",

@@ -44,13 +44,18 @@ def _check_role(config: Config) -> None:
             ("allow-prefill", server.allow_prefill),
             ("prefill-api-key", server.prefill_api_key),
             ("fallback", server.fallback != "none"),
+            ("remote", server.remote != "always"),
         ):
             if given:
                 raise ConfigError(f"--{key} is for decode servers; add --role decode or leave it out ({server.role})")
-    elif not server.prefill and not server.allow_prefill and server.fallback != "local":
+    elif not server.prefill and not server.allow_prefill and server.fallback != "local" and server.remote != "never":
         raise ConfigError(
             "a decode server needs prefill servers: add --prefill http://HOST:PORT (once per server), "
             "--allow-prefill HOST:PORT for those that requests name, or --fallback local to compute prompts itself"
+        )
+    elif server.remote == "cost" and not server.prefill:
+        raise ConfigError(
+            "--remote cost compares with prefill servers: add --prefill http://HOST:PORT (once per server)"
         )
     for url in server.prefill:
         server_url(url, "--prefill")

@@ -121,12 +121,16 @@ class RequestRecord:
             usages=tuple(result.usage for result in self._results),
             finish_reasons=self._reasons()[:MAX_REASONS],
             first_token_s=self._first_token_s,
+            prefill=self._decisions(),
             error=self._error.code if self._error is not None else self._unfinished(),
         )
 
     def _reasons(self) -> tuple[str, ...]:
         reasons = (result.finish_reason or result.kv for result in self._results)
         return tuple("handed_over" if reason == HANDOFF else reason for reason in reasons)
+
+    def _decisions(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(result.prefill for result in self._results if result.prefill))
 
     def _outcome(self, status: int) -> str:
         if self._error is not None:
@@ -156,6 +160,8 @@ class RequestRecord:
         fields |= {name: round(value, 4) for name, value in times.items()}
         if peers:
             fields["peer"] = ",".join(peers)
+        if decisions := self._decisions():
+            fields["prefill"] = ",".join(decisions)
         return fields
 
 

@@ -185,6 +185,7 @@ class Service:
             self.metrics,
             self.clock,
             local=self.config.server.fallback == "local",
+            remote=self.config.server.remote,
             record_span=self.record_span,
         )
         return Completions(
@@ -248,10 +249,11 @@ def _prefill_pool(
         rules=allowed_prefills(server.prefill, server.allow_prefill),
         keys=ServerKeys(server.curve_server_keys),
         routing=server.routing,
+        compares=server.remote == "cost",
         clock=clock,
     )
 
 
 def _needs_prefill_server(server: ServerConfig) -> bool:
-    """False if prompts can be computed here, or if requests name all prefill servers."""
-    return server.fallback != "local" and bool(server.prefill or not server.allow_prefill)
+    """False if prompts are or can be computed here, or if requests name all prefill servers."""
+    return server.fallback != "local" and server.remote != "never" and bool(server.prefill or not server.allow_prefill)

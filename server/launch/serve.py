@@ -244,7 +244,7 @@ def _template(config: Config) -> StageConfig:
         transfer=config.transfer,
         credits=config.scheduler.credits,
         stage_timeout_s=config.scheduler.stage_timeout_s,
-        measure_tokens=config.scheduler.chunk_tokens if config.scheduler.chunking == "dynamic" else 0,
+        measure_tokens=config.scheduler.chunk_tokens if _needs_cost(config) else 0,
         log_level=config.server.log_level,
         log_format=config.server.log_format,
         role=config.server.role,
@@ -253,3 +253,8 @@ def _template(config: Config) -> StageConfig:
         dp_sync=config.group.dp_sync,
         links=config.group.links,
     )
+
+
+def _needs_cost(config: Config) -> bool:
+    """Whether stages measure what computing costs before they serve: a decode server may have no other occasion."""
+    return config.scheduler.chunking == "dynamic" or (config.server.role, config.server.remote) == ("decode", "cost")

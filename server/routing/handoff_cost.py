@@ -1,7 +1,7 @@
 """What handing over adds to a prefill server's own time, learnt from the handoffs that were done.
 
-    added = from the prompt's posting to its first token here  -  queue and computing as the prefill server measured them
-          ≈ a + b · tokens sent          reservation, requests, last chunk; a link that is slower than computing
+    added = time from the prompt's posting to its first token here  -  queue and computing at the prefill server
+          ≈ a + b · tokens sent     requests and the last chunk; a link that is slower than computing
 
 Least squares over recent handoffs, forgetting; neither coefficient is below zero.
 """

@@ -156,6 +156,8 @@ class SpanBuilder:
             attributes["gen_ai.usage.output_tokens"] = sum(usage.completion_tokens for usage in span.usages)
             attributes["gen_ai.usage.cache_read.input_tokens"] = sum(usage.cached_tokens for usage in span.usages)
             attributes["gen_ai.response.finish_reasons"] = span.finish_reasons
+        if span.prefill:
+            attributes["headrace.prefill_decision"] = span.prefill
         if span.first_token_s is not None:
             attributes["gen_ai.response.time_to_first_chunk"] = span.first_token_s
         return attributes

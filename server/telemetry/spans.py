@@ -37,6 +37,8 @@ class ServedSpan(msgspec.Struct, frozen=True, kw_only=True):
     usages: tuple[Usage, ...] = ()
     """Of those that ended well."""
     finish_reasons: tuple[str, ...] = ()
+    prefill: tuple[str, ...] = ()
+    """Why its prompts were computed where they were, if that was compared."""
     first_token_s: float | None = None
     """From the admission of a prompt to the first token."""
     error: str = ""

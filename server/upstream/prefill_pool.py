@@ -30,6 +30,7 @@ from headrace.core.types.packed import pack
 from headrace.core.types.peers.addresses import url
 from headrace.core.types.peers.allow_list import Rules, canonical, is_named, require_allowed
 from headrace.core.types.requests.images import ImageInput
+from headrace.core.types.requests.remote_prefill import RemoteForecast
 from headrace.integrations.http_client import PROMPT_TIMEOUT, bearer, direct_async_client
 from headrace.server.routing.failover import MoveReason, avoided_s
 from headrace.server.routing.replica_load import Sent
@@ -83,9 +84,12 @@ class PrefillPool:
         *,
         rules: Rules = (),
         routing: Routing = "score",
+        compares: bool = False,
         clock: Clock | None = None,
     ) -> None:
+        """compares: prompts go to a server only where that costs less, so that its load is followed."""
         self._clock = clock or SystemClock()
+        self._compares = compares
         self._by_score = routing == "score" and len(urls) > 1
         self._router = ReplicaRouter(len(urls), random.Random())
         self._keys = keys or ServerKeys(())
@@ -176,6 +180,18 @@ class PrefillPool:
             yield PrefillChoice(servers[sent.replica], sent)
         finally:
             self._router.done(sent)
+
+    def forecast(self, choice: PrefillChoice) -> RemoteForecast | None:
+        """What the chosen server is expected to take; None where it has not said what computing costs it."""
+        return self._router.forecast(choice.sent, self._clock.now())
+
+    def withdraw(self, choice: PrefillChoice) -> None:
+        """The prompt does not go to the chosen server: it is computed where it is decoded."""
+        self._router.withdraw(choice.sent)
+
+    def handed_over(self, choice: PrefillChoice, seconds: float) -> None:
+        """The KV has come. seconds: what that took beside the server's own queue and computing."""
+        self._router.handed_over(choice.sent, seconds)
 
     def _knowing(self, up: list[int], feature: Feature) -> list[int]:
         """Those of these servers that know a feature. Raises HeadraceError (503) if there is none."""
@@ -326,7 +342,7 @@ class PrefillPool:
     async def _watch(self, server: PrefillServer) -> None:
         """Learn what the choice goes by, until the server is down."""
         number = self._number(server)
-        if number is None or not self._by_score:
+        if number is None or not (self._by_score or self._compares):
             await server.until_down()
             return
         watch = ServerWatch(

@@ -17,6 +17,7 @@ from headrace.tools.simulate import options, plot
 from headrace.tools.simulate.objectives import OBJECTIVES
 from headrace.tools.simulate.options import Point
 from headrace.tools.simulate.replay.costs import offered_work, split_evenly
+from headrace.tools.simulate.replay.decode_server import DecodeTier
 from headrace.tools.simulate.replay.replay import Replay, ReplaySettings
 from headrace.tools.simulate.replay.replica import HostTier
 from headrace.tools.simulate.replay.routing import ROUTERS
@@ -35,6 +36,8 @@ class _Engine(msgspec.Struct, frozen=True):
     """One for all stages together, or one for each."""
     kv_tokens: int
     """Size of the KV pool; 0 where it is not known."""
+    read_rate: float | None
+    """Tokens a second whose KV requests that decode read; None: all at once."""
     latency_s: float
     origin: str
     """Where the costs are from, for the report."""
@@ -59,6 +62,10 @@ class _Around(msgspec.Struct, frozen=True):
     """Tokens a second whose KV is copied to and from each host tier; None: at once."""
     retries: int
     send_objective: bool
+    decode: DecodeTier
+    """Of replays with decode servers."""
+    tpot_s: float
+    """Seconds per token after the first one that count as good."""
 
 
 def main(given: argparse.Namespace, environ: Mapping[str, str]) -> int:
@@ -73,15 +80,18 @@ def main(given: argparse.Namespace, environ: Mapping[str, str]) -> int:
     plot_file = check_output("--plot", given.plot, ".png")
     check_plotting(plot_file)
     requests = read_trace(Path(given.trace), limit)
-    asked = options.points(values, environ, max(request.tokens for request in requests))
+    longest = max(request.tokens + request.output_tokens for request in requests)
+    asked = options.points(values, environ, longest)
     engine = _engine(given, environ)
+    decode = _decode_tier(given, engine, asked[0].scheduler.stages)
+    tpot_s = options.parse_rate("--tpot-objective", given.tpot_objective) or options.TPOT_OBJECTIVE_S
     asked = [_with_pool(point, engine) for point in asked]
     gc.collect()
     gc.freeze()  # hundreds of thousands of segments, which no later collection need look at
     progress = ProgressLine(sys.stderr, SystemClock(), PROGRESS_S)
     rows = []
     work_s = _work(requests, asked[0], engine)
-    around = _Around(fetch_rate, host_rate, retries, given.send_objective)
+    around = _Around(fetch_rate, host_rate, retries, given.send_objective, decode, tpot_s)
     for number, point in enumerate(asked, 1):
 
         def update(ended: int, of: str = f"replay {number} of {len(asked)}") -> None:
@@ -112,15 +122,35 @@ def main(given: argparse.Namespace, environ: Mapping[str, str]) -> int:
 
 def _engine(given: argparse.Namespace, environ: Mapping[str, str]) -> _Engine:
     if given.cost is not None:
-        return _Engine((options.parse_cost(given.cost),), 0, 0.0, f"cost {given.cost}")
+        return _Engine((options.parse_cost("--cost", given.cost),), 0, None, 0.0, f"cost {given.cost}")
     if given.calibrate is not None:
         from headrace.tools.simulate.calibrate import calibrate  # torch takes seconds to load
 
         found = calibrate(given.calibrate, environ)
-        return _Engine(found.costs, found.kv_tokens, found.latency_s, found.text)
+        return _Engine(found.costs, found.kv_tokens, None, found.latency_s, found.text)
     name = options.parse_choice("--preset", given.preset or options.DEFAULT_PRESET, options.PRESETS)
     preset = options.PRESETS[name]
-    return _Engine((preset.cost,), preset.kv_tokens, 0.0, f"preset {name}")
+    return _Engine((preset.cost,), preset.kv_tokens, preset.read_rate, 0.0, f"preset {name}")
+
+
+def _decode_tier(given: argparse.Namespace, engine: _Engine, stages: int) -> DecodeTier:
+    """The decode servers of replays that have any. Raises ConfigError for flags that need --remote."""
+    if given.remote is None:
+        for option in options.OF_DECODE_SERVERS:
+            if getattr(given, option.replace("-", "_")) is not None:
+                raise ConfigError(f"--{option} is of decode servers; add --remote always, never or cost")
+    read_rate = options.parse_rate("--read-rate", given.read_rate) or engine.read_rate
+    handoff_s = options.parse_rate("--handoff-s", given.handoff_s)
+    cost = None if given.decode_cost is None else options.parse_cost("--decode-cost", given.decode_cost)
+    return DecodeTier(
+        remote="always",
+        costs=engine.stages(stages) if cost is None else split_evenly(cost, stages),
+        servers=options.parse_whole("--decode-servers", given.decode_servers) or 1,
+        chunk_tokens=options.parse_whole("--decode-chunk-tokens", given.decode_chunk_tokens)
+        or options.DECODE_CHUNK_TOKENS,
+        read_s=0.0 if read_rate is None else 1 / read_rate,
+        handoff_s=options.HANDOFF_S if handoff_s is None else handoff_s,
+    )
 
 
 def _with_pool(point: Point, engine: _Engine) -> Point:
@@ -172,6 +202,7 @@ def _replay(
         retries=around.retries,
         objective_s=(lambda tokens: OBJECTIVES[objective](tokens, engine.total)) if around.send_objective else None,
         latency_s=engine.latency_s,
+        decode=None if point.remote is None else msgspec.structs.replace(around.decode, remote=point.remote),
     )
     result = Replay(settings, requests, progress).run()
     load = work_s / (duration_s * scale) if duration_s else None
@@ -185,5 +216,5 @@ def _replay(
         host_pages=point.host_pages,
         page_size=point.scheduler.page_size,
         plans=result.plans,
-        summary=summarise(result, OBJECTIVES[objective], engine.total),
+        summary=summarise(result, OBJECTIVES[objective], engine.total, None if point.remote is None else around.tpot_s),
     )

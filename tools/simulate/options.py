@@ -6,7 +6,7 @@ separated by commas, every combination is replayed.
 
 import argparse
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from itertools import product
 from typing import Any, TypeVar
 
@@ -22,12 +22,19 @@ from headrace.server.config.load import load
 from headrace.server.config.settings import BY_KEY, SETTINGS, Setting
 from headrace.server.config.values import parse_value
 from headrace.tools.simulate.objectives import OBJECTIVES
+from headrace.tools.simulate.replay.decode_server import REMOTES, Remote
 from headrace.tools.simulate.replay.routing import ROUTERS
 
 T = TypeVar("T")
 DESCRIPTION = "answer capacity questions: replay a trace of requests through the scheduler in virtual time"
 PAGE_SIZE = 512  # of Mooncake's blocks; large pages make replays quick
 MOST_REPLICAS = 1024
+DECODE_CHUNK_TOKENS = 1024
+HANDOFF_S = 0.01
+TPOT_OBJECTIVE_S = 0.1
+OF_DECODE_SERVERS = (
+    "decode-servers", "decode-chunk-tokens", "decode-cost", "read-rate", "handoff-s", "tpot-objective",
+)  # fmt: skip
 NEVER_S = 1e9  # of deadlines: modelled stages and peers do not fail
 
 
@@ -38,9 +45,13 @@ class Preset(msgspec.Struct, frozen=True):
     kv_tokens: int
     """Tokens that fit its KV pool."""
 
+    read_rate: float
+    """Tokens a second whose KV requests that decode read."""
 
-# a, b, c: Llama 3 70B in bfloat16 on 8 H100 at about half of peak; the pool is what 640 GB leave beside the weights.
-PRESETS: Mapping[str, Preset] = {"llama-3-70b-8xh100": Preset((3.3e-10, 35.7e-6, 8e-3), 2700 * 512)}
+
+# a, b, c: Llama 3 70B in bfloat16 on 8 H100 at about half of peak; the pool is what 640 GB leave beside the weights;
+# KV of 320 KiB a token is read at 70 % of the memory's 26.8 TB/s.
+PRESETS: Mapping[str, Preset] = {"llama-3-70b-8xh100": Preset((3.3e-10, 35.7e-6, 8e-3), 2700 * 512, 5.7e7)}
 DEFAULT_PRESET = "llama-3-70b-8xh100"
 
 HOST_PAGES = "host-pages"
@@ -73,6 +84,9 @@ class Point(msgspec.Struct, frozen=True, kw_only=True):
 
     replicas: int
     router: str
+    remote: Remote | None
+    """Of the decode servers; None: there are none."""
+
     load: float | None
     """Engine seconds offered per second; None: as in the trace."""
 
@@ -92,6 +106,13 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         metavar="TOKENS",
         help="tokens a second whose KV decode peers fetch from each server (default: all at once)",
     )
+    ours.add_argument("--remote", metavar="{" + ",".join(REMOTES) + "},...", help=_REMOTE_HELP)
+    ours.add_argument("--decode-servers", metavar="N", help="decode servers with --remote (default: 1)")
+    ours.add_argument("--decode-chunk-tokens", metavar="N", help=_DECODE_CHUNK_HELP)
+    ours.add_argument("--decode-cost", metavar="A,B,C", help="--cost of decode servers (default: that of the others)")
+    ours.add_argument("--read-rate", metavar="TOKENS", help=_READ_RATE_HELP)
+    ours.add_argument("--handoff-s", metavar="SECONDS", help=_HANDOFF_HELP)
+    ours.add_argument("--tpot-objective", metavar="SECONDS", help=_TPOT_HELP)
     ours.add_argument("--host-rate", metavar="TOKENS", help=_HOST_RATE_HELP)
     ours.add_argument("--objective", metavar="{" + ",".join(OBJECTIVES) + "}", default="prop", help=_OBJECTIVE_HELP)
     ours.add_argument(
@@ -131,6 +152,18 @@ _LOAD_HELP = (
     "scale time so that so many engine seconds of work come a second: 0.8 keeps one server 80%% busy, 1.6 two "
     "(default: as in the trace)"
 )
+_REMOTE_HELP = (
+    "replay decode servers, too, which have all, none, or those prompts computed by a prefill server that are "
+    "predicted to add less waiting there; they generate what the trace says (default: no decode servers)"
+)
+_DECODE_CHUNK_HELP = "--chunk-tokens of decode servers: prompts share these passes with requests that decode"
+_DECODE_CHUNK_HELP += f" (default: {DECODE_CHUNK_TOKENS})"
+_READ_RATE_HELP = (
+    "tokens a second whose KV requests that decode read, all of a decode server's together (default: of the preset, "
+    "else all at once)"
+)
+_HANDOFF_HELP = f"seconds that a handoff takes beside queue, computing and transfer (default: {HANDOFF_S:g})"
+_TPOT_HELP = f"with --remote: seconds per token after the first that count as good (default: {TPOT_OBJECTIVE_S:g})"
 _HOST_RATE_HELP = (
     "tokens a second whose KV is copied to the host tier, and as many from it, see --host-pages (default: all at once)"
 )
@@ -149,14 +182,15 @@ _COST_HELP = (
 )
 
 
-def points(given: Mapping[str, Any], environ: Mapping[str, str], longest_prompt: int) -> list[Point]:
-    """The replays that were asked for, the last flag varying fastest. Raises ConfigError for a bad value."""
+def points(given: Mapping[str, Any], environ: Mapping[str, str], longest: int) -> list[Point]:
+    """The replays that were asked for, the last flag varying fastest. longest: tokens of the longest prompt, and of
+    what is generated after it. Raises ConfigError for a bad value."""
     base = load({"config": given["config"]} if given.get("config") else {}, environ)
     page_size = base.engine.page_size if given.get("config") else PAGE_SIZE
     fixed = msgspec.structs.replace(
         base.scheduler,
         page_size=page_size,
-        max_model_len=longest_prompt + 2,
+        max_model_len=longest + 2,
         vocab_size=0,
         kv_events=False,
         bootstrap_timeout_s=NEVER_S,
@@ -168,6 +202,7 @@ def points(given: Mapping[str, Any], environ: Mapping[str, str], longest_prompt:
         **settings,
         "router": _choices("--router", given["router"], ROUTERS),
         "replicas": _replicas(given["replicas"]),
+        "remote": (None,) if given["remote"] is None else _choices("--remote", given["remote"], dict.fromkeys(REMOTES)),
         "load": (None,) if given["load"] is None else _numbers("--load", given["load"]),
     }
     swept = [key for key, values in lists.items() if len(values) > 1]
@@ -183,18 +218,19 @@ def points(given: Mapping[str, Any], environ: Mapping[str, str], longest_prompt:
                 host_pages=chosen.get(HOST_PAGES, base.engine.host_pages),
                 replicas=chosen["replicas"],
                 router=chosen["router"],
+                remote=chosen["remote"],
                 load=chosen["load"],
             )
         )
     return found
 
 
-def parse_cost(text: str) -> Cost:
-    """The value of --cost. Raises ConfigError."""
+def parse_cost(option: str, text: str) -> Cost:
+    """The value of --cost or --decode-cost. Raises ConfigError."""
     parts = text.split(",")
     values = [_number(part) for part in parts]
     if len(values) != 3 or not all(value >= 0 for value in values) or not any(values):
-        raise ConfigError(f"--cost: expected three numbers of seconds such as 3.3e-10,35.7e-6,8e-3, got {text!r}")
+        raise ConfigError(f"{option}: expected three numbers of seconds such as 3.3e-10,35.7e-6,8e-3, got {text!r}")
     return values[0], values[1], values[2]
 
 
@@ -242,7 +278,7 @@ def _replicas(text: str) -> tuple[int, ...]:
     return tuple(range(int(low), int(high) + 1))
 
 
-def _choices(option: str, text: str, known: Mapping[str, Callable[..., object]]) -> tuple[str, ...]:
+def _choices(option: str, text: str, known: Mapping[str, object]) -> tuple[str, ...]:
     return _distinct(option, [parse_choice(option, part.strip(), known) for part in text.split(",")])
 
 

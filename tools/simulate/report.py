@@ -66,6 +66,9 @@ def as_text(report: ReplayReport) -> str:
     swept = list(report.rows[0].swept)
     header = ["load", *swept, *(f"{name} P50 P99" for name in CLASSES), *_SHARES]
     rows = [[_load(row), *(str(row.swept[key]) for key in swept), *_figures(row.summary)] for row in report.rows]
+    if report.rows[0].summary.decode is not None:
+        header += _DECODE
+        rows = [[*cells, *_decode(row.summary)] for cells, row in zip(rows, report.rows, strict=True)]
     if report.retries:
         header += _RETRIES
         rows = [[*cells, *_retries(row.summary)] for cells, row in zip(rows, report.rows, strict=True)]
@@ -93,6 +96,7 @@ def _by_tenant(report: ReplayReport, swept: Sequence[str]) -> str:
 _SHARES = ("longest", "goodput", "by tokens", "busy", "hits", "tokens/s", "refused")
 
 
+_DECODE = ("TTFT mean P99", "TPOT mean P99, ms", "total mean P99", "remote")
 _RETRIES = ("retried", "1st retry")
 
 
@@ -110,6 +114,19 @@ def _figures(summary: ReplaySummary) -> list[str]:
         *(f"{100 * share:.1f}" for share in shares),
         f"{summary.tokens_per_s:,.0f}",
         f"{refused:,}" if refused else NOTHING,
+    ]
+
+
+def _decode(summary: ReplaySummary) -> list[str]:
+    decode = summary.decode
+    if decode is None:
+        return [NOTHING] * len(_DECODE)
+    ms = [_seconds(None if value is None else 1000 * value) for value in (decode.token_s.mean_s, decode.token_s.p99_s)]
+    return [
+        f"{_seconds(summary.mean_s)} {_seconds(summary.ttft['all'].p99_s):>6}",
+        f"{ms[0]} {ms[1]:>6}",
+        f"{_seconds(decode.total.mean_s)} {_seconds(decode.total.p99_s):>6}",
+        f"{100 * decode.remote:.1f}",
     ]
 
 

@@ -21,6 +21,26 @@ class Latency(msgspec.Struct, frozen=True):
     p99_s: float | None
 
 
+class Spread(msgspec.Struct, frozen=True):
+    """Mean and 99th percentile, seconds; None where there is nothing."""
+
+    mean_s: float | None
+    p99_s: float | None
+
+
+class DecodeSummary(msgspec.Struct, frozen=True):
+    """The figures of decode servers."""
+
+    token_s: Spread
+    """Seconds per token after the first one, by request."""
+
+    total: Spread
+    """From arrival to the last token."""
+
+    remote: float
+    """Share of requests whose prompt a prefill server has computed."""
+
+
 class ReplaySummary(msgspec.Struct, frozen=True, kw_only=True):
     """The figures of one replay."""
 
@@ -61,15 +81,19 @@ class ReplaySummary(msgspec.Struct, frozen=True, kw_only=True):
     """Prompt tokens of requests with a first token, per second of the replay, all replicas."""
 
     seconds: float
-    """Virtual time from the first arrival to the last first token."""
+    """Virtual time from the first arrival to the last first token; with decode servers, to the last token."""
+
+    decode: DecodeSummary | None = None
+    """Of a replay with decode servers."""
 
 
-def summarise(result: ReplayResult, objective: Objective, cost: Cost) -> ReplaySummary:
-    """cost: of the whole engine, which the objective may refer to."""
+def summarise(result: ReplayResult, objective: Objective, cost: Cost, tpot_s: float | None = None) -> ReplaySummary:
+    """cost: of the whole engine, which the objective may refer to. tpot_s: with decode servers, seconds per token after
+    the first one that are good, too."""
     outcomes = result.outcomes
     served = [outcome for outcome in outcomes if outcome.first_token_s is not None]
     times = sorted(outcome.first_token_s for outcome in served if outcome.first_token_s is not None)
-    good = [outcome for outcome in outcomes if _is_good(outcome, objective, cost)]
+    good = [outcome for outcome in outcomes if _is_good(outcome, objective, cost, tpot_s)]
     tokens = sum(outcome.tokens for outcome in outcomes)
     retried = [outcome for outcome in outcomes if outcome.attempts > 1]
     groups = {name: [each for each in outcomes if length_class(each.tokens) == name] for name in CLASSES}
@@ -90,7 +114,21 @@ def summarise(result: ReplayResult, objective: Objective, cost: Cost) -> ReplayS
         hits=sum(outcome.cached_tokens for outcome in served) / tokens,
         tokens_per_s=sum(outcome.tokens for outcome in served) / seconds if seconds else 0.0,
         seconds=seconds,
+        decode=None if tpot_s is None else _decode(outcomes),
     )
+
+
+def _decode(outcomes: Sequence[ReplayOutcome]) -> DecodeSummary:
+    return DecodeSummary(
+        _spread([outcome.token_s for outcome in outcomes]),
+        _spread([outcome.end_s for outcome in outcomes]),
+        sum(outcome.remote for outcome in outcomes) / len(outcomes),
+    )
+
+
+def _spread(found: Sequence[float | None]) -> Spread:
+    values = sorted(value for value in found if value is not None)
+    return Spread(sum(values) / len(values) if values else None, quantile(values, 0.99))
 
 
 def _tenants(outcomes: Sequence[ReplayOutcome], good: Sequence[ReplayOutcome]) -> dict[str, float]:
@@ -102,8 +140,10 @@ def _tenants(outcomes: Sequence[ReplayOutcome], good: Sequence[ReplayOutcome]) -
     return {tenant: within[tenant] / count for tenant, count in offered.most_common()}
 
 
-def _is_good(outcome: ReplayOutcome, objective: Objective, cost: Cost) -> bool:
-    return outcome.first_token_s is not None and outcome.first_token_s <= objective(outcome.tokens, cost)
+def _is_good(outcome: ReplayOutcome, objective: Objective, cost: Cost, tpot_s: float | None) -> bool:
+    if outcome.first_token_s is None or outcome.first_token_s > objective(outcome.tokens, cost):
+        return False
+    return tpot_s is None or (outcome.token_s or 0.0) <= tpot_s
 
 
 def _latency(outcomes: Sequence[ReplayOutcome]) -> Latency:

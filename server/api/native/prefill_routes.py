@@ -205,7 +205,7 @@ def _kv_events(config: KvEventsConfig) -> dict[str, Any] | None:
 
 
 def _load(stats: Stats) -> dict[str, float] | None:
-    """The work that waits, and what tokens cost; None before the scheduler has said so."""
+    """The work that waits, and what tokens cost; None before the scheduler has said so. trusted: they are seconds."""
     values = {(sample.name, *sample.labels): sample.value for sample in stats.samples}
     fields = {
         "queued_seconds": ("unplanned_seconds",),
@@ -213,7 +213,10 @@ def _load(stats: Stats) -> dict[str, float] | None:
         "seconds_per_token": ("prefill_cost_seconds", "token"),
     }
     found = {field: values.get(key) for field, key in fields.items()}
-    return {field: value for field, value in found.items() if value is not None} if None not in found.values() else None
+    if None in found.values():
+        return None
+    trusted = bool(values.get(("cost_model_trusted",)))
+    return {field: value for field, value in found.items() if value is not None} | {"trusted": trusted}
 
 
 async def _request(model: ServedModel, config: ServerConfig, client: str, body: PrefillBody) -> GenerationRequest:

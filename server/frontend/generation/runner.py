@@ -1,6 +1,7 @@
 """From a tokenized request to text: the prompt is computed here, or its KV is fetched from a prefill server.
 
 local:     Submit ─────────────────────────────────────────────► Tokens ... RequestFinished
+compared:  Submit(ticket) ─► PrefillDecided: as local, or as remote from here on
 remote:    Submit(ticket) ─► Reserved ─► POST /v1/prefill there ─► Tokens ... RequestFinished
                                               └─ refused or failed: Abort with its error ─► RequestFailed
             RequestFailed by a prefill server: again at another one, see prefill_failover.py
@@ -12,11 +13,22 @@ import asyncio
 import logging
 import secrets
 from collections.abc import Callable
+from functools import partial
 
 import msgspec
 
+from headrace.core.config.server import Remote
 from headrace.core.messages.frontend import Submit
-from headrace.core.messages.replies import Held, HiddenPart, LogprobPart, Progress, RequestFinished, Reserved, Tokens
+from headrace.core.messages.replies import (
+    Held,
+    HiddenPart,
+    LogprobPart,
+    PrefillDecided,
+    Progress,
+    RequestFinished,
+    Reserved,
+    Tokens,
+)
 from headrace.core.runtime.clock import Clock
 from headrace.core.types import packed
 from headrace.core.types.errors import GRAMMAR_REJECTED, NONFINITE, ErrorInfo, HeadraceError
@@ -53,7 +65,7 @@ from headrace.server.frontend.served_model import ServedModel
 from headrace.server.telemetry.prometheus import FrontMetrics
 from headrace.server.telemetry.spans import RecordSpan
 from headrace.server.upstream.handoff_params import KvSource
-from headrace.server.upstream.prefill_call import PrefillProgress, posted_error
+from headrace.server.upstream.prefill_call import PrefillProgress, PrefillResponse, posted_error
 from headrace.server.upstream.prefill_pool import PrefillChoice, PrefillPool
 from headrace.server.upstream.prefill_server import PrefillServer
 from headrace.text.detokenizer import TextStream
@@ -71,7 +83,8 @@ class FirstTokenForbidden(Exception):
 class GenerationRunner:
     """Runs requests from their submission to the scheduler until their end.
 
-    prefills: None unless this is a decode server. local: compute prompts here if no prefill server can.
+    prefills: None unless this is a decode server. local: compute prompts here if no prefill server can. remote: which
+    prompts go to a prefill server.
     """
 
     def __init__(
@@ -83,6 +96,7 @@ class GenerationRunner:
         clock: Clock,
         *,
         local: bool = False,
+        remote: Remote = "always",
         record_span: RecordSpan = lambda _span: None,
     ) -> None:
         self._client = client
@@ -91,12 +105,14 @@ class GenerationRunner:
         self._clock = clock
         self._failover = PrefillFailover(prefills, metrics, clock) if prefills is not None else None
         self._local = local
+        self._remote = remote
         self._record_span = record_span
 
     async def complete(self, request: GenerationRequest, emit: Emit) -> GenerationResult:
         """Continue the prompt to its end on this server. Raises HeadraceError; cancelling it cancels the request."""
         pool, source = self._prefills, request.kv_source
-        if pool is None or (source is not None and source.address is None):
+        own = self._remote == "never" if source is None else source.address is None
+        if pool is None or own:
             return await self._compute_here(request, emit)
         begun, arrived = False, self._clock.now()
 
@@ -176,11 +192,15 @@ class GenerationRunner:
         *,
         moved: bool,
     ) -> GenerationResult:
-        """Reserve pages here, have the chosen prefill server compute the prompt, and continue from its KV. sampling:
-        with all stop tokens. moved: another server has refused or failed it."""
-        ticket = secrets.token_hex(16)
-        span = CallSpan(request.context, choice.server.url, self._clock, self._record_span)
-        submit = _submit(request, sampling, FetchFrom(choice.server.url, ticket), moved=moved)
+        """Reserve pages here, have the chosen prefill server compute the prompt, and continue from its KV; or compute
+        it here, if the scheduler finds that this costs less. sampling: with all stop tokens. moved: another server has
+        refused or failed it."""
+        ticket, url = secrets.token_hex(16), choice.server.url
+        span = CallSpan(request.context, url, self._clock, self._record_span)
+        forecast = pool.forecast(choice) if self._remote == "cost" else None
+        route = FetchFrom(url, ticket, forecast=forecast, compare=self._remote == "cost")
+        submit = _submit(request, sampling, route, moved=moved)
+        handoff = _HandoffTime(self._clock)
         body = prefill_body(request, ticket, knows_start=choice.server.knows_logprobs_start)
         async with (
             self._client.open(submit) as call,
@@ -195,14 +215,22 @@ class GenerationRunner:
                 if reserved.ticket:
                     refetch.post(reserved, generated)
                 else:
+                    handoff.posted()
                     prefill.start(on_progress, call.abort)
 
             try:
-                result = await self._follow(call, request, emit, on_reserved)
+                on_kept = partial(pool.withdraw, choice)
+                result = await self._follow(call, request, handoff.watching(emit), on_reserved, on_kept=on_kept)
             except HeadraceError as error:
                 raise HeadraceError(await prefill.cause(error.info)) from error
-            result = msgspec.structs.replace(result, peer=choice.server.url)
+            if call.decision is not None:
+                result = msgspec.structs.replace(result, prefill=call.decision.reason)
+            if not call.fetches:
+                return result
+            result = msgspec.structs.replace(result, peer=url)
             response = await prefill.response()
+            if response is not None and (added_s := handoff.added_s(response)) is not None:
+                pool.handed_over(choice, added_s)
             if response is None or len(response.prompt_logprobs or ()) <= FEW_LOGPROBS:
                 return with_prefill_response(request, result, response)
             return await asyncio.to_thread(with_prefill_response, request, result, response)
@@ -272,9 +300,11 @@ class GenerationRunner:
         emit: Emit,
         on_reserved: Callable[[Reserved, list[int]], None] = lambda _reserved, _generated: None,
         forbidden: frozenset[int] = frozenset(),
+        on_kept: Callable[[], None] = lambda: None,
     ) -> GenerationResult:
         """Emit a call's events until it ends. on_reserved: called when pages are reserved here, with the tokens that
-        were generated so far. forbidden: token ids that the first token must not be."""
+        were generated so far. forbidden: token ids that the first token must not be. on_kept: called when the prompt
+        goes to no prefill server."""
         ends = frozenset((*request.sampling.stop_token_ids, *self._eos(request)))
         text = TextStream(
             self._model.tokenizer.showing(request.shown),
@@ -293,6 +323,9 @@ class GenerationRunner:
             if isinstance(event, Tokens):
                 generated += event.tokens
             match event:
+                case PrefillDecided():
+                    if not event.decision.remote:
+                        on_kept()
                 case Reserved():
                     on_reserved(event, generated)
                 case Progress():
@@ -316,6 +349,37 @@ class GenerationRunner:
                     states = parts.hidden(len(request.prompt) + max(0, text.tokens - 1))
                     result = result_of(event, reason, text.tokens, states, parts.logprobs)
                     return msgspec.structs.replace(result, stop_reason=stop_reason(text, request.sampling))
+
+
+class _HandoffTime:
+    """What a handoff takes beside the prefill server's own time."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._posted_at: float | None = None
+        self._took_s: float | None = None
+
+    def posted(self) -> None:
+        """The prompt leaves for the prefill server."""
+        self._posted_at = self._clock.now()
+
+    def watching(self, emit: Emit) -> Emit:
+        """Note when the first token comes."""
+
+        async def watch(event: Progress | GenerationDelta) -> None:
+            if isinstance(event, GenerationDelta) and self._took_s is None and self._posted_at is not None:
+                self._took_s = self._clock.now() - self._posted_at
+            await emit(event)
+
+        return watch
+
+    def added_s(self, response: PrefillResponse) -> float | None:
+        """Seconds from the prompt's posting to its first token, less those that the prefill server has had it queued
+        and computed it; None where either is not known."""
+        own = [response.timing_ms.get(phase) for phase in ("queue", "forward")]
+        if self._took_s is None or None in own:
+            return None
+        return self._took_s - sum(ms for ms in own if ms is not None) / 1000
 
 
 def _submit(request: GenerationRequest, sampling: SamplingParams, route: AnyRoute, *, moved: bool = False) -> Submit:

@@ -11,6 +11,7 @@ from headrace.core.messages.replies import (
     Held,
     HiddenPart,
     LogprobPart,
+    PrefillDecided,
     Progress,
     RequestFailed,
     RequestFinished,
@@ -18,10 +19,11 @@ from headrace.core.messages.replies import (
     Tokens,
 )
 from headrace.core.types.errors import CANCELLED, ErrorInfo, HeadraceError
+from headrace.core.types.requests.remote_prefill import PrefillDecision
 from headrace.core.types.requests.request import FetchFrom
 
 CLIENT_DISCONNECTED = ErrorInfo(code=CANCELLED, message="the client disconnected", status=499)
-CallEvent = Progress | Tokens | HiddenPart | LogprobPart | Reserved | Held | RequestFinished
+CallEvent = Progress | Tokens | HiddenPart | LogprobPart | PrefillDecided | Reserved | Held | RequestFinished
 
 
 class CallTable(Protocol):
@@ -53,6 +55,8 @@ class Call:
         self.tenant = submit.terms.tenant
         self.ended = False
         """RequestFinished or RequestFailed has come: the scheduler knows nothing of the request any more."""
+        self.decision: PrefillDecision | None = None
+        """Where the prompt is computed, if that was compared."""
         self.kept = False
         """The scheduler holds the request beyond the context."""
 
@@ -79,6 +83,8 @@ class Call:
 
     def deliver(self, event: CallEvent | RequestFailed) -> None:
         """Queue an event for next()."""
+        if isinstance(event, PrefillDecided):
+            self.decision = event.decision
         self.ended = self.ended or isinstance(event, RequestFinished | RequestFailed)
         self._events.put_nowait(event)
 
@@ -113,7 +119,7 @@ class Call:
     @property
     def fetches(self) -> bool:
         """Its first token comes from a prefill server."""
-        return isinstance(self._submit.route, FetchFrom)
+        return isinstance(self._submit.route, FetchFrom) and (self.decision is None or self.decision.remote)
 
     def finish(self) -> None:
         """End the request as complete; next() returns RequestFinished."""

@@ -9,6 +9,7 @@ from headrace.core.messages.replies import Progress
 from headrace.core.types.errors import ErrorInfo
 from headrace.core.types.requests.constraint import Constraint
 from headrace.core.types.requests.draft import HiddenStates
+from headrace.core.types.requests.remote_prefill import PrefillReason
 from headrace.core.types.requests.request import FinishReason, HandoffStats, SamplingParams, Timing, TokenLogprob, Usage
 from headrace.core.types.requests.terms import RequestTerms
 from headrace.server.frontend.request.images import RequestImage
@@ -130,6 +131,8 @@ class GenerationResult(msgspec.Struct, frozen=True, kw_only=True):
     """The prefill server that the KV came from, or the decode server that it went to."""
     kv: str = ""
     """What became of the KV of a prompt that does not go on here: handoff, held or discarded."""
+    prefill: PrefillReason | None = None
+    """Why a decode server has had its prompt computed where it was; None where that was not compared."""
     lease_s: float | None = None
     """Seconds for which the KV is held for the peer, 0 if it is not; None unless the request asked for that."""
 

@@ -214,13 +214,15 @@ async def test_decode_servers_learn_what_they_choose_a_server_by(tokenizer: Toke
             Sample("unplanned_seconds", 2.5),
             Sample("prefill_cost_seconds", 1e-4, ("token",)),
             Sample("prefill_cost_seconds", 3e-10, ("squared_token",)),
+            Sample("cost_model_trusted", 1.0),
         )
     )
     events = KvEventsConfig(port=5557, replay_port=5558, topic="kv")
     async with running(link, tokenizer, role="prefill", kv_events=events) as service, client(service) as http:
         found = json_of(await http.get("/v1/handoff"))
         assert found["kv_events"] == {"port": 5557, "replay_port": 5558, "topic": "kv"}
-        assert found["load"] == {"queued_seconds": 2.5, "seconds_per_token": 1e-4, "seconds_per_squared_token": 3e-10}
+        costs = {"seconds_per_token": 1e-4, "seconds_per_squared_token": 3e-10}
+        assert found["load"] == {"queued_seconds": 2.5, **costs, "trusted": True}
 
 
 def held(link: FakeLink, submit: Submit) -> list[AnySchedulerReply]:

@@ -17,7 +17,7 @@ from headrace.core.messages.frontend import Abort, AddPrefill, Submit
 from headrace.core.messages.kv_events import KvEventMessage
 from headrace.core.messages.orders import Order, PrepareReceive
 from headrace.core.messages.peers import AskReserve, PrefillUp
-from headrace.core.messages.replies import PrefillDecided, RequestFailed, RequestFinished, Reserved, Tokens
+from headrace.core.messages.replies import PrefillDecided, RequestFailed, RequestFinished, Tokens
 from headrace.core.messages.stage_events import KvReceived, ReceivePrepared
 from headrace.core.types.errors import ErrorInfo
 from headrace.core.types.kv.geometry import Geometry
@@ -42,6 +42,9 @@ class DecodeTier(msgspec.Struct, frozen=True, kw_only=True):
     """Decode servers in front of the prefill servers."""
 
     remote: Remote
+    costs: tuple[Cost, ...]
+    """Of each of their stages."""
+
     servers: int = 1
     chunk_tokens: int
     """Token budget of their forward passes, which prompts share with the requests that decode."""
@@ -78,7 +81,6 @@ class ReplayDecodeServer:
         world: World,
         number: int,
         config: SchedulerConfig,
-        costs: Sequence[Cost],
         tier: DecodeTier,
         prefills: Sequence[ReplayReplica],
         tokens: Callable[[str], None],
@@ -97,8 +99,8 @@ class ReplayDecodeServer:
         self._router = ReplicaRouter(len(prefills), random.Random(number))
         self._reported_at = -REPORTED_S
         self._driver = SchedulerDriver(world, Scheduler(self._config), self._perform)
-        copies = TimedHostTier(world, len(costs), config.page_size, None, self._driver.handle)
-        self.pipeline = TimedPipeline(world, costs, None, copies, self._driver.handle, tier.read_s)
+        copies = TimedHostTier(world, len(tier.costs), config.page_size, None, self._driver.handle)
+        self.pipeline = TimedPipeline(world, tier.costs, None, copies, self._driver.handle, tier.read_s)
         self.pipeline.start(config.kv_pages, config.page_size, 0)
         geometry = Geometry("float32", 1, 1, 1, config.page_size)
         for prefill in self._numbers:

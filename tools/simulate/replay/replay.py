@@ -121,7 +121,8 @@ class Replay:
         self._outcomes: list[ReplayOutcome] = []
         self._open = len(requests)
         self._last_token_at = 0.0
-        scheduler = msgspec.structs.replace(settings.scheduler, kv_events=settings.replicas > 1 or settings.decode is not None)
+        followed = settings.replicas > 1 or settings.decode is not None
+        scheduler = msgspec.structs.replace(settings.scheduler, kv_events=followed)
         self._router: ReplayRouter | None = None
         self._decodes: list[ReplayDecodeServer] = []
         self._replicas = [
@@ -139,19 +140,13 @@ class Replay:
         ]
         if settings.replicas > 1 and settings.decode is None:
             self._router = settings.router(self._replicas, scheduler.page_size)
-        self._decodes = [
-            ReplayDecodeServer(
-                self._world,
-                number,
-                settings.scheduler,
-                settings.costs,
-                settings.decode,
-                self._replicas,
-                self._token,
-                self._served,
-            )
-            for number in range(settings.decode.servers if settings.decode is not None else 0)
-        ]
+        if settings.decode is not None:
+            tier = settings.decode
+            self._decodes = [self._decode_server(number, tier) for number in range(tier.servers)]
+
+    def _decode_server(self, number: int, tier: DecodeTier) -> ReplayDecodeServer:
+        scheduler = self._settings.scheduler
+        return ReplayDecodeServer(self._world, number, scheduler, tier, self._replicas, self._token, self._served)
 
     def run(self) -> ReplayResult:
         """Run until every request has ended."""
