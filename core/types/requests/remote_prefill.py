@@ -12,8 +12,8 @@ compared by one threshold they would all send, and then none. So each request ha
 SPREAD of 1: as a queue grows, a growing share of the prompts stays.
 """
 
+from hashlib import blake2b
 from typing import Literal, get_args
-from zlib import crc32
 
 import msgspec
 
@@ -95,4 +95,5 @@ def decide(here: LocalForecast | None, there: RemoteForecast | None, threshold: 
 
 def threshold_of(rid: str) -> float:
     """The threshold of a request: between 1 - SPREAD and 1 + SPREAD, spread evenly over request ids."""
-    return 1 - SPREAD + 2 * SPREAD * crc32(rid.encode("utf-8", "surrogatepass")) / 0xFFFFFFFF
+    digest = blake2b(rid.encode("utf-8", "surrogatepass"), digest_size=4).digest()
+    return 1 - SPREAD + 2 * SPREAD * int.from_bytes(digest, "big") / 0xFFFFFFFF
