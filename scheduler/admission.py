@@ -30,6 +30,7 @@ class Admission:
         self._state = state
         self._rendezvous = rendezvous
         self._overload = Overload(state)
+        self._used_at: dict[str, float] = {}  # when a prompt was last compared and went there, by --prefill
 
     def submit(self, submit: Submit, now: float) -> None:
         """Admit a request, or refuse it for the first reason found."""
@@ -56,7 +57,11 @@ class Admission:
             return submit, binding
         here = replace(submit, route=DecodeHere())
         local = self._bind(here)
-        decision = decide(self._forecast(here, local, now), route.forecast, threshold_of(submit.rid))
+        used_at = self._used_at.setdefault(route.prefill, now)
+        forecast = self._forecast(here, local, now)
+        decision = decide(forecast, route.forecast, threshold_of(submit.rid), now - used_at)
+        if decision.remote:
+            self._used_at[route.prefill] = now
         self._state.metrics.counters.add("prefill_decisions_total", labels=(decision.reason,))
         self._state.out.add(PrefillDecided(rid=submit.rid, decision=decision))
         return (submit, binding) if decision.remote else (here, local)

@@ -109,8 +109,8 @@ CATALOG = (
     MetricSpec(
         "prefill_decisions_total",
         "counter",
-        "Prompts by where --remote cost has them computed, and why: at a prefill server (cheaper_there, unknown_cost) "
-        "or here (cheaper_here, cached_here: at least half of the prompt is in the prefix cache).",
+        "Prompts by where --remote cost has them computed, and why: at a prefill server (cheaper_there, unknown_cost; "
+        "probe: it has got none for 30 s) or here (cheaper_here; cached_here: at least half of the prompt is cached).",
         ("reason",),
         tuple((reason,) for reason in PREFILL_REASONS),
     ),

@@ -10,6 +10,9 @@ and the simulator ask decide(); who asks says what the seconds are.
 Many decode servers read the same report of a prefill server's queue, which is up to a second old. If all of them
 compared by one threshold they would all send, and then none. So each request has a threshold of its own, within
 SPREAD of 1: as a queue grows, a growing share of the prompts stays.
+
+What a prefill server takes is known from the prompts that it computes. One that was slow once would be avoided for ever:
+now and then a prompt that loses little goes there, too.
 """
 
 from hashlib import blake2b
@@ -17,7 +20,7 @@ from typing import Literal, get_args
 
 import msgspec
 
-PrefillReason = Literal["cheaper_there", "unknown_cost", "cheaper_here", "cached_here"]
+PrefillReason = Literal["cheaper_there", "unknown_cost", "probe", "cheaper_here", "cached_here"]
 """Why a prompt was computed there or here."""
 
 PREFILL_REASONS: tuple[PrefillReason, ...] = get_args(PrefillReason)
@@ -26,6 +29,13 @@ SPREAD = 0.2
 
 CACHED_SHARE = 0.5
 """Share of a prompt in the prefix cache from which the cache is named as the reason to compute it here."""
+
+
+PROBE_S = 30.0
+"""Seconds without a prompt of ours after which a prefill server gets one though it is dearer there."""
+
+PROBE_COST_S = 1.0
+"""Seconds that such a prompt may lose."""
 
 
 class RemoteForecast(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -83,13 +93,17 @@ UNKNOWN = PrefillDecision(True, "unknown_cost")
 """Without two predictions there is nothing to compare: the prefill tier is there to compute prompts."""
 
 
-def decide(here: LocalForecast | None, there: RemoteForecast | None, threshold: float = 1.0) -> PrefillDecision:
+def decide(
+    here: LocalForecast | None, there: RemoteForecast | None, threshold: float = 1.0, unused_s: float = 0.0
+) -> PrefillDecision:
     """Where a prompt is computed. None: no cost model has predicted it. threshold: the cost there, in costs here, from
-    which it is computed here; see threshold_of()."""
+    which it is computed here; see threshold_of(). unused_s: seconds since the prefill server has got a prompt."""
     if here is None or there is None:
         return UNKNOWN
     if there.cost_s <= threshold * here.cost_s:
         return PrefillDecision(True, "cheaper_there")
+    if unused_s >= PROBE_S and there.cost_s <= here.cost_s + PROBE_COST_S:
+        return PrefillDecision(True, "probe")
     return PrefillDecision(False, "cached_here" if here.cached_share >= CACHED_SHARE else "cheaper_here")
 
 

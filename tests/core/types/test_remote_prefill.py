@@ -7,6 +7,8 @@ from msgspec.structs import replace
 from headrace.core.types.requests.remote_prefill import (
     CACHED_SHARE,
     PREFILL_REASONS,
+    PROBE_COST_S,
+    PROBE_S,
     SPREAD,
     LocalForecast,
     PrefillDecision,
@@ -67,11 +69,22 @@ def test_without_two_predictions_it_is_computed_there(here: LocalForecast, there
 
 
 def test_requests_that_decode_here_weigh() -> None:
-    """Computing 0.1 s here keeps each of 20 requests waiting for 0.1 s: a queue of a second there is the lesser evil."""
+    """Computing 0.1 s here keeps each of 20 requests waiting for 0.1 s: a second of queue there is less."""
     there = RemoteForecast(queued_s=1.0, work_s=0.1, handoff_s=0.01)
     assert decide(LocalForecast(0.1, 0.1, 0, 0.0), there).reason == "cheaper_here"
     assert decide(LocalForecast(0.1, 0.1, 20, 0.0), there).reason == "cheaper_there"
     assert decide(LocalForecast(0.001, 0.001, 20, 0.99), there).reason == "cached_here"
+
+
+@given(HERE, THERE, st.floats(0, 1e6))
+def test_a_server_that_got_no_prompt_for_long_gets_one_that_loses_little(
+    here: LocalForecast, there: RemoteForecast, unused_s: float
+) -> None:
+    found, plain = decide(here, there, unused_s=unused_s), decide(here, there)
+    if found != plain:
+        assert (found.reason, plain.remote) == ("probe", False)
+        assert unused_s >= PROBE_S
+        assert there.cost_s <= here.cost_s + PROBE_COST_S
 
 
 def test_thresholds_are_spread_evenly_so_that_a_share_of_prompts_stays() -> None:

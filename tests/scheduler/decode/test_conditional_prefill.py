@@ -106,7 +106,7 @@ def test_decisions_are_counted() -> None:
     ask(bench, "b", 11, 9.0)
     ask(bench, "c", 12, None)
     found = {reason: bench.metric("prefill_decisions_total", reason) for reason in PREFILL_REASONS}
-    assert found == {"cheaper_there": 1, "unknown_cost": 1, "cheaper_here": 1, "cached_here": 0}
+    assert found == {"cheaper_there": 1, "unknown_cost": 1, "probe": 0, "cheaper_here": 1, "cached_here": 0}
 
 
 def test_what_stays_here_needs_no_session_and_outlives_the_prefill_server() -> None:
@@ -118,3 +118,15 @@ def test_what_stays_here_needs_no_session_and_outlives_the_prefill_server() -> N
     assert not bench.all(RequestFailed)
     assert {reply.rid for reply in bench.all(Tokens)} == {"a", "b"}
     assert bench.all(Forward)
+
+
+def test_a_server_that_was_slow_once_is_tried_again() -> None:
+    """One prompt that loses less than a second, every half a minute. The first comparison begins that time."""
+    bench = measured()
+    found = []
+    for number in range(100):
+        found.append(ask(bench, f"r{number}", [number, 1], 0.5, max_tokens=1).reason)
+        work(bench)
+        bench.wait(1.0)
+    assert [number for number, reason in enumerate(found) if reason == "probe"] == [30, 60, 90]
+    assert ask(bench, "long", [101, 1], 2.0).reason == "cheaper_here", "it would lose more"

@@ -1,4 +1,4 @@
-"""--remote always, never and cost at the front end of a decode server: what is asked of the scheduler, what is posted."""
+"""--remote at the front end of a decode server: what is asked of the scheduler, what is posted, what is logged."""
 
 import asyncio
 import logging

@@ -1,0 +1,119 @@
+"""--remote cost with real servers, one of which shares its core with busy neighbors: the slower one is avoided.
+
+    core 0   the fast server
+    core 1   the slow server, and programs that compute all the time
+
+Each server learns what computing takes it from its own forward passes: nothing tells them who is slow.
+"""
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from headrace.core.types.requests.remote_prefill import PREFILL_REASONS
+from tests.e2e.harness import Server, running, wait_until
+from tests.e2e.models import NAME, SMOLLM2
+
+TOKENS = 6
+FLAGS = (*SMOLLM2.flags, "--threads", "1", "--chunk-tokens", "128", "--page-size", "16", "--kv-pages", "512")
+NEIGHBORS = 4
+REPORTED_S = 2.5  # a server's load is asked for every second
+
+pytestmark = pytest.mark.full
+
+
+@contextmanager
+def on_core(number: int) -> Iterator[None]:
+    """Processes that are started meanwhile run on this core of those that the test may use."""
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {sorted(before)[number]})
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)
+
+
+@contextmanager
+def neighbors() -> Iterator[None]:
+    """Keep core 1 busy."""
+    with on_core(1):
+        busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(NEIGHBORS)]
+    try:
+        yield
+    finally:
+        for process in busy:
+            process.kill()
+            process.wait()
+
+
+@contextmanager
+def servers(prefill_core: int, decode_core: int) -> Iterator[tuple[Server, Server]]:
+    """A prefill server, and a decode server of it that compares costs."""
+    with on_core(prefill_core):
+        prefill = Server("--role", "prefill", *FLAGS)
+    with on_core(decode_core):
+        decode = Server("--role", "decode", "--prefill", prefill.url, "--remote", "cost", *FLAGS)
+    with running(prefill), running(decode):
+        yield prefill, decode
+
+
+def ask(decode: Server, prompt: tuple[int, ...]) -> str:
+    """Have a prompt continued, whose text has to be that of the model. Returns why it was computed where it was."""
+    before = decisions(decode)
+    body = {"model": NAME, "prompt": list(prompt), "max_tokens": TOKENS, "temperature": 0}
+    answer = decode.post("/v1/completions", body)
+    assert answer.status_code == 200, answer.text
+    assert answer.json()["choices"][0]["text"] == SMOLLM2.greedy_text(prompt, TOKENS)
+    (reason,) = (reason for reason, count in decisions(decode).items() if count > before[reason])
+    return reason
+
+
+def decisions(decode: Server) -> dict[str, float]:
+    """Prompts by reason."""
+    found = decode.metrics()
+    return {reason: found[f'headrace_prefill_decisions_total{{reason="{reason}"}}'] for reason in PREFILL_REASONS}
+
+
+def computed(prefill: Server) -> float:
+    """Prompt tokens that a server has computed or is computing."""
+    return prefill.total("headrace_prompt_tokens_total")
+
+
+def known(prefill: Server, decode: Server) -> None:
+    """Have the prefill server compute its first prompt, and wait until the decode server knows what that has taken."""
+    assert ask(decode, SMOLLM2.story()[100:700]) == "unknown_cost"
+    wait_until(lambda: prefill.get("/v1/handoff").json()["load"]["trusted"], 10, "a cost model")
+    time.sleep(REPORTED_S)
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
+def test_a_slow_prefill_server_is_avoided() -> None:
+    story = SMOLLM2.story()
+    with neighbors(), servers(prefill_core=1, decode_core=0) as (prefill, decode):
+        known(prefill, decode)
+        before = computed(prefill)
+        for start in (0, 1000, 2000):
+            assert ask(decode, story[start : start + 400]) == "cheaper_here"
+        assert computed(prefill) == before, "it got no prompt"
+        assert ask(decode, story[2000:2410]) == "cached_here"
+        assert "prefill=cached_here" in decode.log
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
+def test_a_fast_prefill_server_is_used_and_short_and_cached_prompts_stay() -> None:
+    story = SMOLLM2.story()
+    with neighbors(), servers(prefill_core=0, decode_core=1) as (prefill, decode):
+        known(prefill, decode)
+        before = computed(prefill)
+        for start in (1000, 2000):
+            assert ask(decode, story[start : start + 600]) == "cheaper_there"
+        assert computed(prefill) >= before + 1200
+        before = computed(prefill)
+        assert ask(decode, story[2000:2604]) == "cached_here"
+        assert ask(decode, story[5000:5003]) == "cheaper_here"
+        assert computed(prefill) == before
