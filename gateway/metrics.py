@@ -5,6 +5,7 @@ from collections.abc import Iterable
 from typing import Literal, get_args
 
 from headrace.core.stats import Counters, Histograms, MetricSpec, Sample, Stats
+from headrace.core.types.requests.remote_prefill import PREFILL_REASONS, PrefillDecision
 from headrace.gateway.sglang_nixl.rooms import OUTCOMES as ROOM_OUTCOMES
 from headrace.gateway.vllm_nixl.leases import ENDS, NOTICES
 from headrace.server.telemetry import catalog
@@ -21,6 +22,9 @@ RecomputeReason = Literal[
     "pool_too_small",  # the prompt is longer than --pool-tokens
     "no_kv",  # the prefill server had no room for a token after the prompt, and sent none
     "prefill_failed",  # no prefill server could compute it, under --fallback recompute
+    "never",  # under --remote never
+    "cheaper_here",  # under --remote cost: it adds less waiting at the decode engine
+    "cached_here",  # likewise, and at least half of it is in the decode engine's prefix cache
 ]
 """Why the decode engine computes a prompt itself."""
 
@@ -39,6 +43,15 @@ HANDOFFS: tuple[MetricSpec, ...] = (
         "Requests that were answered without KV, so that the decode engine computes the prompt, by reason.",
         ("reason",),
         tuple((reason,) for reason in RECOMPUTE_REASONS),
+    ),
+    MetricSpec(
+        "gateway_prefill_decisions_total",
+        "counter",
+        "Prompts by where --remote cost has them computed, and why: at a prefill server (cheaper_there, unknown_cost; "
+        "probe: it has got none for 30 s) or by the decode engine (cheaper_here; cached_here: at least half of it is "
+        "cached).",
+        ("reason",),
+        tuple((reason,) for reason in PREFILL_REASONS),
     ),
     MetricSpec("gateway_tokens_total", "counter", "Tokens of prompts whose KV was handed over."),
     MetricSpec(
@@ -157,6 +170,10 @@ class GatewayMetrics:
     def recomputed(self, reason: RecomputeReason) -> None:
         """Count an answer without KV."""
         self._counters.add("gateway_recomputed_total", labels=(reason,))
+
+    def decided(self, decision: PrefillDecision) -> None:
+        """Count where a prompt is computed."""
+        self._counters.add("gateway_prefill_decisions_total", labels=(decision.reason,))
 
     def took(self, phase: str, seconds: float) -> None:
         """Count the time of a phase."""

@@ -12,6 +12,7 @@ from headrace.core.config.server import (
     LogFormat,
     LogLevel,
     MaxBodyBytes,
+    Remote,
     Routing,
 )
 
@@ -127,6 +128,33 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True):
             "the prompt",
         ),
     ] = "error"
+    remote: Annotated[
+        Remote,
+        Flag(
+            "remote",
+            HANDOFF,
+            "which prompts go to a prefill server: always all that can be handed over; never none; cost those that are "
+            "predicted to add less waiting there, the decode engine computes the others (vLLM)",
+        ),
+    ] = "always"
+    decode_prefill_rate: Annotated[
+        float,
+        Flag(
+            "decode-prefill-rate",
+            HANDOFF,
+            "with --remote cost: prompt tokens a second that a decode engine computes; 0: learnt from its metrics",
+            low=0,
+        ),
+    ] = 0.0
+    decode_kv_events_port: Annotated[
+        int,
+        port_flag(
+            "decode-kv-events-port",
+            HANDOFF,
+            "with --remote cost: port on which decode engines publish their KV events, at the hosts of their URLs; 0: "
+            "what was sent to a single engine counts as cached there",
+        ),
+    ] = 0
     routing: Annotated[
         Routing,
         Flag(

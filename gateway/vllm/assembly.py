@@ -106,7 +106,13 @@ def assemble(
 
     loads = KvLoads(peer, lambda state: prefills.update(state), on_failure)
     prefills = PrefillPool(
-        config.prefill, config.prefill_api_key, peer.submit, keys=keys, routing=config.routing, clock=clock
+        config.prefill,
+        config.prefill_api_key,
+        peer.submit,
+        keys=keys,
+        routing=config.routing,
+        compares=config.remote == "cost",
+        clock=clock,
     )
     handoffs = Handoffs(
         prefills,

@@ -18,7 +18,7 @@ from headrace.gateway.vllm.bodies import (
     text_to_tokenize,
 )
 from headrace.gateway.vllm.engines import DecodeEngines
-from headrace.gateway.vllm.handoff import NO_KV, SAMPLING, HandoffPrompt, Handoffs, KvOffer
+from headrace.gateway.vllm.handoff import NO_KV, SAMPLING, HandoffPrompt, Handoffs, KvOffer, LeftToEngine
 from headrace.server.api.response.usage import usage_report
 from headrace.server.frontend.request.generation_request import GenerationResult
 from headrace.server.frontend.request_log import RequestRecord
@@ -63,6 +63,7 @@ class Front:
     """Answers the prefill requests of routers.
 
     served_names: of the model. recompute: whether prompts that no prefill server can compute are the decode engine's.
+    never: whether all prompts are.
     """
 
     def __init__(
@@ -74,6 +75,7 @@ class Front:
         *,
         served_names: tuple[str, ...],
         recompute: bool,
+        never: bool = False,
     ) -> None:
         self._engines = engines
         self._handoffs = handoffs
@@ -81,6 +83,7 @@ class Front:
         self._clock = clock
         self._served_names = served_names
         self._recompute = recompute
+        self._never = never
 
     async def serve(
         self, body: GatewayCompletion | GatewayChat, raw: bytes | bytearray, record: RequestRecord
@@ -133,7 +136,7 @@ class Front:
     ) -> HandoffPrompt:
         """The prompt of a body. Raises HeadraceError if it is wrong, Recompute if it cannot be handed over."""
         await self._check_model(body)
-        if (reason := body.recompute_reason()) is not None:
+        if (reason := "never" if self._never else body.recompute_reason()) is not None:
             raise Recompute(reason)
         prompts = await self._token_ids(body, raw)
         for each in prompts:
@@ -180,6 +183,8 @@ class Front:
         """Raises HeadraceError; Recompute where the decode engine is to make up for it."""
         try:
             return await self._handoffs.hand_over(prompt)
+        except LeftToEngine as left:
+            raise Recompute(left.reason) from left
         except HeadraceError as error:
             if error.info.code == NO_KV:
                 raise Recompute("no_kv") from error

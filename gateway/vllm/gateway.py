@@ -23,6 +23,7 @@ from headrace.gateway.vllm.assembly import Parts, assemble
 from headrace.gateway.vllm.engines import DecodeEngines
 from headrace.gateway.vllm.front import Front
 from headrace.gateway.vllm.model_check import check_models
+from headrace.gateway.vllm.placement import Placement
 from headrace.gateway.vllm_nixl.engine_probe import DecodeEngine, ask_side_channel, probe
 from headrace.gateway.vllm_nixl.wire import HandshakePayload
 from headrace.integrations.http_client import bearer, direct_async_client
@@ -41,6 +42,7 @@ class VllmGateway(BaseGateway):
         self._metrics = GatewayMetrics()
         self._parts: Parts | None = None
         self._front: Front | None = None
+        self._placement: Placement | None = None
         self._tasks: list[asyncio.Task[None]] = []
 
     async def start(self) -> str:
@@ -61,6 +63,17 @@ class VllmGateway(BaseGateway):
             await check_models(self._engines, parts.prefills.up()[0].url, config.prefill_api_key, engine.geometry.dtype)
         self.front_metrics.set_build(headrace_version(), "gateway", engine.served_names[0])
         self._tasks.append(asyncio.create_task(keep_running("the look at decode engines' metrics", self._scrape)))
+        if config.remote == "cost":
+            self._placement = Placement(
+                self._engines,
+                self._metrics,
+                self.clock,
+                page_size=engine.geometry.page_size,
+                rate=config.decode_prefill_rate,
+                events_port=config.decode_kv_events_port,
+            )
+            self._placement.start()
+            parts.handoffs.decide = self._placement.decide
         self._front = Front(
             self._engines,
             parts.handoffs,
@@ -68,6 +81,7 @@ class VllmGateway(BaseGateway):
             self.clock,
             served_names=engine.served_names,
             recompute=config.fallback == "recompute",
+            never=config.remote == "never",
         )
         return (
             f"Headrace {headrace_version()}: gateway for {engine.served_names[0]} (vLLM {engine.vllm_version}, "
@@ -126,6 +140,8 @@ class VllmGateway(BaseGateway):
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self._placement is not None:
+            await self._placement.stop()
         await self._engines.stop()
         if self._parts is not None:
             await self._parts.stop()

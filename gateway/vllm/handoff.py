@@ -9,8 +9,8 @@ A prompt that a prefill server refuses or fails goes to another one, as on a dec
 import asyncio
 import hashlib
 import secrets
-from collections.abc import Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, Protocol
 
 import msgspec
 
@@ -20,6 +20,7 @@ from headrace.core.types.errors import TOO_LONG, ErrorInfo, HeadraceError, inval
 from headrace.core.types.kv.geometry import ceil_div
 from headrace.core.types.packed import pack, prompt_hash
 from headrace.core.types.requests.adapters import MAX_SALT_CHARS
+from headrace.core.types.requests.remote_prefill import PrefillDecision, RemoteForecast
 from headrace.core.types.requests.request import SamplingParams, Timing, Usage
 from headrace.core.types.requests.terms import RequestTerms
 from headrace.gateway.vllm.kv_loads import KvLoads
@@ -29,6 +30,7 @@ from headrace.server.frontend.request.generation_request import GenerationReques
 from headrace.server.frontend.request.request_context import CallSpan, RequestContext
 from headrace.server.upstream.prefill_call import PrefillCall, PrefillProgress
 from headrace.server.upstream.prefill_pool import PrefillChoice, PrefillPool
+from headrace.server.upstream.prefill_server import PrefillServer
 
 NO_KV = "no_kv"  # code of a load whose prompt ended with its first token
 SAMPLING = SamplingParams(
@@ -59,6 +61,18 @@ class HandoffPrompt(msgspec.Struct, frozen=True, kw_only=True):
     context: RequestContext = RequestContext("")
 
 
+class LeftToEngine(Exception):
+    """The decode engine is to compute the prompt, since that costs less."""
+
+    def __init__(self, reason: Literal["cheaper_here", "cached_here"]) -> None:
+        super().__init__(reason)
+        self.reason = reason
+
+
+Decide = Callable[[HandoffPrompt, PrefillServer, RemoteForecast | None], PrefillDecision]
+"""Where a prompt is computed for which this prefill server was chosen, which is expected to take so much."""
+
+
 class KvOffer(msgspec.Struct, frozen=True, kw_only=True):
     """KV that a decode engine may read."""
 
@@ -84,6 +98,9 @@ class Handoffs:
         max_model_len: int,
         pages: int,
     ) -> None:
+        self.decide: Decide | None = None
+        """Set where costs are compared."""
+
         self._prefills = prefills
         self._failover = failover
         self._loads = loads
@@ -92,6 +109,7 @@ class Handoffs:
         self._page_tokens = page_tokens
         self._max_model_len = max_model_len
         self._pages = pages
+        self._learning: set[asyncio.Task[None]] = set()
         self._leased: dict[str, int] = {}  # pages of loads that are under way, or offered and not free yet
 
     @property
@@ -112,8 +130,8 @@ class Handoffs:
             raise invalid("prompt", text, code=TOO_LONG)
 
     async def hand_over(self, prompt: HandoffPrompt) -> KvOffer:
-        """Have the prompt computed, load its KV and offer it. Raises HeadraceError; with the code NO_KV if there is
-        none. Cancelling it cancels the prompt at the prefill server, and the load."""
+        """Have the prompt computed, load its KV and offer it. Raises LeftToEngine; HeadraceError, of code NO_KV if
+        there is none. Cancelling it cancels the prompt at the prefill server, and the load."""
         arrived = self._clock.now()
         request = GenerationRequest(
             rid=f"gw-{secrets.token_hex(16)}",
@@ -127,6 +145,11 @@ class Handoffs:
             left: GenerationRequest, choice: PrefillChoice, _moved: bool
         ) -> tuple[Loaded, GenerationResult]:
             began = self._clock.now()
+            if self.decide is not None:
+                decision = self.decide(prompt, choice.server, self._prefills.forecast(choice))
+                if not decision.remote:
+                    self._prefills.withdraw(choice)
+                    raise LeftToEngine("cached_here" if decision.reason == "cached_here" else "cheaper_here")
             loaded = await self._load(left, choice)
             first = loaded.first
             usage = Usage(len(left.prompt), 1, first.cached_tokens, first.from_tiers)
@@ -166,14 +189,30 @@ class Handoffs:
         async with self._prefills.prefill_call(choice, _body(request, ticket), span) as call:
             load = self._loads.begin(command)
             self._leased[ticket] = self._pages_for(command.tokens)
+            began = self._clock.now()
             try:
-                return await self._first_outcome(call, load)
+                loaded = await self._first_outcome(call, load)
+                self._learn(call, choice, self._clock.now() - began)
+                return loaded
             except BaseException:
                 self._loads.give_up(ticket)
                 self.released(ticket)
                 if load.done() and not load.cancelled():
                     load.exception()  # it is known
                 raise
+
+    def _learn(self, call: PrefillCall, choice: PrefillChoice, took_s: float) -> None:
+        """Have the pool learn what the handoff has added to the prefill server's own time, once that says it."""
+
+        async def observe() -> None:
+            response = await call.response()
+            if response is not None and response.own_s is not None:
+                self._prefills.handed_over(choice, took_s - response.own_s)
+
+        if self.decide is not None:
+            task = asyncio.create_task(observe())
+            self._learning.add(task)
+            task.add_done_callback(self._learning.discard)
 
     async def _first_outcome(self, call: PrefillCall, load: "asyncio.Future[Loaded]") -> Loaded:
         """Post the prompt and wait for its KV, or for what the prefill server fails it with."""

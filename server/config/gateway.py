@@ -78,6 +78,16 @@ def check_gateway(config: GatewayConfig) -> None:
             raise ConfigError(f"--prefill and --decode both name {each}; a server is one or the other")
     if twice := sorted({each for each in config.prefill if config.prefill.count(each) > 1}):
         raise ConfigError(f"--prefill {twice[0]} is given more than once; once is enough")
+    if config.remote != "always" and config.decode_engine == "sglang":
+        raise ConfigError(
+            f"--remote {config.remote} is for vLLM: an SGLang engine takes the KV of every prompt; leave it out"
+        )
+    for key, given in (
+        ("decode-prefill-rate", config.decode_prefill_rate),
+        ("decode-kv-events-port", config.decode_kv_events_port),
+    ):
+        if given and config.remote != "cost":
+            raise ConfigError(f"--{key} is for comparing costs; add --remote cost or leave it out")
     if config.lease_limit_s < config.lease_s:
         raise ConfigError(
             f"--lease-limit {config.lease_limit_s:g} is shorter than --lease {config.lease_s:g}; write a longer one"

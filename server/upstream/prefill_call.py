@@ -76,6 +76,12 @@ class PrefillResponse(msgspec.Struct, frozen=True):
     prompt_logprobs: list[LogprobEntry | None] | None = None
     hidden_states: HiddenField | None = None
 
+    @property
+    def own_s(self) -> float | None:
+        """Seconds for which the prefill server has had the prompt queued and computed it; None if it does not say."""
+        queue, forward = self.timing_ms.get("queue"), self.timing_ms.get("forward")
+        return None if queue is None or forward is None else (queue + forward) / 1000
+
 
 class CallObserver(Protocol):
     """Sees one call to a prefill server, for a trace."""

@@ -22,6 +22,7 @@ from tests.e2e.models import NAME, SMOLLM2
 TOKENS = 6
 FLAGS = (*SMOLLM2.flags, "--threads", "1", "--chunk-tokens", "128", "--page-size", "16", "--kv-pages", "512")
 NEIGHBORS = 4
+FIRST = slice(100, 700)  # the prompt by which the prefill server learns what computing takes it
 REPORTED_S = 2.5  # a server's load is asked for every second
 
 pytestmark = pytest.mark.full
@@ -73,6 +74,14 @@ def ask(decode: Server, prompt: tuple[int, ...]) -> str:
     return reason
 
 
+def prompts(*parts: slice) -> list[tuple[int, ...]]:
+    """Parts of the story. What the model says after them is computed now, while nothing else runs."""
+    found = [SMOLLM2.story()[part] for part in (FIRST, *parts)]
+    for prompt in found:
+        SMOLLM2.greedy_text(prompt, TOKENS)
+    return found[1:]
+
+
 def decisions(decode: Server) -> dict[str, float]:
     """Prompts by reason."""
     found = decode.metrics()
@@ -86,34 +95,31 @@ def computed(prefill: Server) -> float:
 
 def known(prefill: Server, decode: Server) -> None:
     """Have the prefill server compute its first prompt, and wait until the decode server knows what that has taken."""
-    assert ask(decode, SMOLLM2.story()[100:700]) == "unknown_cost"
+    assert ask(decode, SMOLLM2.story()[FIRST]) == "unknown_cost"
     wait_until(lambda: prefill.get("/v1/handoff").json()["load"]["trusted"], 10, "a cost model")
     time.sleep(REPORTED_S)
 
 
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
 def test_a_slow_prefill_server_is_avoided() -> None:
-    story = SMOLLM2.story()
+    *new, turn = prompts(slice(0, 400), slice(1000, 1400), slice(2000, 2400), slice(2000, 2410))
     with neighbors(), servers(prefill_core=1, decode_core=0) as (prefill, decode):
         known(prefill, decode)
         before = computed(prefill)
-        for start in (0, 1000, 2000):
-            assert ask(decode, story[start : start + 400]) == "cheaper_here"
+        assert [ask(decode, prompt) for prompt in new] == ["cheaper_here"] * 3
+        assert ask(decode, turn) == "cached_here"
         assert computed(prefill) == before, "it got no prompt"
-        assert ask(decode, story[2000:2410]) == "cached_here"
         assert "prefill=cached_here" in decode.log
 
 
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
 def test_a_fast_prefill_server_is_used_and_short_and_cached_prompts_stay() -> None:
-    story = SMOLLM2.story()
+    *long, turn, short = prompts(slice(1000, 1600), slice(2000, 2600), slice(2000, 2604), slice(5000, 5003))
     with neighbors(), servers(prefill_core=0, decode_core=1) as (prefill, decode):
         known(prefill, decode)
         before = computed(prefill)
-        for start in (1000, 2000):
-            assert ask(decode, story[start : start + 600]) == "cheaper_there"
-        assert computed(prefill) >= before + 1200
-        before = computed(prefill)
-        assert ask(decode, story[2000:2604]) == "cached_here"
-        assert ask(decode, story[5000:5003]) == "cheaper_here"
-        assert computed(prefill) == before
+        assert [ask(decode, prompt) for prompt in long] == ["cheaper_there"] * 2
+        assert computed(prefill) == before + 1200
+        assert ask(decode, turn) == "cached_here"
+        assert ask(decode, short) == "cheaper_here"
+        assert computed(prefill) == before + 1200

@@ -181,7 +181,13 @@ async def gateway_site(
         peer: Any = site.peer
         exporter: Any = site.exporter
         loads = KvLoads(peer, lambda state: found.update(state), fail)
-        found = PrefillPool(config.prefill, config.prefill_api_key, peer.submit, routing=config.routing)
+        found = PrefillPool(
+            config.prefill,
+            config.prefill_api_key,
+            peer.submit,
+            routing=config.routing,
+            compares=config.remote == "cost",
+        )
         sizes = {"page_tokens": BLOCK, "max_model_len": engine.max_model_len, "pages": PAGES}
         handoffs = Handoffs(found, PrefillFailover(found, metrics, clock), loads, exporter, clock, **sizes)
         return Parts(engine, pool, exporter, loads, found, handoffs)

@@ -11,7 +11,7 @@ Many decode servers read the same report of a prefill server's queue, which is u
 compared by one threshold they would all send, and then none. So each request has a threshold of its own, within
 SPREAD of 1: as a queue grows, a growing share of the prompts stays.
 
-What a prefill server takes is known from the prompts that it computes. One that was slow once would be avoided for ever:
+What a prefill server takes is known from prompts that it computes. One that was slow once would be avoided for ever:
 now and then a prompt that loses little goes there, too.
 """
 

@@ -376,10 +376,8 @@ class _HandoffTime:
     def added_s(self, response: PrefillResponse) -> float | None:
         """Seconds from the prompt's posting to its first token, less those that the prefill server has had it queued
         and computed it; None where either is not known."""
-        own = [response.timing_ms.get(phase) for phase in ("queue", "forward")]
-        if self._took_s is None or None in own:
-            return None
-        return self._took_s - sum(ms for ms in own if ms is not None) / 1000
+        own_s = response.own_s
+        return None if self._took_s is None or own_s is None else self._took_s - own_s
 
 
 def _submit(request: GenerationRequest, sampling: SamplingParams, route: AnyRoute, *, moved: bool = False) -> Submit:
