@@ -146,10 +146,11 @@ class Scheduler:
         """Leading tokens of a packed prompt whose KV the prefix cache of a replica holds now."""
         return max(replica.cache.cached_positions(prompt, salt) for replica in self._state.replicas)
 
-    def load(self) -> tuple[float, tuple[float, float], bool]:
+    def load(self, now: float) -> tuple[float, tuple[float, float], bool, tuple[tuple[int, float], ...]]:
         """Predicted seconds of computing what is admitted and not planned, the cost per squared token and per token by
-        which they are predicted, and whether both are to be trusted."""
-        return self._state.unplanned_s, self._state.replicas[0].costs.per_token, self._state.costs_trusted
+        which they are predicted, whether both are to be trusted, and how long prompts would wait (State.waits)."""
+        state = self._state
+        return state.unplanned_s, state.replicas[0].costs.per_token, state.costs_trusted, state.waits(now)
 
     def handle(self, event: Event, now: float) -> list[Effect]:
         """Take in one event; return what is to be done about it."""
@@ -193,9 +194,9 @@ class Scheduler:
         self._idle_check.checked(clean=not self._problems)
         return list(self._problems)
 
-    def statistics(self) -> Stats:
-        """The scheduler's metrics as of now."""
-        return snapshot(self._state, len(self._problems))
+    def statistics(self, now: float) -> Stats:
+        """The scheduler's metrics."""
+        return snapshot(self._state, len(self._problems), now)
 
     def _front_end_request(self, event: AnyFrontendRequest, now: float) -> None:
         match event:
@@ -216,7 +217,7 @@ class Scheduler:
             case QueryStats():
                 if self.idle and self._idle_check.due(sum(replica.cache.total for replica in self._state.replicas)):
                     self.check_integrity()
-                self._state.out.add(StatsReply(token=event.token, stats=self.statistics()))
+                self._state.out.add(StatsReply(token=event.token, stats=self.statistics(now)))
             case QueryStatus():
                 self._state.out.add(StatusReply(token=event.token, status=status(self._state, event.requests, now)))
             case StartTrace():

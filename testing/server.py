@@ -168,7 +168,7 @@ class SimulatedServer:
         self._check_streams()
         if not self.scheduler.idle:
             self.violation("requests are left at the end")
-        samples = self.scheduler.statistics().samples
+        samples = self.scheduler.statistics(self.world.now).samples
         pages = {sample.labels: sample.value for sample in samples if sample.name == "kv_pages"}
         for sample in samples:
             if sample.name == "kv_tier_pages_total":

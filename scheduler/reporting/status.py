@@ -131,13 +131,13 @@ def _peers(state: State, now: float) -> Iterator[PeerLink]:
         )
 
 
-def snapshot(state: State, integrity_errors: int) -> Stats:
+def snapshot(state: State, integrity_errors: int, now: float) -> Stats:
     """Counters and histograms, and gauges as of now. integrity_errors: found by the last check."""
-    metrics, gauges = state.metrics, _gauges(state, integrity_errors)
+    metrics, gauges = state.metrics, _gauges(state, integrity_errors, now)
     return Stats(samples=(*metrics.counters.snapshot(), *gauges), histograms=metrics.histograms.snapshot())
 
 
-def _gauges(state: State, integrity_errors: int) -> Iterator[Sample]:
+def _gauges(state: State, integrity_errors: int, now: float) -> Iterator[Sample]:
     replicas, first = state.replicas, state.replicas[0]
     for phase, requests in state.phases.items():
         yield Sample("queue_requests", requests, (phase.value,))
@@ -148,6 +148,8 @@ def _gauges(state: State, integrity_errors: int) -> Iterator[Sample]:
     squared_token, token = first.costs.per_token
     yield Sample("prefill_cost_seconds", token, ("token",))
     yield Sample("prefill_cost_seconds", squared_token, ("squared_token",))
+    for tokens, wait_s in state.waits(now):
+        yield Sample("predicted_wait_seconds", wait_s, (str(tokens),))
     yield Sample("cost_model_trusted", float(state.costs_trusted))
     yield Sample("cost_model_stale", float(any(replica.costs.stale for replica in replicas)))
     yield Sample("kv_pages", sum(replica.cache.free for replica in replicas), ("free",))

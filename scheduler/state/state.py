@@ -6,6 +6,7 @@ from headrace.core.config import SchedulerConfig
 from headrace.core.types.kv.kv_tiers import Tier
 from headrace.core.types.requests.request import FetchFrom
 from headrace.scheduler.costs.chunking import Cost
+from headrace.scheduler.costs.cost_model import Load
 from headrace.scheduler.kv.page_allocator import PageAllocator
 from headrace.scheduler.peers.peer_tables import DecodePeerTable, PrefillTable
 from headrace.scheduler.peers.tickets import TicketTable
@@ -18,7 +19,7 @@ from headrace.scheduler.requests.request_table import RequestTable
 from headrace.scheduler.state.events import Effects
 from headrace.scheduler.state.replica import Replica, bind
 from headrace.scheduler.telemetry.measurements import Measurements
-from headrace.scheduler.telemetry.metrics import QUEUES
+from headrace.scheduler.telemetry.metrics import QUEUES, WAIT_TOKENS
 
 
 class EngineStatus:
@@ -144,6 +145,17 @@ class State:
     def costs_trusted(self) -> bool:
         """Every replica's cost model predicts seconds, and has been right of late."""
         return all(replica.costs.trusted for replica in self.replicas)
+
+    def waits(self, now: float) -> tuple[tuple[int, float], ...]:
+        """Prompt tokens, and predicted seconds that a prompt of as many, none of them cached, would wait if it came now
+        without a priority or an objective: at the replica where it waits least."""
+        found = []
+        for tokens in WAIT_TOKENS:
+            predictions = [
+                replica.predictor.predict(0, None, Load.between(0, tokens), 0, now) for replica in self.replicas
+            ]
+            found.append((tokens, round(max(0.0, min(each.ttft_s - each.alone_s for each in predictions)), 6)))
+        return tuple(found)
 
     @property
     def phases(self) -> dict[Phase, int]:

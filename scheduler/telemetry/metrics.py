@@ -21,6 +21,7 @@ from headrace.scheduler.requests.phase import Phase
 QUEUES = (Phase.BOOTSTRAP, Phase.WAITING, Phase.RUNNING, Phase.INFLIGHT, Phase.FETCHING, Phase.GENERATING)
 ROWS = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0)
 ERRORS = (-0.9, -0.75, -0.5, -0.35, -0.2, -0.1, -0.05, 0.0, 0.05, 0.1, 0.2, 0.35, 0.5, 1.0, 2.0, 5.0)
+WAIT_TOKENS = (64, 256, 1024, 4096, 16384, 65536)  # lengths of prompts whose wait is reported
 SALTED, ANONYMOUS = "salted", "anonymous"  # a salt is a secret, and no label
 OVERLOADS = (("tokens",), ("requests",), ("seconds",), ("predicted_ttft",), ("objective",))
 ADMISSION = "admission"  # where requests fail before they have a phase
@@ -82,6 +83,13 @@ CATALOG = (
         "gauge",
         "Predicted seconds of computing a prompt: so many per token, and so many per squared token.",
         ("per",),
+    ),
+    MetricSpec(
+        "predicted_wait_seconds",
+        "gauge",
+        "Predicted seconds that a prompt of so many tokens, none of them cached, would wait if it came now.",
+        ("tokens",),
+        tuple((str(tokens),) for tokens in WAIT_TOKENS),
     ),
     MetricSpec(
         "cost_model_trusted",

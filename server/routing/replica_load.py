@@ -9,6 +9,7 @@ Work is counted in tokens and squared tokens, which are priced with the costs th
 """
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
 import msgspec
@@ -30,6 +31,20 @@ class LoadReport(msgspec.Struct, frozen=True):
 
     trusted: bool = False
     """Both are seconds, and were right of late. Until a plan was computed there, they compare with each other alone."""
+
+    waits: Sequence[tuple[int, float]] = ()
+    """Prompt tokens, ascending, and predicted seconds that a prompt of as many, none cached, would wait there. A policy
+    may have short prompts wait less."""
+
+    def wait_s(self, tokens: int) -> float:
+        """Predicted seconds that a prompt of so many uncached tokens would wait: between those of the two nearest
+        lengths."""
+        if not self.waits:
+            return self.queued_seconds
+        for (short, less), (long, more) in pairwise(self.waits):
+            if tokens <= long:
+                return less + (more - less) * max(0, tokens - short) / (long - short)
+        return self.waits[-1][1]
 
 
 class Work(NamedTuple):
@@ -102,12 +117,17 @@ class ReplicaLoad:
         not said what computing costs it. An old report does not count: the queue is then what is known of it here."""
         if self.report is None or not self.report.trusted:
             return None
-        work_s = sent.work.seconds(self.report.cost)
-        queued_s = max(0.0, self.queued_s(self.report.cost, now) - work_s)
-        return RemoteForecast(queued_s, work_s, self.handoffs.seconds(sent.work.tokens))
+        cost, work_s = self.report.cost, sent.work.seconds(self.report.cost)
+        queued_s = self.queued_s(cost, now) - work_s
+        if not self._is_old(now):
+            queued_s += self.report.wait_s(sent.work.tokens) - self.report.queued_seconds
+        return RemoteForecast(max(0.0, queued_s), work_s, self.handoffs.seconds(sent.work.tokens))
 
     def queued_s(self, cost: tuple[float, float], now: float) -> float:
         """Predicted seconds of the work that waits there, at this cost."""
-        if self.report is None or now - self._reported_at > REPORT_S:
+        if self.report is None or self._is_old(now):
             return sum(sent.work.seconds(cost) for sent in self._open.values())
         return self.report.queued_seconds + sum(sent.work.seconds(cost) for sent in self._unreported.values())
+
+    def _is_old(self, now: float) -> bool:
+        return now - self._reported_at > REPORT_S

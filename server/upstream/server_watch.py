@@ -33,6 +33,8 @@ class ReportedLoad(msgspec.Struct, frozen=True):
     queued_seconds: Seconds
     seconds_per_squared_token: Seconds
     seconds_per_token: Annotated[float, msgspec.Meta(gt=0, le=1e9)]
+    wait_seconds: dict[Annotated[int, msgspec.Meta(ge=1, le=1 << 30)], Seconds] = {}
+    """Seconds that a prompt of so many uncached tokens would wait."""
     trusted: bool = False
     """These are seconds, and were right of late; False of servers of earlier versions, which do not say."""
 
@@ -106,7 +108,9 @@ class ServerWatch:
             self._router.paged(self._number, news.page_size)
         if news.load is not None:
             cost = (news.load.seconds_per_squared_token, news.load.seconds_per_token)
-            report = LoadReport(news.load.queued_seconds, cost, news.load.trusted)
+            report = LoadReport(
+                news.load.queued_seconds, cost, news.load.trusted, sorted(news.load.wait_seconds.items())
+            )
             self._router.reported(self._number, report, asked_at, self._clock.now())
 
     @contextlib.asynccontextmanager

@@ -210,7 +210,7 @@ class Bench:
         return sum(isinstance(effect, RequestFinished | RequestFailed) and effect.rid == rid for effect in self.seen)
 
     def metric(self, name: str, *labels: str) -> float:
-        stats: Stats = self.scheduler.statistics()
+        stats: Stats = self.scheduler.statistics(self.now)
         return next((sample.value for sample in stats.samples if (sample.name, sample.labels) == (name, labels)), 0.0)
 
     def assert_empty(self) -> None:

@@ -152,7 +152,7 @@ def test_predictions_are_compared_with_what_came() -> None:
     assert forward is not None
     queue.now += 2.0
     queue.done(forward, 1, seconds=2.0)
-    histograms = {found.name: found for found in queue.scheduler.statistics().histograms}
+    histograms = {found.name: found for found in queue.scheduler.statistics(queue.now).histograms}
     assert histograms["predicted_ttft_seconds"].sum == pytest.approx(1.0)
     error = histograms["ttft_prediction_error"]
     assert error.sum == pytest.approx(-0.5), "a second was predicted, and it took two"

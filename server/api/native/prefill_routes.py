@@ -116,7 +116,7 @@ class HandoffReply(msgspec.Struct):
     prompt_logprobs_start: bool
     images: bool
     kv_events: dict[str, Any] | None
-    load: dict[str, float] | None
+    load: dict[str, Any] | None
 
 
 _PREFILL = described(
@@ -204,8 +204,9 @@ def _kv_events(config: KvEventsConfig) -> dict[str, Any] | None:
     return {"port": config.port, "replay_port": config.replay_port, "topic": config.topic}
 
 
-def _load(stats: Stats) -> dict[str, float] | None:
-    """The work that waits, and what tokens cost; None before the scheduler has said so. trusted: they are seconds."""
+def _load(stats: Stats) -> dict[str, Any] | None:
+    """The work that waits, and what tokens cost; None before the scheduler has said so. trusted: they are seconds.
+    wait_seconds: of prompts of so many uncached tokens."""
     values = {(sample.name, *sample.labels): sample.value for sample in stats.samples}
     fields = {
         "queued_seconds": ("unplanned_seconds",),
@@ -216,7 +217,8 @@ def _load(stats: Stats) -> dict[str, float] | None:
     if None in found.values():
         return None
     trusted = bool(values.get(("cost_model_trusted",)))
-    return {field: value for field, value in found.items() if value is not None} | {"trusted": trusted}
+    waits = {key[1]: value for key, value in values.items() if key[0] == "predicted_wait_seconds"}
+    return {**found, "trusted": trusted, "wait_seconds": waits}
 
 
 async def _request(model: ServedModel, config: ServerConfig, client: str, body: PrefillBody) -> GenerationRequest:

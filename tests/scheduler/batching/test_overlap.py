@@ -31,7 +31,7 @@ def agreed(bench: Replicas) -> Agreement:
 
 def results(bench: Replicas) -> dict[str, float]:
     """What was counted, by result."""
-    samples = bench.scheduler.statistics().samples
+    samples = bench.scheduler.statistics(bench.now).samples
     return {one.labels[0]: one.value for one in samples if one.name == "overlap_passes_total" and one.value}
 
 

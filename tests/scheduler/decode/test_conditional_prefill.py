@@ -7,6 +7,7 @@ from headrace.core.messages.orders import Forward, PrepareReceive
 from headrace.core.messages.replies import PrefillDecided, RequestFailed, Tokens
 from headrace.core.types.requests.remote_prefill import PREFILL_REASONS, PrefillDecision, RemoteForecast
 from headrace.core.types.requests.request import DecodeHere, FetchFrom
+from headrace.scheduler.telemetry.metrics import WAIT_TOKENS
 from tests.scheduler.bench import Bench, none, only
 
 PER_TOKEN_S = 0.01
@@ -130,3 +131,15 @@ def test_a_server_that_was_slow_once_is_tried_again() -> None:
         bench.wait(1.0)
     assert [number for number, reason in enumerate(found) if reason == "probe"] == [30, 60, 90]
     assert ask(bench, "long", [101, 1], 2.0).reason == "cheaper_here", "it would lose more"
+
+
+def test_short_prompts_are_told_to_wait_less_under_srpt_and_as_long_under_fcfs() -> None:
+    for policy in ("srpt", "fcfs"):
+        bench = measured(policy=policy, kv_pages=4096, max_model_len=100_000, policy_reserve=0.0)
+        assert {bench.metric("predicted_wait_seconds", str(tokens)) for tokens in WAIT_TOKENS} == {0.0}
+        for number in range(5):
+            bench.submit(f"r{number}", [number] * 1000, route=DecodeHere())
+        found = [bench.metric("predicted_wait_seconds", str(tokens)) for tokens in WAIT_TOKENS]
+        assert found == sorted(found)
+        assert found[-1] >= 50.0
+        assert found[0] == (0.0 if policy == "srpt" else found[-1])

@@ -26,7 +26,7 @@ def test_salts_are_no_labels() -> None:
     bench.compute(7)
     bench.submit("b", 10, max_tokens=1)
     bench.compute(7)
-    labels = {sample.labels for sample in bench.scheduler.statistics().samples if sample.name == NAME}
+    labels = {sample.labels for sample in bench.scheduler.statistics(bench.now).samples if sample.name == NAME}
     assert labels == {("salted",), ("anonymous",)}
 
 
@@ -35,6 +35,6 @@ def test_labels_are_bounded() -> None:
     for number in range(MAX_TENANTS + 3):
         bench.submit(str(number), [number, 1, 2], max_tokens=1, tenant=f"tenant {number}")
         bench.compute(7)
-    labels = {sample.labels for sample in bench.scheduler.statistics().samples if sample.name == NAME}
+    labels = {sample.labels for sample in bench.scheduler.statistics(bench.now).samples if sample.name == NAME}
     assert len(labels) == MAX_TENANTS + 1
     assert ("other",) in labels

@@ -88,6 +88,9 @@ def test_wrong_addresses_of_decode_engines(text, words):
             {"decode_engine": "sglang", "device": "cuda:1"},
             "--device cuda:1 is for vLLM decode engines; leave it out",
         ),
+        ({"decode_engine": "sglang", "remote": "cost"}, "--remote cost is for vLLM"),
+        ({"decode_prefill_rate": 900.0}, "--decode-prefill-rate is for comparing costs; add --remote cost"),
+        ({"decode_kv_events_port": 5557, "remote": "never"}, "--decode-kv-events-port is for comparing costs"),
         ({"curve_key": "a.key_secret"}, "add --curve-server-key FILE"),
         ({"curve_server_keys": ("a.key",)}, "add --curve-key FILE"),
     ],
@@ -102,6 +105,8 @@ def test_what_is_refused(changes, words):
 def test_what_is_allowed_when_told_so():
     check_gateway(config(host="0.0.0.0", api_keys=("key",)))
     check_gateway(config(host="0.0.0.0", insecure=True))
+    check_gateway(config(remote="cost", decode_prefill_rate=900.0, decode_kv_events_port=5557))
+    check_gateway(config(remote="never"))
     check_gateway(config(side_channel_host="10.0.0.7", insecure_decode=True))
     check_gateway(config(decode=(f"{DECODE}=127.0.0.1:5600", "http://127.0.0.1:8002=127.0.0.1:5601")))
 

@@ -71,6 +71,8 @@ def test_every_toml_key_is_a_flag_with_the_same_meaning(tmp_path: Path) -> None:
             role = ["--dtype", "float32", *(["--stages", "external"] if key != "stages" else [])]
         elif key in ("prefill", "allow-prefill", "prefill-api-key", "fallback"):
             role = ["--role", "decode", *(["--fallback", "local"] if key != "fallback" else [])]
+        elif key == "remote":
+            role = ["--role", "decode", "--prefill", "http://a:1"]
         elif key == "curve-key":
             role = ["--role", "decode", "--prefill", "http://a:1", "--curve-server-key", "a.key"]
         elif key == "curve-server-key":
@@ -161,6 +163,9 @@ MISTAKES = [
     (["--role", "prefill", "--lora", "smollm2=x"], "the model itself has this name"),
     (["--role", "prefill", "--lora", "x"], "write NAME=FOLDER"),
     (["--role", "prefill", "--fallback", "local"], "--role decode"),
+    (["--role", "prefill", "--remote", "cost"], "--remote is for decode servers; add --role decode"),
+    (["--role", "decode", "--allow-prefill", "a:1", "--remote", "cost"], "add --prefill http://HOST:PORT"),
+    (["--role", "decode", "--prefill", "http://a:1", "--remote", "often"], "expected one of always, never, cost"),
     (["--role", "decode", "--prefill", "127.0.0.1:8001"], "http://127.0.0.1:8001"),
     (["--role", "decode", "--prefill", "http://a:99999"], "65535"),
     (["--role", "decode", "--prefill", "http://a:1/v1"], "address only"),

@@ -122,6 +122,7 @@ FLAGS = """\
 --quantize {none,int8} = none
 --reasoning-parser {auto,none,think,harmony,gemma4,kimi,mistral,seed_oss} = auto
 --refuse-unreachable/--no-refuse-unreachable SWITCH = True
+--remote {always,never,cost} = always
 --role {prefill,decode,colocated} = colocated
 --routing {score,least-load} = score
 --served-model-name TEXT =

@@ -83,6 +83,21 @@ def test_of_a_stale_report_the_costs_are_kept_and_not_the_queue() -> None:
     assert found.queued_s == pytest.approx(0.4), "what was sent there is known, and what others sent is not"
 
 
+def test_short_prompts_wait_less_where_the_policy_says_so() -> None:
+    report = LoadReport(60.0, COST, True, ((64, 0.5), (256, 2.5), (1024, 50.0)))
+    assert [report.wait_s(tokens) for tokens in (1, 64, 160, 256, 1024, 9999)] == [0.5, 0.5, 1.5, 2.5, 50.0, 50.0]
+    assert LoadReport(60.0, COST, True).wait_s(1) == 60.0, "of earlier versions the whole queue counts"
+    router = ReplicaRouter(1, random.Random(0))
+    router.reported(0, report, 0.0, 0.0)
+    before = router.choose(pack(range(1000, 1160)), "", [0], 0.0)
+    found = router.forecast(before, 0.0)
+    assert found is not None
+    assert found.queued_s == pytest.approx(1.5)
+    found = router.forecast(router.choose(pack(range(64)), "", [0], 0.0), 0.0)
+    assert found is not None
+    assert found.queued_s == pytest.approx(0.5 + 0.16), "what was sent since counts, too"
+
+
 def test_a_prompt_that_stays_leaves_nothing_behind() -> None:
     """Neither a queue there, nor pages that later prompts are sent after. Those of prompts that went there stay."""
     router = reported()

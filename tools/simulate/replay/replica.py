@@ -60,6 +60,7 @@ class ReplayReplica:
         cached: Callable[[KvEventMessage], None] = lambda _event: None,
     ) -> None:
         """fetch_tokens_s: as in TimedPipeline; None: KV is dropped when its prompt is computed."""
+        self._world = world
         self._config = config
         self._cost = slowest(costs, config.chunk_tokens)
         self._hands_over = fetch_tokens_s is not None
@@ -88,7 +89,7 @@ class ReplayReplica:
 
     def load(self) -> LoadReport:
         """What the server reports of its load."""
-        return LoadReport(*self._scheduler.load())
+        return LoadReport(*self._scheduler.load(self._world.now))
 
     def submit(
         self, rid: str, prompt: bytes, tenant: str = "", slo_ttft_s: float | None = None, attempt: int = 1
