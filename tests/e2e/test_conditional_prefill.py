@@ -21,7 +21,7 @@ from tests.e2e.models import NAME, SMOLLM2
 
 TOKENS = 6
 FLAGS = (*SMOLLM2.flags, "--threads", "1", "--chunk-tokens", "128", "--page-size", "16", "--kv-pages", "512")
-NEIGHBORS = 4
+NEIGHBORS = 6
 FIRST = slice(100, 700)  # the prompt by which the prefill server learns what computing takes it
 REPORTED_S = 2.5  # a server's load is asked for every second
 
