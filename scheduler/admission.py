@@ -75,7 +75,7 @@ class Admission:
         length = packed_length(submit.prompt)
         load = Load.between(cached, length)
         prediction = replica.predictor.predict(submit.terms.priority, submit.terms.slo_ttft_s, load, cached, now)
-        return LocalForecast(prediction.ttft_s, replica.costs.load_s(load), replica.queues.delayed, cached / length)
+        return LocalForecast(prediction.ttft_s, replica.costs.load_s(load), replica.delayed(now), cached / length)
 
     def _bind(self, submit: Submit) -> Binding:
         """The replica of a new request. One whose peer has not reserved is bound again once it has."""

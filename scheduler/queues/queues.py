@@ -115,12 +115,6 @@ class Queues:
         """Rows that a plan of unlimited size would have."""
         return len(self.prefilling) + len(self.decoding)
 
-    @property
-    def delayed(self) -> int:
-        """Requests whose next token comes later by what another prompt takes: those that decode, and prompts that
-        wait or are half done."""
-        return self.requests[Phase.GENERATING] + len(self.policy)
-
     def admit(self, request: Request, now: float) -> None:
         """Take in a new request, in the phase that it has."""
         self._count(request, 1)

@@ -35,6 +35,12 @@ from headrace.scheduler.state.ttft_prediction import TtftPredictor
 from headrace.scheduler.telemetry.bubbles import Bubbles
 from headrace.scheduler.telemetry.measurements import Measurements
 
+DECODING_WEIGHT = 1.5
+"""Requests that a decoding one counts as: kept for longer, it makes the passes of those that come later longer, too."""
+
+EVERYTHING = Load.between(0, 1 << 20)
+"""Of a prompt before which all others go that are not more urgent."""
+
 RUNNING = (Phase.RUNNING, Phase.FETCHING, Phase.GENERATING)
 
 
@@ -102,6 +108,13 @@ class Replica:
     def running(self) -> int:
         """Requests that have pages and have not ended."""
         return sum(self.queues.requests[phase] for phase in RUNNING)
+
+    def delayed(self, now: float) -> float:
+        """Requests whose next token would come later by the time that another prompt takes: those that decode, prompts
+        that wait or are half done, and those that are expected to arrive until these are done."""
+        rho = self.predictor.predict(0, None, EVERYTHING, 0, now).rho
+        waiting = len(self.queues.policy) / (1 - rho)
+        return DECODING_WEIGHT * self.queues.requests[Phase.GENERATING] + waiting
 
     def load_with(self, load: Load, seconds: bool) -> float:
         """What is left to compute with this load added: predicted seconds, or tokens."""

@@ -157,6 +157,10 @@ class State:
             found.append((tokens, round(max(0.0, min(each.ttft_s - each.alone_s for each in predictions)), 6)))
         return tuple(found)
 
+    def delayed(self, now: float) -> float:
+        """Requests that a prompt would delay which came now, at the replica where it delays the fewest."""
+        return round(min(replica.delayed(now) for replica in self.replicas), 3)
+
     @property
     def phases(self) -> dict[Phase, int]:
         """Requests by phase."""

@@ -92,6 +92,12 @@ CATALOG = (
         tuple((str(tokens),) for tokens in WAIT_TOKENS),
     ),
     MetricSpec(
+        "delayed_requests",
+        "gauge",
+        "Requests that a prompt which came now would delay: those that decode, prompts that wait, and those that are "
+        "expected to come until these are done.",
+    ),
+    MetricSpec(
         "cost_model_trusted",
         "gauge",
         "1 once what is predicted are seconds, since a plan was computed or the stages have measured their speed, and "

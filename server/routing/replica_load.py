@@ -36,6 +36,9 @@ class LoadReport(msgspec.Struct, frozen=True):
     """Prompt tokens, ascending, and predicted seconds that a prompt of as many, none cached, would wait there. A policy
     may have short prompts wait less."""
 
+    delayed: float = 0.0
+    """Requests that a prompt would delay there."""
+
     def wait_s(self, tokens: int) -> float:
         """Predicted seconds that a prompt of so many uncached tokens would wait: between those of the two nearest
         lengths."""
@@ -119,9 +122,13 @@ class ReplicaLoad:
             return None
         cost, work_s = self.report.cost, sent.work.seconds(self.report.cost)
         queued_s = self.queued_s(cost, now) - work_s
-        if not self._is_old(now):
+        if self._is_old(now):
+            delayed = len(self._open) - 1.0
+        else:
             queued_s += self.report.wait_s(sent.work.tokens) - self.report.queued_seconds
-        return RemoteForecast(max(0.0, queued_s), work_s, self.handoffs.seconds(sent.work.tokens))
+            delayed = self.report.delayed + len(self._unreported) - 1
+        handoff_s = self.handoffs.seconds(sent.work.tokens)
+        return RemoteForecast(max(0.0, queued_s), work_s, handoff_s, max(0.0, delayed))
 
     def queued_s(self, cost: tuple[float, float], now: float) -> float:
         """Predicted seconds of the work that waits there, at this cost."""

@@ -33,6 +33,8 @@ class ReportedLoad(msgspec.Struct, frozen=True):
     queued_seconds: Seconds
     seconds_per_squared_token: Seconds
     seconds_per_token: Annotated[float, msgspec.Meta(gt=0, le=1e9)]
+    delayed_requests: Annotated[float, msgspec.Meta(ge=0, le=1e9)] = 0.0
+    """Requests that a prompt would delay there."""
     wait_seconds: dict[Annotated[int, msgspec.Meta(ge=1, le=1 << 30)], Seconds] = {}
     """Seconds that a prompt of so many uncached tokens would wait."""
     trusted: bool = False
@@ -107,10 +109,9 @@ class ServerWatch:
         if news.page_size is not None:
             self._router.paged(self._number, news.page_size)
         if news.load is not None:
-            cost = (news.load.seconds_per_squared_token, news.load.seconds_per_token)
-            report = LoadReport(
-                news.load.queued_seconds, cost, news.load.trusted, sorted(news.load.wait_seconds.items())
-            )
+            load, cost = news.load, (news.load.seconds_per_squared_token, news.load.seconds_per_token)
+            waits = sorted(load.wait_seconds.items())
+            report = LoadReport(load.queued_seconds, cost, load.trusted, waits, load.delayed_requests)
             self._router.reported(self._number, report, asked_at, self._clock.now())
 
     @contextlib.asynccontextmanager

@@ -212,6 +212,7 @@ def _load(stats: Stats) -> dict[str, Any] | None:
         "queued_seconds": ("unplanned_seconds",),
         "seconds_per_squared_token": ("prefill_cost_seconds", "squared_token"),
         "seconds_per_token": ("prefill_cost_seconds", "token"),
+        "delayed_requests": ("delayed_requests",),
     }
     found = {field: values.get(key) for field, key in fields.items()}
     if None in found.values():
