@@ -1,7 +1,7 @@
-"""--remote cost with real servers, one of which shares its core with busy neighbors: the slower one is avoided.
+"""--remote cost with real servers, one of which gets a quarter of a core: the slower one is avoided.
 
     core 0   the fast server
-    core 1   the slow server, and programs that compute all the time
+    core 1   the slow server, behind a program that computes all the time and has three times its share
 
 Each server learns what computing takes it from its own forward passes: nothing tells them who is slow.
 """
@@ -21,7 +21,7 @@ from tests.e2e.models import NAME, SMOLLM2
 
 TOKENS = 6
 FLAGS = (*SMOLLM2.flags, "--threads", "1", "--chunk-tokens", "128", "--page-size", "16", "--kv-pages", "512")
-NEIGHBORS = 6
+NICE = 5  # of the slow server: a third of the share of others, however many there are on the machine
 FIRST = slice(100, 700)  # the prompt by which the prefill server learns what computing takes it
 REPORTED_S = 2.5  # a server's load is asked for every second
 
@@ -40,25 +40,31 @@ def on_core(number: int) -> Iterator[None]:
 
 
 @contextmanager
-def neighbors() -> Iterator[None]:
+def neighbor() -> Iterator[None]:
     """Keep core 1 busy."""
     with on_core(1):
-        busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(NEIGHBORS)]
+        busy = subprocess.Popen([sys.executable, "-c", "while True: pass"])
     try:
         yield
     finally:
-        for process in busy:
-            process.kill()
-            process.wait()
+        busy.kill()
+        busy.wait()
+
+
+def started(core: int, *flags: str) -> Server:
+    """A server on this core. Its threads and processes inherit what its first thread has."""
+    with on_core(core):
+        server = Server(*flags, *FLAGS)
+    if core == 1:
+        os.setpriority(os.PRIO_PROCESS, server.process.pid, os.getpriority(os.PRIO_PROCESS, 0) + NICE)
+    return server
 
 
 @contextmanager
 def servers(prefill_core: int, decode_core: int) -> Iterator[tuple[Server, Server]]:
     """A prefill server, and a decode server of it that compares costs."""
-    with on_core(prefill_core):
-        prefill = Server("--role", "prefill", *FLAGS)
-    with on_core(decode_core):
-        decode = Server("--role", "decode", "--prefill", prefill.url, "--remote", "cost", *FLAGS)
+    prefill = started(prefill_core, "--role", "prefill")
+    decode = started(decode_core, "--role", "decode", "--prefill", prefill.url, "--remote", "cost")
     with running(prefill), running(decode):
         yield prefill, decode
 
@@ -103,7 +109,7 @@ def known(prefill: Server, decode: Server) -> None:
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
 def test_a_slow_prefill_server_is_avoided() -> None:
     *new, turn = prompts(slice(0, 400), slice(1000, 1400), slice(2000, 2400), slice(2000, 2410))
-    with neighbors(), servers(prefill_core=1, decode_core=0) as (prefill, decode):
+    with neighbor(), servers(prefill_core=1, decode_core=0) as (prefill, decode):
         known(prefill, decode)
         before = computed(prefill)
         assert [ask(decode, prompt) for prompt in new] == ["cheaper_here"] * 3
@@ -115,7 +121,7 @@ def test_a_slow_prefill_server_is_avoided() -> None:
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
 def test_a_fast_prefill_server_is_used_and_short_and_cached_prompts_stay() -> None:
     *long, turn, short = prompts(slice(1000, 1600), slice(2000, 2600), slice(2000, 2604), slice(5000, 5003))
-    with neighbors(), servers(prefill_core=0, decode_core=1) as (prefill, decode):
+    with neighbor(), servers(prefill_core=0, decode_core=1) as (prefill, decode):
         known(prefill, decode)
         before = computed(prefill)
         assert [ask(decode, prompt) for prompt in long] == ["cheaper_there"] * 2

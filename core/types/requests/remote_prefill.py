@@ -4,8 +4,9 @@
     cost there = seconds to the first token there + seconds of computing it there × requests there that it delays
 
 Both are seconds that the prompt adds to the waiting of all clients: its own first token, and the next tokens of those
-whose forward passes its chunks are in, or whose turn comes later. The lower cost is chosen. Decode servers, gateways
-and the simulator ask decide(); who asks says what the seconds are.
+whose forward passes its chunks are in, or whose turn comes later. (Its own wait alone would have short prompts crowd a
+prefill server whose policy lets them pass, at the cost of all others there.) The lower cost is chosen. Decode servers,
+gateways and the simulator ask decide(); who asks says what the seconds are.
 
 Many decode servers read the same report of a prefill server's queue, which is up to a second old. If all of them
 compared by one threshold they would all send, and then none. So each request has a threshold of its own, within
