@@ -23,7 +23,7 @@ from headrace.gateway.vllm.assembly import Parts, assemble
 from headrace.gateway.vllm.engines import DecodeEngines
 from headrace.gateway.vllm.front import Front
 from headrace.gateway.vllm.model_check import check_models
-from headrace.gateway.vllm.placement import Placement
+from headrace.gateway.vllm.placement import PrefillPlacement
 from headrace.gateway.vllm_nixl.engine_probe import DecodeEngine, ask_side_channel, probe
 from headrace.gateway.vllm_nixl.wire import HandshakePayload
 from headrace.integrations.http_client import bearer, direct_async_client
@@ -42,7 +42,7 @@ class VllmGateway(BaseGateway):
         self._metrics = GatewayMetrics()
         self._parts: Parts | None = None
         self._front: Front | None = None
-        self._placement: Placement | None = None
+        self._placement: PrefillPlacement | None = None
         self._tasks: list[asyncio.Task[None]] = []
 
     async def start(self) -> str:
@@ -64,7 +64,7 @@ class VllmGateway(BaseGateway):
         self.front_metrics.set_build(headrace_version(), "gateway", engine.served_names[0])
         self._tasks.append(asyncio.create_task(keep_running("the look at decode engines' metrics", self._scrape)))
         if config.remote == "cost":
-            self._placement = Placement(
+            self._placement = PrefillPlacement(
                 self._engines,
                 self._metrics,
                 self.clock,

@@ -20,7 +20,7 @@ from headrace.server.upstream.prefill_server import PrefillServer
 LOOK_S = 1.0  # between two looks at the metrics of the decode engines
 
 
-class Placement:
+class PrefillPlacement:
     """Decides by costs. rate, events_port: see --decode-prefill-rate, --decode-kv-events-port."""
 
     def __init__(

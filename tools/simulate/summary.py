@@ -21,7 +21,7 @@ class Latency(msgspec.Struct, frozen=True):
     p99_s: float | None
 
 
-class Spread(msgspec.Struct, frozen=True):
+class MeanAndTail(msgspec.Struct, frozen=True):
     """Mean and 99th percentile, seconds; None where there is nothing."""
 
     mean_s: float | None
@@ -31,10 +31,10 @@ class Spread(msgspec.Struct, frozen=True):
 class DecodeSummary(msgspec.Struct, frozen=True):
     """The figures of decode servers."""
 
-    token_s: Spread
+    token_s: MeanAndTail
     """Seconds per token after the first one, by request."""
 
-    total: Spread
+    total: MeanAndTail
     """From arrival to the last token."""
 
     remote: float
@@ -126,9 +126,9 @@ def _decode(outcomes: Sequence[ReplayOutcome]) -> DecodeSummary:
     )
 
 
-def _spread(found: Sequence[float | None]) -> Spread:
+def _spread(found: Sequence[float | None]) -> MeanAndTail:
     values = sorted(value for value in found if value is not None)
-    return Spread(sum(values) / len(values) if values else None, quantile(values, 0.99))
+    return MeanAndTail(sum(values) / len(values) if values else None, quantile(values, 0.99))
 
 
 def _tenants(outcomes: Sequence[ReplayOutcome], good: Sequence[ReplayOutcome]) -> dict[str, float]:

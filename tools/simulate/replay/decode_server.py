@@ -56,7 +56,7 @@ class DecodeTier(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds that a handoff takes beside the prefill server's own time and its transfer."""
 
 
-class Served(msgspec.Struct, gc=False):
+class DecodedRequest(msgspec.Struct, gc=False):
     """One request at a decode server."""
 
     prompt: bytes
@@ -95,7 +95,7 @@ class ReplayDecodeServer:
         self._numbers = range(len(prefills))
         self._tokens = tokens
         self._ended = ended
-        self._served: dict[str, Served] = {}
+        self._served: dict[str, DecodedRequest] = {}
         self._router = ReplicaRouter(len(prefills), random.Random(number))
         self._reported_at = -REPORTED_S
         self._driver = SchedulerDriver(world, Scheduler(self._config), self._perform)
@@ -123,7 +123,7 @@ class ReplayDecodeServer:
 
     def submit(self, rid: str, prompt: bytes, generated: int, tenant: str, slo_ttft_s: float | None) -> None:
         """Take in a request that generates so many tokens."""
-        served = self._served[rid] = Served(prompt)
+        served = self._served[rid] = DecodedRequest(prompt)
         route: DecodeHere | FetchFrom = DecodeHere()
         if self._tier.remote != "never":
             now = self._world.now
