@@ -10,7 +10,7 @@ gateways and the simulator ask decide(); who asks says what the seconds are.
 
 Many decode servers read the same report of a prefill server's queue, which is up to a second old. If all of them
 compared by one threshold they would all send, and then none. So each request has a threshold of its own, within
-SPREAD of 1: as a queue grows, a growing share of the prompts stays.
+SPREAD of PREFERENCE: as a queue grows, a growing share of the prompts stays.
 
 What a prefill server takes is known from prompts that it computes. One that was slow once would be avoided for ever:
 now and then a prompt that loses little goes there, too.
@@ -25,6 +25,10 @@ PrefillReason = Literal["cheaper_there", "unknown_cost", "probe", "cheaper_here"
 """Why a prompt was computed there or here."""
 
 PREFILL_REASONS: tuple[PrefillReason, ...] = get_args(PrefillReason)
+PREFERENCE = 1.5
+"""The cost there, in costs here, from which the mean request is computed here. Requests that come while a prompt is
+computed here are delayed, too, and not counted. Chosen in simulation (docs/scheduling.md)."""
+
 SPREAD = 0.2
 """Share by which thresholds differ: predictions of cost models that are not stale may be wrong by as much."""
 
@@ -109,6 +113,6 @@ def decide(
 
 
 def threshold_of(rid: str) -> float:
-    """The threshold of a request: between 1 - SPREAD and 1 + SPREAD, spread evenly over request ids."""
+    """The threshold of a request: PREFERENCE, give or take SPREAD of it, spread evenly over request ids."""
     digest = blake2b(rid.encode("utf-8", "surrogatepass"), digest_size=4).digest()
-    return 1 - SPREAD + 2 * SPREAD * int.from_bytes(digest, "big") / 0xFFFFFFFF
+    return PREFERENCE * (1 - SPREAD + 2 * SPREAD * int.from_bytes(digest, "big") / 0xFFFFFFFF)
