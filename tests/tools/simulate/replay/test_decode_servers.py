@@ -111,8 +111,6 @@ def figures(result: ReplayResult) -> tuple[float, float]:
 
 SETUPS: dict[str, dict[str, object]] = {
     "equal": {},
-    "slow prefill server": {"costs": (0.0, 0.004, 0.04)},
-    "slow decode server": {"decode_cost": (0.0, 0.003, 0.03)},
     "slow link": {"fetch": 1500.0},
     "four decode servers": {"servers": 4},
 }
