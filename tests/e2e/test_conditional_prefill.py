@@ -99,6 +99,13 @@ def computed(prefill: Server) -> float:
     return prefill.total("headrace_prompt_tokens_total")
 
 
+def unequal(slow: Server, fast: Server) -> None:
+    """Skip on a machine that is so busy that both servers are as slow."""
+    name = 'headrace_prefill_cost_seconds{per="token"}'
+    if slow.metrics()[name] < 2.5 * fast.metrics()[name]:
+        pytest.skip("the machine is busy with other things: the slow server is hardly slower than the fast one")
+
+
 def known(prefill: Server, decode: Server) -> None:
     """Have the prefill server compute its first prompt, and wait until the decode server knows what that has taken."""
     assert ask(decode, SMOLLM2.story()[FIRST]) == "unknown_cost"
@@ -111,6 +118,7 @@ def test_a_slow_prefill_server_is_avoided() -> None:
     *new, turn = prompts(slice(0, 400), slice(1000, 1400), slice(2000, 2400), slice(2000, 2410))
     with neighbor(), servers(prefill_core=1, decode_core=0) as (prefill, decode):
         known(prefill, decode)
+        unequal(prefill, decode)
         before = computed(prefill)
         assert [ask(decode, prompt) for prompt in new] == ["cheaper_here"] * 3
         assert ask(decode, turn) == "cached_here"
@@ -119,13 +127,13 @@ def test_a_slow_prefill_server_is_avoided() -> None:
 
 
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
-def test_a_fast_prefill_server_is_used_and_short_and_cached_prompts_stay() -> None:
-    *long, turn, short = prompts(slice(1000, 1600), slice(2000, 2600), slice(2000, 2604), slice(5000, 5003))
+def test_a_fast_prefill_server_is_used_and_cached_prompts_stay() -> None:
+    *long, turn = prompts(slice(1000, 1600), slice(2000, 2600), slice(2000, 2604))
     with neighbor(), servers(prefill_core=0, decode_core=1) as (prefill, decode):
         known(prefill, decode)
+        unequal(decode, prefill)
         before = computed(prefill)
         assert [ask(decode, prompt) for prompt in long] == ["cheaper_there"] * 2
         assert computed(prefill) == before + 1200
         assert ask(decode, turn) == "cached_here"
-        assert ask(decode, short) == "cheaper_here"
         assert computed(prefill) == before + 1200
