@@ -17,6 +17,8 @@ from headrace.server.api.operations.pages import document_routes, status_routes
 from headrace.server.api.operations.tokenization import tokenizer_routes
 from headrace.server.api.response.completion_endpoint import CompletionEndpoint
 from headrace.server.api.sglang.generate_route import generate_routes
+from headrace.server.api.vllm.render_routes import render_routes
+from headrace.server.api.vllm.token_routes import token_routes
 from headrace.server.frontend.request.image_memory import CountImages
 from headrace.server.frontend.service import Service
 from headrace.server.http.body import BodyBudget
@@ -36,6 +38,8 @@ def create_app(service: Service) -> FastAPI:
         prefill_routes(model, completions, server, budget),
         openai_routes(model, endpoint),
         generate_routes(model, endpoint),
+        token_routes(model, endpoint),
+        render_routes(model, server, budget),
         _operation_routes(service),
         status_routes(service.status),
         debug_routes(service.tracer, service.stats, model, server.role),

@@ -31,6 +31,7 @@ ROUTES: dict[Kind, tuple[str, Body]] = {
     schema.ResponsesBody: ("/v1/responses", {"input": "hello"}),
     schema.GenerateBody: ("/generate", {"text": "hello"}),
     schema.PrefillBody: ("/v1/prefill", {"prompt": "hello", "ticket": "t"}),
+    schema.TokensBody: ("/inference/v1/generate", {"token_ids": [5, 6]}),
     schema.TokenizeBody: ("/tokenize", {"prompt": "hello"}),
     schema.DetokenizeBody: ("/detokenize", {"tokens": [5]}),
 }
@@ -98,6 +99,7 @@ OF_ROUTE: dict[Kind, dict[str, Case]] = {
         "logprobs": Case(1),
         "echo": Case(True),
         "best_of": Case(3, {"max_tokens": 2}),
+        "return_token_ids": Case(True),
     },
     schema.ChatBody: {
         "messages": Case([{"role": "user", "content": "another"}]),
@@ -107,6 +109,7 @@ OF_ROUTE: dict[Kind, dict[str, Case]] = {
         "continue_final_message": Case(True),
         "include_reasoning": Case(False),
         "separate_reasoning": Case(False),
+        "return_token_ids": Case(True),
         "logprobs": Case(True),
         "top_logprobs": Case(2, {"logprobs": True}),
         "max_completion_tokens": Case(1),
@@ -154,6 +157,14 @@ OF_ROUTE: dict[Kind, dict[str, Case]] = {
         "draft_top_k": Case(2),
         "adapter": Case("0" * 32, status=404),  # of no adapter, since the model has none
     },
+    schema.TokensBody: {
+        "token_ids": Case([7]),
+        "sampling_params": Case({"temperature": 0.5}),
+        "request_id": Case("mine"),
+        "return_token_ids": Case(True),
+        "output_mode": Case("text"),
+        "reasoning_ended": Case(False, {"sampling_params": {"structured_outputs": {"regex": "a+"}}}, status=400),
+    },
     schema.TokenizeBody: {
         "prompt": Case("another"),
         "messages": Case([{"role": "user", "content": "another"}], {"prompt": None}),
@@ -177,6 +188,8 @@ def cases(kind: Kind) -> dict[str, Case]:
 # Objects within bodies: the route, and the body around an object of this kind.
 OBJECTS: dict[Kind, tuple[Kind, Any]] = {
     schema.GenerateSampling: (schema.GenerateBody, lambda found: {"sampling_params": found}),
+    schema.TokenSampling: (schema.TokensBody, lambda found: {"sampling_params": found}),
+    schema.ExtraArgs: (schema.TokensBody, lambda found: {"sampling_params": {"extra_args": found}}),
     schema.StructuredOutputs: (schema.CompletionBody, lambda found: {"structured_outputs": found}),
     schema.StreamOptions: (schema.CompletionBody, lambda found: {"stream": True, "stream_options": found}),
     schema.ResponseFormat: (schema.ChatBody, lambda found: {"response_format": found}),
@@ -229,6 +242,13 @@ MEMBERS: dict[Kind, dict[str, Case]] = {
         "min_new_tokens": Case(1),
         "json_schema": Case('{"type": "object"}'),
     },
+    schema.TokenSampling: {
+        **{name: case for name, case in ANY_ROUTE.items() if name in schema.TokenSampling.__struct_fields__},
+        "logprobs": Case(1),
+        "include_stop_str_in_output": Case(True, {"stop": "wor"}),
+        "extra_args": Case({"kv_transfer_params": NIXL}, role="prefill"),
+    },
+    schema.ExtraArgs: {"kv_transfer_params": Case(NIXL, role="prefill")},
     schema.StructuredOutputs: {
         "json": Case(OBJECT),
         "regex": Case("a+"),

@@ -1,5 +1,6 @@
 """Responses of the OpenAI routes: the structs that are sent, and that GET /openapi.json describes."""
 
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import msgspec
@@ -35,6 +36,10 @@ class CompletionChoice(msgspec.Struct):
     prompt_logprobs: list[LogprobEntry | None] = MORE
     stop_reason: int | str | None = MORE
     """The stop token or stop string that ended the text; null for EOS and other ends."""
+    token_ids: list[int] = MORE
+    """With return_token_ids: that were generated; in a stream, since the last chunk of this choice."""
+    prompt_token_ids: Sequence[int] = MORE
+    """With return_token_ids, of the prompt; in the first chunk of a stream."""
 
 
 class CompletionReply(ChoicesReply, kw_only=True):
@@ -86,6 +91,8 @@ class ChatChoice(msgspec.Struct):
     prompt_logprobs: list[LogprobEntry | None] = MORE
     stop_reason: int | str | None = MORE
     """The stop token or stop string that ended the text; null for EOS and other ends."""
+    token_ids: list[int] = MORE
+    """With return_token_ids: that were generated."""
 
 
 class ChatReply(ChoicesReply, kw_only=True):
@@ -95,6 +102,8 @@ class ChatReply(ChoicesReply, kw_only=True):
     choices: list[ChatChoice]
     usage: UsageReply
     headrace: Report
+    prompt_token_ids: Sequence[int] = MORE
+    """With return_token_ids."""
 
 
 class ChatDelta(msgspec.Struct):
@@ -117,6 +126,8 @@ class ChatChunkChoice(msgspec.Struct):
     prompt_logprobs: list[LogprobEntry | None] = MORE
     stop_reason: int | str | None = MORE
     """The stop token or stop string that ended the text; null for EOS and other ends."""
+    token_ids: list[int] = MORE
+    """With return_token_ids: that were generated since the last chunk of this choice."""
 
 
 class ChatChunk(ChoicesReply, kw_only=True):
@@ -125,6 +136,8 @@ class ChatChunk(ChoicesReply, kw_only=True):
     object: Literal["chat.completion.chunk"]
     choices: list[ChatChunkChoice]
     headrace: dict[str, Any] = MORE
+    prompt_token_ids: Sequence[int] = MORE
+    """With return_token_ids, in the first chunk."""
 
 
 class ResponseText(msgspec.Struct, kw_only=True):

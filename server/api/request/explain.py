@@ -3,7 +3,7 @@ given twice, and what makes it no JSON. Pure."""
 
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -29,6 +29,7 @@ _WORDS = {
     "array": "a list",
     "object": "an object",
 }
+_PLAIN_NAME = re.compile(r"[^.\[]+")
 _STEP = re.compile(r"([^.\[\]]+)|\[(\d+|\.\.\.)\]")
 _NAMES = {
     inspect.IntType: "int",
@@ -58,6 +59,21 @@ def explaining(body: bytes | bytearray, kind: type[msgspec.Struct]) -> Iterator[
         raise _explained(str(error), body, kind) from error
     except NO_MESSAGE as error:
         raise not_json(body, error) from error
+
+
+@contextmanager
+def renaming(names: Mapping[str, str]) -> Iterator[None]:
+    """Makes errors name fields as this body has them. names: those by the names of the other routes."""
+    try:
+        yield
+    except HeadraceError as error:
+        field = error.info.field or ""
+        name = _PLAIN_NAME.match(field)
+        if name is None or name[0] not in names:
+            raise
+        renamed = names[name[0]] + field[name.end() :]
+        message = error.info.message.replace(field, renamed, 1)
+        raise HeadraceError(msgspec.structs.replace(error.info, field=renamed, message=message)) from error
 
 
 def _explained(text: str, body: bytes | bytearray, kind: type[msgspec.Struct]) -> HeadraceError:

@@ -95,8 +95,8 @@ _GENERATION = (
     *_refused("special tokens are left out, and spaced as the tokenizer does", "spaces_between_special_tokens", True),
     *_refused("text is sent as it comes", "stream_interval", 1),
     *_refused(
-        "ids are in the response of POST /v1/prefill and POST /generate",
-        "return_token_ids return_tokens_as_token_ids return_token_offsets return_prompt_text",
+        "token ids are numbers, in prompt_token_ids and token_ids",
+        "return_tokens_as_token_ids return_token_offsets return_prompt_text",
     ),
     *_refused("not served", "routed_experts_prompt_start ec_transfer_params"),
     *_accepted("the id of a response is made here; X-Request-Id is in the logs", "request_id"),
@@ -157,6 +157,7 @@ OTHER_FIELDS: Mapping[type[msgspec.Struct], Mapping[str, OtherField]] = {
         _OPENAI,
         _CHAT_TEMPLATE,
         _refused("POST /v1/chat/completions has them", "chat_template_kwargs reasoning_effort continue_final_message"),
+        _refused("POST /v1/chat/completions has it", "return_token_ids"),
         _refused("POST /v1/chat/completions has them", "add_generation_prompt", True),
         _refused("POST /v1/chat/completions has them", "include_reasoning separate_reasoning", True),
         _FUNCTIONS,
@@ -173,6 +174,32 @@ OTHER_FIELDS: Mapping[type[msgspec.Struct], Mapping[str, OtherField]] = {
         _refused("POST /v1/chat/completions has them", "logprobs top_logprobs", 0),
     ),
     schema.PrefillBody: _table(_CONSTRAINTS),
+    schema.TokensBody: _table(
+        _refused(
+            "images are in the messages of POST /v1/chat/completions", "features content_parts ec_transfer_params"
+        ),
+        _accepted("places in a text that is not in the body", "token_offsets"),
+        _accepted("constraints are used as they are given", "reasoning_parser_kwargs"),
+    ),
+    schema.TokenSampling: _table(
+        _refused(
+            "not served",
+            "bad_words allowed_token_ids logprob_token_ids prompt_logprob_token_ids prompt_logprob_start "
+            "repetition_detection trace_decode_token_ids watermarking",
+        ),
+        _refused("not served", "routed_experts_prompt_start", 0),
+        _refused("how long a model reasons is its own to decide", "thinking_token_budget"),
+        _refused("prompts are not cut; send what fits", "truncate_prompt_tokens"),
+        _refused("cached prefixes are used", "skip_reading_prefix_cache"),
+        _refused("special tokens are left out, and spaced as the tokenizer does", "skip_special_tokens", True),
+        _refused(
+            "special tokens are left out, and spaced as the tokenizer does", "spaces_between_special_tokens", True
+        ),
+        _refused("tokens are sent as they come", "stream_interval", 1),
+        _accepted("output_mode and stream say it", "detokenize output_kind output_text_buffer_length"),
+        _accepted("for vLLM's engine alone", "skip_clone flat_logprobs"),
+    ),
+    schema.ExtraArgs: _table(_refused("not served", "ec_transfer_params")),
     schema.DetokenizeBody: {},
     schema.TokenizeBody: _table(
         _CHAT_TEMPLATE,
@@ -180,7 +207,7 @@ OTHER_FIELDS: Mapping[type[msgspec.Struct], Mapping[str, OtherField]] = {
         _refused("ask POST /detokenize", "return_token_strs"),
     ),
     schema.StructuredOutputs: _table(
-        _refused("not served", "structural_tag whitespace_pattern"),
+        _refused("not served", "structural_tag whitespace_pattern _backend _backend_was_auto"),
         _refused("not served", "disable_any_whitespace disable_additional_properties"),
         _accepted("there is one library", "disable_fallback"),
     ),

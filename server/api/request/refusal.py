@@ -87,6 +87,9 @@ def _tickets(refused: _Refused) -> list[str]:
 
 def _handoff(refused: _Refused) -> HandoffParams:
     """Raises msgspec.ValidationError for a field of a wrong type."""
+    if refused.kv_transfer_params is None and isinstance(refused.sampling_params, dict):
+        extra = refused.sampling_params.get("extra_args")
+        refused.kv_transfer_params = extra.get("kv_transfer_params") if isinstance(extra, dict) else None
     return msgspec.convert(refused, HandoffParams, from_attributes=True)
 
 

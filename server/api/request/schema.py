@@ -4,7 +4,7 @@ Wrong types and values out of range are refused while decoding; what depends on 
 in sampling.py and prompts.py.
 """
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
@@ -300,6 +300,8 @@ class CompletionBody(OpenAIBody, frozen=True, kw_only=True, forbid_unknown_field
     prompt: str | list[str | TokenId | list[TokenId]]
     echo: bool | None = None
     """The prompt comes before the text, and with logprobs its logprobs before those of the text."""
+    return_token_ids: bool | None = None
+    """Choices have prompt_token_ids and token_ids, the token that ended the text included."""
     max_tokens: MaxTokensOrNone | None = None
     """0, which needs echo, scores the prompt alone."""
     logprobs: Alternatives | None = None
@@ -328,6 +330,8 @@ class ChatBody(OpenAIBody, frozen=True, kw_only=True, forbid_unknown_fields=True
     """false: the answer comes without its reasoning."""
     separate_reasoning: bool | None = None
     """false: reasoning is not told from content."""
+    return_token_ids: bool | None = None
+    """The response has prompt_token_ids, and choices token_ids, the token that ended the text included."""
     logprobs: bool | None = None
     top_logprobs: Alternatives | None = None
     max_completion_tokens: MaxTokens | None = None
@@ -435,6 +439,61 @@ class GenerateBody(HandoffParams, frozen=True, kw_only=True, forbid_unknown_fiel
     data_parallel_rank: Replica | None = None
     model: str | None = None
     stream: bool | None = None
+
+
+class ExtraArgs(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """extra_args of sampling_params: the place of kv_transfer_params that all of vLLM's versions read."""
+
+    kv_transfer_params: TransferParams | None = None
+
+
+class TokenSampling(SamplingFields, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """sampling_params of POST /inference/v1/generate: vLLM's SamplingParams."""
+
+    n: Choices | None = None
+    """Continuations of the prompt."""
+    seed: Seed | None = None
+    max_tokens: MaxTokens | None = None
+    """None for the room that the prompt leaves."""
+    min_tokens: MinTokens | None = None
+    logprobs: Alternatives | None = None
+    """Number of alternatives for each token; None for no logprobs."""
+    prompt_logprobs: Alternatives | None = None
+    include_stop_str_in_output: bool | None = None
+    """The stop string or token that ends the text is part of it; of output_mode "text" alone."""
+    structured_outputs: StructuredOutputs | None = None
+    """What the text has to match, from its first token on."""
+    extra_args: ExtraArgs | None = None
+
+
+class TokensBody(HandoffParams, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Body of POST /inference/v1/generate: token ids in, token ids out."""
+
+    token_ids: list[TokenId]
+    """Of the prompt."""
+    sampling_params: TokenSampling | None = None
+    request_id: str | None = None
+    """What the id of the response begins with."""
+    return_token_ids: bool | None = None
+    """The response has prompt_token_ids; in a stream, its first chunk."""
+    output_mode: Literal["tokens", "text"] | None = None
+    """"text" for the text and logprobs with the texts of tokens, too."""
+    reasoning_ended: bool | None = None
+    """false, with structured_outputs, is refused: what the text has to match applies from its first token on."""
+    stream_options: StreamOptions | None = None
+    cache_salt: Salt | None = None
+    priority: Priority | None = None
+    slo_ttft_ms: ObjectiveMs | None = None
+    deadline_s: DeadlineS | None = None
+    data_parallel_rank: Replica | None = None
+    model: str | None = None
+    stream: bool | None = None
+
+    def __post_init__(self) -> None:
+        """kv_transfer_params of the body go before those of extra_args, as in vLLM."""
+        extra = self.sampling_params.extra_args if self.sampling_params is not None else None
+        if self.kv_transfer_params is None and extra is not None:
+            msgspec.structs.force_setattr(self, "kv_transfer_params", extra.kv_transfer_params)
 
 
 class TokenizeBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -24,6 +24,7 @@ class Choice:
         self.end_logprobs: tuple[TokenLogprob, ...] = ()
         self.offsets: list[int] = []
         self.end_offsets: tuple[int, ...] = ()
+        self.end_tokens: tuple[int, ...] = ()
 
     def add(self, delta: GenerationDelta) -> None:
         """Append a delta."""
@@ -33,6 +34,12 @@ class Choice:
         self.end_logprobs += delta.end_logprobs
         self.offsets += delta.offsets
         self.end_offsets += delta.end_offsets
+        self.end_tokens += delta.end_tokens
+
+    @property
+    def sampled(self) -> list[int]:
+        """All token ids that were generated, the one that ended the text included."""
+        return [*self.tokens, *self.end_tokens]
 
 
 Output = tuple[Choice, GenerationResult]  # one finished choice

@@ -17,7 +17,7 @@ from headrace.core.types.errors import ErrorInfo
 from headrace.server.api.request.completion_request import CompletionRequest, decode_requests, prefill_requests
 from headrace.server.api.request.parse import decode_body
 from headrace.server.api.request.refusal import notify_peers_on_refusal
-from headrace.server.api.request.schema import GenerateBody, OpenAIBody
+from headrace.server.api.request.schema import GenerateBody, OpenAIBody, TokensBody
 from headrace.server.api.request.terms import with_client_terms
 from headrace.server.api.response.choices import Choice, Output, collect_choices, run_choices
 from headrace.server.api.response.handoff_response import prefill_choices, transfer_params
@@ -57,7 +57,7 @@ class AnswerFormat(Protocol):
         ...
 
 
-B = TypeVar("B", bound=OpenAIBody | GenerateBody)
+B = TypeVar("B", bound=OpenAIBody | GenerateBody | TokensBody)
 Check = Callable[[B], Awaitable[CompletionRequest]]  # tokenizes and checks; raises HeadraceError
 MakeFormat = Callable[[B, CompletionRequest, Sequence[GenerationRequest]], AnswerFormat]
 

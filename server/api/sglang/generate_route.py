@@ -1,8 +1,7 @@
 """POST /generate: SGLang's own completions."""
 
 import secrets
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from functools import partial
 from typing import cast
 
@@ -10,10 +9,11 @@ import msgspec
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from headrace.core.types.errors import HeadraceError, invalid
+from headrace.core.types.errors import invalid
 from headrace.server.api.description.operation import GENERATION_ERRORS, GENERATION_HEADERS, described
 from headrace.server.api.request.completion_request import CompletionRequest
 from headrace.server.api.request.constraint import generate_constraint
+from headrace.server.api.request.explain import renaming
 from headrace.server.api.request.prompts import MAX_PROMPTS, Prompt, check_model, encode_all
 from headrace.server.api.request.sampling import sampling_params
 from headrace.server.api.request.schema import GenerateBody, GenerateSampling, OpenAIBody, SamplingFields
@@ -27,9 +27,9 @@ from headrace.server.upstream.handoff_params import prompt_ids
 MAX_NEW_TOKENS = 128  # SGLang's default
 MAX_RID_CHARS = 128
 _SAMPLING_NAMES = {
-    "min_tokens": "min_new_tokens",
-    "stop_token_ids": "stop_token_ids",
-    "logit_bias": "logit_bias",
+    "min_tokens": "sampling_params.min_new_tokens",
+    "stop_token_ids": "sampling_params.stop_token_ids",
+    "logit_bias": "sampling_params.logit_bias",
 }  # by those of other routes
 _GENERATE = described(
     "Continue texts, in SGLang's API",
@@ -59,7 +59,7 @@ def generate_routes(model: ServedModel, endpoint: CompletionEndpoint) -> APIRout
 
 async def _check_generate(model: ServedModel, client: str, body: GenerateBody) -> CompletionRequest:
     """The prompts, tokenized and checked. Raises HeadraceError (400, 404)."""
-    with _sglang_names():
+    with renaming(_SAMPLING_NAMES):
         check_model(model, body.model)
         fields = _openai_fields(body)
         constraint = await generate_constraint(model, client, body.sampling_params or GenerateSampling())
@@ -126,21 +126,6 @@ def _check_start(body: GenerateBody, prompts: Sequence[Sequence[int]]) -> None:
     if body.return_logprob and start is not None and start >= shortest:
         message = f"logprob_start_len is {start}; the prompt has {shortest} tokens, so it has to be below that, or -1"
         raise invalid("logprob_start_len", message)
-
-
-@contextmanager
-def _sglang_names() -> Iterator[None]:
-    """Errors about sampling name the fields of this API."""
-    try:
-        yield
-    except HeadraceError as error:
-        field = error.info.field or ""
-        name, bracket, index = field.partition("[")
-        if name not in _SAMPLING_NAMES:
-            raise
-        sglang_field = f"sampling_params.{_SAMPLING_NAMES[name]}{bracket}{index}"
-        message = error.info.message.replace(field, sglang_field, 1)
-        raise HeadraceError(msgspec.structs.replace(error.info, field=sglang_field, message=message)) from error
 
 
 def _openai_fields(body: GenerateBody) -> OpenAIBody:

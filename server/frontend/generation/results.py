@@ -40,6 +40,7 @@ def delta_of(text: TextStream, hidden_ends: frozenset[int], event: Tokens) -> Ge
         end_logprobs=logprobs[ends],
         offsets=tuple(offsets[:shown]),
         end_offsets=tuple(offsets[ends]),
+        end_tokens=event.tokens[ends],
     )
 
 

@@ -110,6 +110,8 @@ class GenerationDelta(msgspec.Struct, frozen=True):
     included."""
     end_offsets: tuple[int, ...] = ()
     """Of the token that ends the text, if there is one that is not among the tokens."""
+    end_tokens: tuple[int, ...] = ()
+    """That token."""
 
 
 class GenerationResult(msgspec.Struct, frozen=True, kw_only=True):
