@@ -70,7 +70,12 @@ def create_bootstrap_app(service: Service) -> FastAPI:
 def _operation_routes(service: Service) -> APIRouter:
     config = service.config
     return operation_routes(
-        service.readiness, service.stats, config.kv_events, config.engine.page_size, config.scheduler.dp
+        service.readiness,
+        service.stats,
+        config.kv_events,
+        config.engine.page_size,
+        config.scheduler.dp,
+        vllm_model=(lambda: service.model.name) if config.server.metrics_names == "vllm" else None,
     )
 
 

@@ -10,6 +10,7 @@ Role = Literal["prefill", "decode", "colocated"]
 Fallback = Literal["none", "local"]
 Routing = Literal["score", "least-load"]
 Remote = Literal["always", "never", "cost"]
+MetricsNames = Literal["headrace", "vllm"]
 GATEWAY_PORT = 8100
 ToolFormat = Literal[
     "hermes", "llama3_json", "mistral", "deepseek_v3", "kimi_k2", "qwen3_coder", "glm45", "gemma4", "harmony"
@@ -271,6 +272,15 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
         ),
     ] = ""
     """Empty: nothing is kept."""
+    metrics_names: Annotated[
+        MetricsNames,
+        Flag(
+            "metrics-names",
+            TELEMETRY,
+            "vllm: /metrics has requests running and waiting, KV usage and pages under vLLM's names, too, for routers "
+            "that look for those",
+        ),
+    ] = "headrace"
     log_level: Annotated[LogLevel, Flag("log-level", TELEMETRY, "least severe messages that are logged")] = "info"
     log_format: Annotated[
         LogFormat, Flag("log-format", TELEMETRY, "text, or json: one object a line, with the fields of requests")

@@ -102,7 +102,7 @@ class Service:
         )
         needed = self.prefills if _needs_prefill_server(config.server) else None
         self.readiness = Readiness(self._client, self.model, needed)
-        self.stats = StatsCollector(self._client, self.readiness, self.metrics)
+        self.stats = StatsCollector(self._client, self.readiness, self.metrics, config.engine.page_size)
         self.recent = RecentEvents()
         self.status = StatusCollector(
             config,

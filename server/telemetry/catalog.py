@@ -7,6 +7,7 @@ from headrace.core.types.requests.outcomes import ENDS
 from headrace.scheduler.telemetry.metrics import CATALOG as SCHEDULER
 from headrace.server.routing.failover import MOVE_REASONS
 from headrace.server.telemetry import label_values
+from headrace.server.telemetry.engine_gauges import ENGINE_GAUGES
 from headrace.server.telemetry.label_values import PROMPT_ROUTES, STATUSES, UNKNOWN_ROUTE
 
 # The buckets of vLLM, with finer ones below them.
@@ -324,6 +325,7 @@ FRONT: tuple[MetricSpec, ...] = (
         zeros=(("queue_full",), ("not_taken",)),
     ),
     MetricSpec("open_requests", "gauge", "Requests that were submitted to the scheduler and have not ended."),
+    *ENGINE_GAUGES,
 )
 
 PROCESSES: tuple[MetricSpec, ...] = (

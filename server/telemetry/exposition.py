@@ -10,7 +10,6 @@ from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 from prometheus_client.utils import floatToGoString
 
 from headrace.core.stats import HistogramSample, MetricSpec, Stats
-from headrace.server.telemetry.catalog import CATALOG
 
 PREFIX = "headrace_"
 CONTENT_TYPE = CONTENT_TYPE_PLAIN_0_0_4
@@ -20,9 +19,9 @@ _HELP_ESCAPES = str.maketrans({"\\": r"\\", "\n": r"\n"})
 Labels = tuple[str, ...]
 
 
-def render(stats: Iterable[Stats], catalog: Iterable[MetricSpec] = CATALOG) -> bytes:
-    """The text of /metrics. Metrics of the catalog that have no value appear with zero; metrics that are not in the
-    catalog appear with numbered labels. Values with the same name and labels are added up."""
+def render(stats: Iterable[Stats], catalog: Iterable[MetricSpec], prefix: str = PREFIX) -> bytes:
+    """The text of /metrics. prefix: of all names. Metrics of the catalog that have no value appear with zero; metrics
+    that are not in the catalog appear with numbered labels. Values with the same name and labels are added up."""
     values: dict[str, dict[Labels, float]] = {}
     histograms: dict[str, dict[Labels, HistogramSample]] = {}
     for part in stats:
@@ -39,11 +38,12 @@ def render(stats: Iterable[Stats], catalog: Iterable[MetricSpec] = CATALOG) -> b
             specs[name] = _guess(name, labels, name in histograms)
     lines: list[str] = []
     for name, spec in specs.items():
-        lines.append(f"# HELP {PREFIX}{name} {spec.help.translate(_HELP_ESCAPES)}\n# TYPE {PREFIX}{name} {spec.kind}\n")
+        full = f"{prefix}{name}"
+        lines.append(f"# HELP {full} {spec.help.translate(_HELP_ESCAPES)}\n# TYPE {full} {spec.kind}\n")
         if spec.kind == "histogram":
-            lines.extend(_histogram_lines(spec, histograms.get(name, {})))
+            lines.extend(_histogram_lines(full, spec, histograms.get(name, {})))
         else:
-            lines.extend(_plain_lines(spec, values.get(name, {})))
+            lines.extend(_plain_lines(full, spec, values.get(name, {})))
     return "".join(lines).encode()
 
 
@@ -56,14 +56,14 @@ def _guess(name: str, labels: Labels, histogram: bool) -> MetricSpec:
     return MetricSpec(name, kind, f"{name.replace('_', ' ')}.", names)
 
 
-def _plain_lines(spec: MetricSpec, values: dict[Labels, float]) -> Iterator[str]:
+def _plain_lines(full: str, spec: MetricSpec, values: dict[Labels, float]) -> Iterator[str]:
     order = _order(spec.labels)
     for labels, value in (dict.fromkeys(_zeros(spec), 0.0) | values).items():
         braces = f"{{{','.join(_pairs(spec.labels, labels, order))}}}" if labels else ""
-        yield f"{PREFIX}{spec.name}{braces} {_number(value)}\n"
+        yield f"{full}{braces} {_number(value)}\n"
 
 
-def _histogram_lines(spec: MetricSpec, found: dict[Labels, HistogramSample]) -> Iterator[str]:
+def _histogram_lines(full: str, spec: MetricSpec, found: dict[Labels, HistogramSample]) -> Iterator[str]:
     order = _order(spec.labels)
     empty = HistogramSample(spec.name, spec.bounds, (0,) * (len(spec.bounds) + 1), 0.0)
     for labels, histogram in (dict.fromkeys(_zeros(spec), empty) | found).items():
@@ -72,10 +72,10 @@ def _histogram_lines(spec: MetricSpec, found: dict[Labels, HistogramSample]) -> 
         for bound, count in zip((*histogram.bounds, float("inf")), histogram.counts, strict=True):
             total += count
             le = f'le="{"+Inf" if bound == float("inf") else f"{bound:g}"}"'
-            yield f"{PREFIX}{spec.name}_bucket{{{','.join(sorted([*pairs, le]))}}} {_number(total)}\n"
+            yield f"{full}_bucket{{{','.join(sorted([*pairs, le]))}}} {_number(total)}\n"
         braces = f"{{{','.join(pairs)}}}" if pairs else ""
-        yield f"{PREFIX}{spec.name}_count{braces} {_number(total)}\n"
-        yield f"{PREFIX}{spec.name}_sum{braces} {_number(histogram.sum)}\n"
+        yield f"{full}_count{braces} {_number(total)}\n"
+        yield f"{full}_sum{braces} {_number(histogram.sum)}\n"
 
 
 def _order(names: Sequence[str]) -> list[int]:

@@ -1,5 +1,6 @@
 """GET /health, /ready and /metrics, which need no key, and GET /kv_event_sources, which does."""
 
+from collections.abc import Callable
 from typing import Any, Literal
 
 import msgspec
@@ -13,6 +14,8 @@ from headrace.server.frontend.status.readiness import Readiness
 from headrace.server.frontend.status.stats_collector import StatsCollector
 from headrace.server.http.error_response import error_response
 from headrace.server.http.streaming import json_response
+from headrace.server.telemetry.catalog import CATALOG
+from headrace.server.telemetry.engine_gauges import engine_gauges
 from headrace.server.telemetry.exposition import CONTENT_TYPE, render
 from headrace.server.telemetry.kv_event_publisher import publisher_endpoint
 
@@ -32,9 +35,15 @@ _KV_EVENTS = described(
 
 
 def operation_routes(
-    readiness: Readiness, stats: StatsCollector, kv_events: KvEventsConfig, page_size: int, replicas: int = 1
+    readiness: Readiness,
+    stats: StatsCollector,
+    kv_events: KvEventsConfig,
+    page_size: int,
+    replicas: int = 1,
+    vllm_model: Callable[[], str] | None = None,
 ) -> APIRouter:
-    """Routes for orchestrators, Prometheus, and routers that follow the prefix cache. replicas: data-parallel ones."""
+    """Routes for orchestrators, Prometheus, and routers that follow the prefix cache. replicas: data-parallel ones.
+    vllm_model: the model_name of gauges under vLLM's names, where /metrics is to have them."""
     router = APIRouter()
 
     @router.get("/health", openapi_extra=_HEALTH)
@@ -53,7 +62,11 @@ def operation_routes(
 
     @router.get("/metrics", openapi_extra=_METRICS)
     async def metrics() -> Response:
-        return Response(render(await stats.snapshot()), media_type=CONTENT_TYPE)
+        found = await stats.snapshot()
+        text = render(found, CATALOG)
+        if vllm_model is not None:
+            text += engine_gauges(found).as_vllm(page_size, vllm_model())
+        return Response(text, media_type=CONTENT_TYPE)
 
     @router.get("/kv_event_sources", openapi_extra=_KV_EVENTS)
     async def kv_event_sources() -> Response:

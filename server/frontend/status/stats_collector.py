@@ -6,6 +6,7 @@ from headrace.core.stats import Sample, Stats
 from headrace.core.types.ranks.expert_load import ExpertLoad, imbalance, total_rows
 from headrace.server.frontend.link.scheduler_client import SchedulerClient
 from headrace.server.frontend.status.readiness import Readiness
+from headrace.server.telemetry.engine_gauges import engine_gauges
 from headrace.server.telemetry.prometheus import FrontMetrics
 
 STATS_TIMEOUT_S = 1.0
@@ -14,16 +15,19 @@ STATS_TIMEOUT_S = 1.0
 class StatsCollector:
     """Joins the counters of the scheduler process, which include those of the stages, with the front end's."""
 
-    def __init__(self, client: SchedulerClient, readiness: Readiness, metrics: FrontMetrics) -> None:
+    def __init__(self, client: SchedulerClient, readiness: Readiness, metrics: FrontMetrics, page_size: int) -> None:
         self._client = client
         self._readiness = readiness
         self._metrics = metrics
+        self._page_size = page_size
 
     async def snapshot(self) -> list[Stats]:
         """Current metrics; of a scheduler that is slow to answer, those of its last answer."""
         scheduler = await self._client.query_stats(STATS_TIMEOUT_S) if self._client.problem() is None else Stats()
         ready = Sample("ready", float(self._readiness.not_ready() is None))
-        own = Stats((ready, Sample("open_requests", self._client.open_calls), *_imbalances(self._client.experts)))
+        engine = engine_gauges([scheduler]).samples(self._page_size)
+        open_requests = Sample("open_requests", self._client.open_calls)
+        own = Stats((ready, open_requests, *engine, *_imbalances(self._client.experts)))
         return [scheduler, self._metrics.statistics(), own]
 
     async def expert_loads(self) -> tuple[ExpertLoad, ...]:

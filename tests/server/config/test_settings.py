@@ -99,6 +99,7 @@ FLAGS = """\
 --max-queued-tokens N [1..] = 262144
 --max-running N [1..] = 64
 --max-tickets-per-peer N [1..] = 1024
+--metrics-names {headrace,vllm} = headrace
 --mla {auto,absorbed,expanded,length} = auto
 --model TEXT = smollm2
 --optimistic-start/--no-optimistic-start SWITCH = False

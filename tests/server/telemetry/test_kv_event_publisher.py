@@ -321,3 +321,23 @@ def test_addresses() -> None:
     assert publisher_endpoint("127.0.0.1", 5) == "tcp://127.0.0.1:5"
     assert publisher_endpoint("0.0.0.0", 5) == publisher_endpoint("::", 5) == "tcp://*:5"
     assert publisher_endpoint("::1", 5) == "tcp://[::1]:5"
+
+
+def test_llm_ds_index_reads_pod_model_and_hashes(context: "zmq.Context[Socket]") -> None:
+    """Its subscribers filter by kv@, take pod and model from the topic, and the last 8 bytes of a hash (llm-d-router at
+    ebab6879, pkg/kvevents/pool.go and engineadapter/common.go, vllm_adapter.go: events as maps)."""
+    topic = "kv@10.0.0.7:8000@HuggingFaceTB/SmolLM2-135M"
+    publisher, config = make(context, topic=topic)
+    sub = subscribed(context, publisher, config, "kv@")
+    hashes = (7, (1 << 63) + 5)
+    publisher.apply(BlockStored(block_hashes=hashes, parent_block_hash=None, token_ids=(1, 2, 3, 4), block_size=2), 0.0)
+    publisher.tick(0.0)
+    heard, _, payload = sub.recv_multipart()
+    publisher.close()
+    _kv, pod, model = heard.decode().split("@")
+    assert (pod, model) == ("10.0.0.7:8000", "HuggingFaceTB/SmolLM2-135M")
+    (event,) = msgspec.msgpack.decode(payload, type=Batch).events
+    assert event["type"] == "BlockStored"
+    assert tuple(event["block_hashes"]) == hashes, "whole numbers of 64 bits, as its index keeps them"
+    assert (event["token_ids"], event["block_size"]) == ([1, 2, 3, 4], 2)
+    assert event.get("parent_block_hash") is None

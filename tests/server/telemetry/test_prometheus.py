@@ -17,19 +17,19 @@ from headrace.server.telemetry.prometheus import FrontMetrics
 
 
 def families(*stats: Stats) -> dict[str, object]:
-    return {family.name: family for family in text_string_to_metric_families(render(stats).decode())}
+    return {family.name: family for family in text_string_to_metric_families(render(stats, CATALOG).decode())}
 
 
 def samples(*stats: Stats) -> dict[tuple[str, tuple[str, ...]], float]:
     return {
         (sample.name, tuple(sample.labels.values())): sample.value
-        for family in text_string_to_metric_families(render(stats).decode())
+        for family in text_string_to_metric_families(render(stats, CATALOG).decode())
         for sample in family.samples
     }
 
 
 def test_the_whole_catalog_appears_without_values() -> None:
-    text = render([Stats()]).decode()
+    text = render([Stats()], CATALOG).decode()
     for spec in CATALOG:
         assert f"# HELP headrace_{spec.name} {spec.help}" in text, spec.name
         assert f"# TYPE headrace_{spec.name} {spec.kind}" in text, spec.name
@@ -111,7 +111,7 @@ def test_histograms_count_like_brute_force(durations: list[float]) -> None:
     for duration in durations:
         metrics.observe_request("/x", 200, duration)
     values: dict[str, float] = {}
-    for family in text_string_to_metric_families(render([metrics.statistics()]).decode()):
+    for family in text_string_to_metric_families(render([metrics.statistics()], CATALOG).decode()):
         if family.name == "headrace_http_request_duration_seconds":
             for sample in (one for one in family.samples if one.labels["route"] == "/x"):
                 values[sample.labels.get("le", sample.name)] = sample.value
