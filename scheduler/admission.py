@@ -6,7 +6,7 @@ from headrace.core.messages.frontend import Submit
 from headrace.core.messages.peers import AskRenew
 from headrace.core.messages.replies import PrefillDecided, RequestFailed
 from headrace.core.types import refusals
-from headrace.core.types.errors import CANCELLED, TICKET_IN_USE, TOO_LONG, ErrorInfo
+from headrace.core.types.errors import CANCELLED, PREFILL_NEEDED, TICKET_IN_USE, TOO_LONG, ErrorInfo
 from headrace.core.types.packed import ITEM_BYTES, packed_length, unpack
 from headrace.core.types.requests.remote_prefill import LocalForecast, decide, threshold_of
 from headrace.core.types.requests.request import DecodeHere, FetchFrom, SendTo
@@ -94,6 +94,9 @@ class Admission:
 
         cached: positions that the prefix cache has of the prompt; None: it was not looked up."""
         cached = replica.queues.cached(submit) if cached is None else cached
+        if (error := _uncached(submit, cached)) is not None:
+            self._refuse(submit, error)
+            return
         load = Load.between(cached, packed_length(submit.prompt))
         prediction = replica.predictor.predict(submit.terms.priority, submit.terms.slo_ttft_s, load, cached, now)
         error = self._overload.too_late(submit, replica, prediction)
@@ -233,6 +236,18 @@ def no_replica(replica: int, dp: int) -> ErrorInfo:
     """The error of a request for a data-parallel replica that is not one of the dp of this server."""
     text = f"there is no data-parallel rank {replica}; this server has {dp}, numbered from 0"
     return ErrorInfo(code="invalid_value", message=text, status=400, field="data_parallel_rank")
+
+
+def _uncached(submit: Submit, cached: int) -> ErrorInfo | None:
+    """The client wants it only if most of its prompt is in the prefix cache. cached: positions that are."""
+    limit, uncached = submit.terms.uncached_limit, packed_length(submit.prompt) - cached
+    if limit is None or uncached < limit:
+        return None
+    text = (
+        f"{uncached} tokens of the prompt are not in the prefix cache; with Prefer: if-available it has to be less "
+        f"than {limit}. Have a prefill server compute it, and send kv_transfer_params"
+    )
+    return ErrorInfo(code=PREFILL_NEEDED, message=text, status=412)
 
 
 def _too_long(text: str) -> ErrorInfo:

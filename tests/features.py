@@ -99,6 +99,7 @@ OF_ROUTE: dict[Kind, dict[str, Case]] = {
         "logprobs": Case(1),
         "echo": Case(True),
         "best_of": Case(3, {"max_tokens": 2}),
+        "max_completion_tokens": Case(1),
         "return_token_ids": Case(True),
     },
     schema.ChatBody: {

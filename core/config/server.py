@@ -193,6 +193,16 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
             "to add less waiting there, short and cached ones are computed here",
         ),
     ] = "always"
+    if_available_tokens: Annotated[
+        int,
+        Flag(
+            "if-available-tokens",
+            HANDOFF,
+            "a request with the header Prefer: if-available is answered with 412 if so many tokens of its prompt, or "
+            "more, are not in the prefix cache (role decode); 0: the header is not looked at",
+            low=0,
+        ),
+    ] = 64
     routing: Annotated[
         Routing,
         Flag(

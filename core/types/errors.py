@@ -76,6 +76,7 @@ GRAMMAR_REJECTED = (
     "grammar_rejected"  # 502: a first token that the constraint does not allow; 503: none can be found here
 )
 DEADLINE = "deadline_exceeded"  # 504: the request's own deadline_s has passed
+PREFILL_NEEDED = "prefill_needed"  # a client wanted it only if its prompt was cached
 PREFILL_FAILED = "prefill_failed"  # 502: a prefill server answered what it should not
 PREFILL_LOST = "prefill_lost"  # 502: the connection to a prefill server ended before it had answered
 PREFILL_UNREACHABLE = "prefill_unreachable"  # 502: no connection to a prefill server; 504: none within seconds

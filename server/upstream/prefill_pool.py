@@ -62,8 +62,8 @@ class PrefillChoice(msgspec.Struct, frozen=True):
     """The server that a prompt goes to."""
 
     server: PrefillServer
-    sent: Sent
-    """How the router counts it."""
+    sent: Sent | None
+    """How the router counts it; None for a server that is not configured."""
 
 
 class PrefillPool:
@@ -183,15 +183,35 @@ class PrefillPool:
 
     def forecast(self, choice: PrefillChoice) -> RemoteForecast | None:
         """What the chosen server is expected to take; None where it has not said what computing costs it."""
-        return self._router.forecast(choice.sent, self._clock.now())
+        return None if choice.sent is None else self._router.forecast(choice.sent, self._clock.now())
 
     def withdraw(self, choice: PrefillChoice) -> None:
         """The prompt does not go to the chosen server: it is computed where it is decoded."""
-        self._router.withdraw(choice.sent)
+        if choice.sent is not None:
+            self._router.withdraw(choice.sent)
 
     def handed_over(self, choice: PrefillChoice, seconds: float) -> None:
         """The KV has come. seconds: what that took beside the server's own queue and computing."""
-        self._router.handed_over(choice.sent, seconds)
+        if choice.sent is not None:
+            self._router.handed_over(choice.sent, seconds)
+
+    @contextlib.contextmanager
+    def chosen_by_router(
+        self, server: PrefillServer, prompt: tuple[int, ...], needs: Collection[Feature] = ()
+    ) -> Iterator[PrefillChoice]:
+        """A server that a request has named, as chosen() has it. Raises HeadraceError (503) if it does not know what is
+        needed."""
+        for feature in needs:
+            if not server.knows((feature,)):
+                kind, what = MISSING[feature]
+                raise kind.raised(names=server.url, what=what)
+        number = self._number(server)
+        sent = None if number is None else self._router.least_loaded(len(prompt), [number], self._clock.now())
+        try:
+            yield PrefillChoice(server, sent)
+        finally:
+            if sent is not None:
+                self._router.done(sent)
 
     def _knowing(self, up: list[int], feature: Feature) -> list[int]:
         """Those of these servers that know a feature. Raises HeadraceError (503) if there is none."""
@@ -210,7 +230,7 @@ class PrefillPool:
     def avoid(self, choice: PrefillChoice, error: ErrorInfo, reason: MoveReason) -> None:
         """The chosen server has failed its prompt: for a moment, later ones go elsewhere if they can."""
         now = self._clock.now()
-        if (seconds := avoided_s(error, reason, AVOID_S)) > 0:
+        if choice.sent is not None and (seconds := avoided_s(error, reason, AVOID_S)) > 0:
             self._router.avoid(choice.sent.replica, now + seconds)
 
     def find(self, address: PrefillAddress) -> PrefillServer | None:
@@ -278,14 +298,17 @@ class PrefillPool:
         """A prompt to send to the server that was chosen for it."""
         router, sent = self._router, choice.sent
 
+        def posted() -> None:
+            if sent is not None:
+                router.posted(sent, self._clock.now())
+
+        def answered() -> None:
+            if sent is not None:
+                router.done(sent)
+
+        http = self._http if self._gets_key(choice.server) else self._without_key
         return PrefillCall(
-            self._http,
-            choice.server.url,
-            body,
-            observer,
-            posted=lambda: router.posted(sent, self._clock.now()),
-            answered=lambda: router.done(sent),
-            running=self._calls,
+            http, choice.server.url, body, observer, posted=posted, answered=answered, running=self._calls
         )
 
     def refetch_call(self, server: PrefillServer, body: PrefillRequest, observer: CallObserver) -> PrefillCall:

@@ -175,3 +175,22 @@ def test_stats_are_answered() -> None:
     reply = only(bench.do(QueryStats(token=9)), StatsReply)
     assert reply.token == 9
     assert any(sample.name == "kv_pages" for sample in reply.stats.samples)
+
+
+@pytest.mark.parametrize(
+    ("cached", "limit", "refused"),
+    [(False, 10, True), (False, 11, False), (True, 2, True), (True, 3, False), (True, None, False)],
+)
+def test_a_client_may_want_only_what_is_cached(cached: bool, limit: int | None, refused: bool) -> None:
+    """Ten tokens in pages of four: of a prompt that was there before, two are not cached. From the limit on it is 412,
+    as with llm-d's nonCachedTokens."""
+    bench = Bench(page_size=4)
+    if cached:
+        bench.submit("before", 10, max_tokens=1)
+        bench.compute(1)
+    bench.submit("a", 10, uncached_limit=limit)
+    if refused:
+        error = bench.error("a")
+        assert (error.code, error.status) == ("prefill_needed", 412)
+        assert f"less than {limit}" in error.message
+    assert (bench.ended("a"), bench.plan() is None) == (refused, refused)

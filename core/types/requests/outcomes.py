@@ -36,6 +36,7 @@ REFUSED = (
     "no_chat_template",
     "no_tool_parser",
     "no_tools",
+    errors.PREFILL_NEEDED,
     PREFILL_NOT_ALLOWED,
     errors.TOO_LONG,
     "repeated_field",

@@ -23,6 +23,10 @@ class RequestTerms(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     deadline_s: float | None = None
     """Seconds that the client waits in all; None: no limit."""
 
+    uncached_limit: int | None = None
+    """Prompt tokens that are not cached, at or above which a decode server refuses it (412); None: it computes or
+    fetches them."""
+
     cache_salt: str = ""
     """Prompts share cached pages only with prompts of the same salt."""
 

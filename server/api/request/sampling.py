@@ -155,11 +155,13 @@ def _biases(given: Mapping[str, float], vocab_size: int) -> tuple[tuple[int, flo
 def _max_tokens(body: SamplingBody) -> int | None:
     """The limit by whichever of its names, and one token in the place of none that a completion asks for: it is
     computed with the prompt anyway, and is dropped."""
-    if isinstance(body, ChatBody) and body.max_completion_tokens is not None:
+    if isinstance(body, CompletionBody) and body.prompt_only:
+        return 1
+    if isinstance(body, ChatBody | CompletionBody) and body.max_completion_tokens is not None:
         return body.max_completion_tokens
     if isinstance(body, ResponsesBody) and body.max_output_tokens is not None:
         return body.max_output_tokens
-    return 1 if isinstance(body, CompletionBody) and body.prompt_only else body.max_tokens
+    return body.max_tokens
 
 
 def _prompt_logprobs(body: SamplingBody) -> int | None:

@@ -304,6 +304,8 @@ class CompletionBody(OpenAIBody, frozen=True, kw_only=True, forbid_unknown_field
     """Choices have prompt_token_ids and token_ids, the token that ended the text included."""
     max_tokens: MaxTokensOrNone | None = None
     """0, which needs echo, scores the prompt alone."""
+    max_completion_tokens: MaxTokens | None = None
+    """Takes the place of max_tokens, as llm-d's sidecar has it on all routes."""
     logprobs: Alternatives | None = None
     best_of: Choices | None = None
     """Continuations of each prompt that are generated; the n with the highest mean logprob are returned."""

@@ -17,6 +17,7 @@ from headrace.core.types.errors import ErrorInfo
 from headrace.server.api.request.completion_request import CompletionRequest, decode_requests, prefill_requests
 from headrace.server.api.request.parse import decode_body
 from headrace.server.api.request.refusal import notify_peers_on_refusal
+from headrace.server.api.request.router_headers import with_router_headers
 from headrace.server.api.request.schema import GenerateBody, OpenAIBody, TokensBody
 from headrace.server.api.request.terms import with_client_terms
 from headrace.server.api.response.choices import Choice, Output, collect_choices, run_choices
@@ -93,6 +94,7 @@ class CompletionEndpoint:
                 requests = prefill_requests(completion, body, self._model.max_model_len)
             else:
                 requests = decode_requests(completion, body, self._model.max_model_len, config)
+                requests = with_router_headers(requests, http.headers, config)
             form = make_format(body, completion, requests)
         if config.role == "prefill":
             host = http.url.hostname or ""

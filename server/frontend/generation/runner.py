@@ -62,9 +62,10 @@ from headrace.server.frontend.request.generation_request import (
 )
 from headrace.server.frontend.request.request_context import CallSpan
 from headrace.server.frontend.served_model import ServedModel
+from headrace.server.routing.failover import client_error
 from headrace.server.telemetry.prometheus import FrontMetrics
 from headrace.server.telemetry.spans import RecordSpan
-from headrace.server.upstream.handoff_params import KvSource
+from headrace.server.upstream.handoff_params import KvSource, PrefillAddress
 from headrace.server.upstream.prefill_call import PrefillProgress, PrefillResponse, posted_error
 from headrace.server.upstream.prefill_pool import PrefillChoice, PrefillPool
 from headrace.server.upstream.prefill_server import PrefillServer
@@ -111,8 +112,7 @@ class GenerationRunner:
     async def complete(self, request: GenerationRequest, emit: Emit) -> GenerationResult:
         """Continue the prompt to its end on this server. Raises HeadraceError; cancelling it cancels the request."""
         pool, source = self._prefills, request.kv_source
-        own = self._remote == "never" if source is None else source.address is None
-        if pool is None or own:
+        if pool is None or self._is_own(request):
             return await self._compute_here(request, emit)
         begun, arrived = False, self._clock.now()
 
@@ -124,6 +124,8 @@ class GenerationRunner:
         try:
             if source is not None:
                 return await self._fetch_posted(request, watch, pool, source)
+            if request.prefill_at is not None:
+                return await self._prefill_at(request, watch, pool, request.prefill_at)
             return await self._prefill_anywhere(request, arrived, watch, lambda: begun)
         except FirstTokenForbidden:
             log.info("%s: the first token would end the text before min_tokens; sampling it again", request.rid)
@@ -134,6 +136,14 @@ class GenerationRunner:
         left = remaining(request, self._clock.now() - arrived)
         again = msgspec.structs.replace(left, rid=f"{request.rid}-local")
         return await self._compute_here(again, emit)
+
+    def _is_own(self, request: GenerationRequest) -> bool:
+        """The prompt is computed here, whatever prefill servers there are: the client or the configuration says so."""
+        if request.terms.uncached_limit is not None:
+            return True
+        if request.kv_source is not None:
+            return request.kv_source.address is None
+        return request.prefill_at is None and self._remote == "never"
 
     async def prefill(self, request: GenerationRequest, emit: Emit) -> tuple[Tokens, GenerationResult]:
         """Compute the prompt and send its KV under the request's ticket, or drop it if there is no ticket.
@@ -197,8 +207,8 @@ class GenerationRunner:
         refused or failed it."""
         ticket, url = secrets.token_hex(16), choice.server.url
         span = CallSpan(request.context, url, self._clock, self._record_span)
-        forecast = pool.forecast(choice) if self._remote == "cost" else None
-        route = FetchFrom(url, ticket, forecast=forecast, compare=self._remote == "cost")
+        compares = self._remote == "cost" and request.prefill_at is None
+        route = FetchFrom(url, ticket, forecast=pool.forecast(choice) if compares else None, compare=compares)
         submit = _submit(request, sampling, route, moved=moved)
         handoff = _HandoffTime(self._clock)
         body = prefill_body(request, ticket, knows_start=choice.server.knows_logprobs_start)
@@ -234,6 +244,19 @@ class GenerationRunner:
             if response is None or len(response.prompt_logprobs or ()) <= FEW_LOGPROBS:
                 return with_prefill_response(request, result, response)
             return await asyncio.to_thread(with_prefill_response, request, result, response)
+
+    async def _prefill_at(
+        self, request: GenerationRequest, emit: Emit, pool: PrefillPool, address: PrefillAddress
+    ) -> GenerationResult:
+        """Have the prefill server compute the prompt that a router has chosen. Raises HeadraceError: 403 if it is not
+        allowed, else as a client is told it: the router may choose another one."""
+        async with pool.connected(address) as server:
+            with pool.chosen_by_router(server, request.prompt, request.needs) as choice:
+                try:
+                    sampling = await self._merge_stops(request)
+                    return await self._prefill_remotely(request, emit, pool, choice, sampling, moved=False)
+                except HeadraceError as error:
+                    raise HeadraceError(client_error(error.info)) from error
 
     async def _fetch_posted(
         self, request: GenerationRequest, emit: Emit, pool: PrefillPool, source: KvSource

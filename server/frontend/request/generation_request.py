@@ -15,7 +15,7 @@ from headrace.core.types.requests.terms import RequestTerms
 from headrace.server.frontend.request.images import RequestImage
 from headrace.server.frontend.request.request_context import RequestContext
 from headrace.server.upstream.discovery_client import Feature
-from headrace.server.upstream.handoff_params import KvSource
+from headrace.server.upstream.handoff_params import KvSource, PrefillAddress
 
 
 class RequestObserver(Protocol):
@@ -78,6 +78,8 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     """On a prefill server: answer when the prompt is computed, and hold its KV for the peer under a lease."""
     kv_source: KvSource | None = None
     """On a decode server: where the KV is, if the client or a router has sent the prompt to a prefill server."""
+    prefill_at: PrefillAddress | None = None
+    """On a decode server: the prefill server that is to compute the prompt, if a router has chosen it."""
     context: RequestContext = RequestContext("")
     """Ids that it has on other servers."""
     observer: RequestObserver | None = None

@@ -73,6 +73,7 @@ FLAGS = """\
 --hold-percent N [0..100] = 50
 --host TEXT = 127.0.0.1
 --host-pages N [0..] = 0
+--if-available-tokens N [0..] = 64
 --insecure/--no-insecure SWITCH = False
 --keep-alive SECONDS [1..86400] = 630.0
 --kv-events-buffer N [1..1e+06] = 10000
