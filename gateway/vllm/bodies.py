@@ -25,6 +25,7 @@ _PASSED = (
 _MERGED = ("documents", "reasoning_effort")
 _NULL = b"null"
 TokenizeBody = Mapping[str, object]
+ChoiceCount = Annotated[int, msgspec.Meta(ge=1, le=MAX_CHOICES)]
 
 
 class GatewayParams(msgspec.Struct, kw_only=True):
@@ -38,7 +39,7 @@ class GatewayBody(msgspec.Struct, kw_only=True):
     """Fields of both routes."""
 
     model: str | None = None
-    n: Annotated[int, msgspec.Meta(ge=1, le=MAX_CHOICES)] | None = None
+    n: ChoiceCount | None = None
     echo: bool | None = None
     prompt_logprobs: int | None = None
     use_beam_search: bool | None = None
@@ -124,6 +125,44 @@ class GatewayChat(GatewayBody, kw_only=True):
             if isinstance(message.content, list)
             for part in message.content
         )
+
+
+class GatewayExtraArgs(msgspec.Struct):
+    """extra_args of sampling_params."""
+
+    kv_transfer_params: GatewayParams | None = None
+
+
+class GatewaySampling(msgspec.Struct):
+    """sampling_params of token ids."""
+
+    n: ChoiceCount | None = None
+    prompt_logprobs: int | None = None
+    extra_args: GatewayExtraArgs | None = None
+
+
+class GatewayTokens(GatewayBody, kw_only=True):
+    """Body of POST /inference/v1/generate. What other bodies have in their fields is in sampling_params."""
+
+    token_ids: list[TokenId]
+    sampling_params: GatewaySampling | None = None
+    features: Any = None
+    content_parts: Any = None
+
+    def __post_init__(self) -> None:
+        """kv_transfer_params of the body go before those of extra_args, as in vLLM."""
+        given = self.sampling_params or GatewaySampling()
+        self.n, self.prompt_logprobs = given.n, given.prompt_logprobs
+        if self.kv_transfer_params is None and given.extra_args is not None:
+            self.kv_transfer_params = given.extra_args.kv_transfer_params
+
+    @property
+    def media(self) -> bool:
+        """Whether the prompt is more than text."""
+        return bool(self.features or self.content_parts)
+
+
+AnyGatewayBody = GatewayCompletion | GatewayChat | GatewayTokens
 
 
 def require_remote_decode(body: GatewayBody) -> None:

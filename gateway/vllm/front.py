@@ -10,9 +10,11 @@ from headrace.core.types.requests.request import Timing, Usage
 from headrace.gateway.metrics import GatewayMetrics, RecomputeReason
 from headrace.gateway.operations import unknown_model
 from headrace.gateway.vllm.bodies import (
+    AnyGatewayBody,
     GatewayBody,
     GatewayChat,
     GatewayCompletion,
+    GatewayTokens,
     chat_to_tokenize,
     require_remote_decode,
     text_to_tokenize,
@@ -25,6 +27,7 @@ from headrace.server.frontend.request_log import RequestRecord
 
 CHAT_PATH = "/v1/chat/completions"
 COMPLETION_PATH = "/v1/completions"
+TOKENS_PATH = "/inference/v1/generate"
 
 
 class Recompute(Exception):
@@ -85,9 +88,7 @@ class Front:
         self._recompute = recompute
         self._never = never
 
-    async def serve(
-        self, body: GatewayCompletion | GatewayChat, raw: bytes | bytearray, record: RequestRecord
-    ) -> Served:
+    async def serve(self, body: AnyGatewayBody, raw: bytes | bytearray, record: RequestRecord) -> Served:
         """The answer to a body, which is also given as it came. Raises HeadraceError. Cancelling it gives up the prompt
         and its KV."""
         require_remote_decode(body)
@@ -131,9 +132,7 @@ class Front:
         if served.offer is not None:
             self._handoffs.withdraw(served.offer)
 
-    async def _prompt(
-        self, body: GatewayCompletion | GatewayChat, raw: bytes | bytearray, record: RequestRecord
-    ) -> HandoffPrompt:
+    async def _prompt(self, body: AnyGatewayBody, raw: bytes | bytearray, record: RequestRecord) -> HandoffPrompt:
         """The prompt of a body. Raises HeadraceError if it is wrong, Recompute if it cannot be handed over."""
         await self._check_model(body)
         if (reason := "never" if self._never else body.recompute_reason()) is not None:
@@ -161,10 +160,12 @@ class Front:
             raise Recompute("adapter")
         raise unknown_model(body.model, self._served_names)
 
-    async def _token_ids(self, body: GatewayCompletion | GatewayChat, raw: bytes | bytearray) -> list[list[int]]:
+    async def _token_ids(self, body: AnyGatewayBody, raw: bytes | bytearray) -> list[list[int]]:
         """Token ids of the prompts: as they are in the body, or as a decode engine makes them, so that both sides
         compute the same. Raises HeadraceError, Recompute."""
         count = 1
+        if isinstance(body, GatewayTokens):
+            return [body.token_ids]
         if isinstance(body, GatewayCompletion):
             if (given := body.token_ids()) is not None:
                 return given
@@ -225,6 +226,23 @@ def chat_completion(answer: HandoffAnswer) -> dict[str, Any]:
         for index in range(answer.choices)
     ]
     return _body(answer, "chatcmpl", "chat.completion", choices)
+
+
+def generated_tokens(answer: HandoffAnswer) -> dict[str, Any]:
+    """The body of POST /inference/v1/generate."""
+    choices: list[dict[str, Any]] = [
+        {"index": index, "token_ids": [], "logprobs": None, "finish_reason": "length", "stop_reason": None}
+        for index in range(answer.choices)
+    ]
+    return {
+        "request_id": answer.request_id,
+        "created": answer.created,
+        "model": answer.model,
+        "choices": choices,
+        "usage": usage_report([answer.usage], answer.usage.completion_tokens),
+        "output_mode": "tokens",
+        "kv_transfer_params": answer.params,
+    }
 
 
 def _body(answer: HandoffAnswer, prefix: str, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:

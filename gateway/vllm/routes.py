@@ -9,15 +9,23 @@ from starlette.types import Receive, Scope, Send
 
 from headrace.core.config import GatewayConfig
 from headrace.gateway.operations import gateway_app, one_model
-from headrace.gateway.vllm.bodies import GatewayChat, GatewayCompletion, wrong_place
+from headrace.gateway.vllm.bodies import (
+    AnyGatewayBody,
+    GatewayChat,
+    GatewayCompletion,
+    GatewayTokens,
+    wrong_place,
+)
 from headrace.gateway.vllm.front import (
     CHAT_PATH,
     COMPLETION_PATH,
+    TOKENS_PATH,
     Front,
     HandoffAnswer,
     Served,
     chat_completion,
     completion,
+    generated_tokens,
 )
 from headrace.gateway.vllm.gateway import VllmGateway
 from headrace.server.api.request.parse import decode_body
@@ -25,7 +33,7 @@ from headrace.server.frontend.request_log import RequestRecord
 from headrace.server.http.body import BodyBudget, read_body
 from headrace.server.http.streaming import ClientDisconnected, json_response, until_disconnect
 
-_ELSEWHERE = ("/v1/responses", "/v1/embeddings", "/v1/messages", "/generate", "/inference/v1/generate")
+_ELSEWHERE = ("/v1/responses", "/v1/embeddings", "/v1/messages", "/generate")
 
 
 def create_vllm_app(gateway: VllmGateway) -> FastAPI:
@@ -36,9 +44,7 @@ def create_vllm_app(gateway: VllmGateway) -> FastAPI:
 def _prompt_routes(gateway: VllmGateway, config: GatewayConfig, budget: BodyBudget) -> APIRouter:
     router = APIRouter()
 
-    async def answer(
-        http: Request, kind: type[GatewayCompletion] | type[GatewayChat], form: Callable[[HandoffAnswer], object]
-    ) -> Response:
+    async def answer(http: Request, kind: type[AnyGatewayBody], form: Callable[[HandoffAnswer], object]) -> Response:
         front = gateway.require_front()
         raw = await read_body(http, config.max_body_bytes, budget)
         body = await decode_body(raw, kind)
@@ -52,6 +58,10 @@ def _prompt_routes(gateway: VllmGateway, config: GatewayConfig, budget: BodyBudg
     @router.post(CHAT_PATH)
     async def chat_completions(http: Request) -> Response:
         return await answer(http, GatewayChat, chat_completion)
+
+    @router.post(TOKENS_PATH)
+    async def tokens(http: Request) -> Response:
+        return await answer(http, GatewayTokens, generated_tokens)
 
     async def elsewhere() -> Response:
         raise wrong_place()

@@ -208,3 +208,33 @@ async def test_an_answer_that_cannot_be_sent_is_withdrawn(monkeypatch: pytest.Mo
 async def _until(condition: Any) -> None:
     while not condition():
         await asyncio.sleep(0.01)
+
+
+TOKENS = "/inference/v1/generate"
+
+
+@pytest.mark.parametrize("place", ["body", "extra_args"])
+@in_loop
+async def test_token_ids_are_handed_over_as_llm_d_sends_them(monkeypatch: pytest.MonkeyPatch, place: str) -> None:
+    """Its sidecar names the handoff in the body, its coordinator in sampling_params.extra_args."""
+    params = {"do_remote_decode": True, "do_remote_prefill": False}
+    named: dict[str, Any] = {"sampling_params": {"max_tokens": 1, "n": 2}, "kv_transfer_params": params}
+    if place == "extra_args":
+        named = {"sampling_params": {"max_tokens": 1, "n": 2, "extra_args": {"kv_transfer_params": params}}}
+    async with gateway_site(monkeypatch) as site:
+        answer = (await site.http.post(TOKENS, json={"token_ids": IDS, "model": "smollm2", **named})).json()
+        [prompt] = await site.posted(1)
+        assert prompt["prompt_token_ids"] == IDS
+        assert answer["kv_transfer_params"] == {"do_remote_prefill": True, "remote_num_tokens": 5}
+        assert [choice["token_ids"] for choice in answer["choices"]] == [[], []]
+        assert (answer["usage"]["prompt_tokens"], answer["output_mode"]) == (5, "tokens")
+        assert [jobs for _, _, _, jobs in site.exporter.offers] == [2]
+        media = await site.post(TOKENS, token_ids=IDS, features={"mm_hashes": {"image": ["a"]}})
+        scored = await site.post(TOKENS, token_ids=IDS, sampling_params={"prompt_logprobs": 1})
+        assert [each.json()["kv_transfer_params"] for each in (media, scored)] == [None, None]
+        assert await site.count('gateway_recomputed_total{reason="media"}') == 1
+        assert await site.count('gateway_recomputed_total{reason="prompt_logprobs"}') == 1
+        without = await site.http.post(TOKENS, json={"token_ids": IDS})
+        assert (without.status_code, without.json()["error"]["code"]) == (404, "wrong_role")
+        empty = await site.post(TOKENS, token_ids=[])
+        assert (empty.status_code, empty.json()["error"]["code"]) == (400, "empty_prompt")

@@ -9,6 +9,7 @@ from fastapi import APIRouter
 from fastapi.routing import APIRoute
 from starlette.routing import BaseRoute
 
+from headrace.server.api.request.router_headers import PREFER_HEADER, PREFILLER_HEADER
 from headrace.server.api.request.terms import REPLICA_HEADER, SLO_HEADER
 from headrace.server.http.audience import Audience, Audiences
 from headrace.server.http.ranges import ObjectiveMs, Replica
@@ -20,6 +21,7 @@ HTML = "text/html; charset=utf-8"
 BODY_ERRORS = (400, 404, 408, 413, 415, 503)  # of reading a body; 404 for another model
 WORK_ERRORS = (409, 429, 502, 503, 504)  # of computing a prompt
 GENERATION_ERRORS = (*BODY_ERRORS, *WORK_ERRORS)
+COMPLETION_ERRORS = (*GENERATION_ERRORS, 403, 412)  # of headers: a server that is not allowed, a prompt not cached
 REASONS = {499: "Cancelled", 500: "The model's results are no numbers, or a mistake in the server; see its log"}
 
 
@@ -36,6 +38,11 @@ class Parameter(msgspec.Struct, frozen=True):
 GENERATION_HEADERS = (
     Parameter(SLO_HEADER, "header", ObjectiveMs, "slo_ttft_ms of a body that has none."),
     Parameter(REPLICA_HEADER, "header", Replica, "data_parallel_rank of a body that has none."),
+)
+COMPLETION_HEADERS = (
+    *GENERATION_HEADERS,
+    Parameter(PREFILLER_HEADER, "header", str, "HOST:PORT of the prefill server that is to compute it (role decode)."),
+    Parameter(PREFER_HEADER, "header", str, "if-available: 412 unless most of the prompt is cached (role decode)."),
 )
 
 

@@ -7,7 +7,7 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from headrace.core.runtime.clock import wall_time
-from headrace.server.api.description.operation import GENERATION_ERRORS, GENERATION_HEADERS, Parameter, described
+from headrace.server.api.description.operation import COMPLETION_ERRORS, COMPLETION_HEADERS, Parameter, described
 from headrace.server.api.openai import replies
 from headrace.server.api.openai.answer_form import AnswerForm
 from headrace.server.api.openai.checks import check_chat, check_completion, check_response
@@ -32,24 +32,24 @@ _COMPLETIONS = described(
     body=CompletionBody,
     reply=replies.CompletionReply,
     events=(replies.CompletionReply,),
-    errors=GENERATION_ERRORS,
-    parameters=GENERATION_HEADERS,
+    errors=COMPLETION_ERRORS,
+    parameters=COMPLETION_HEADERS,
 )
 _CHAT = described(
     "Continue a conversation",
     body=ChatBody,
     reply=replies.ChatReply,
     events=(replies.ChatChunk,),
-    errors=GENERATION_ERRORS,
-    parameters=GENERATION_HEADERS,
+    errors=COMPLETION_ERRORS,
+    parameters=COMPLETION_HEADERS,
 )
 _RESPONSES = described(
     "Continue a conversation, in OpenAI's newer API; nothing is stored",
     body=ResponsesBody,
     reply=replies.ResponsesReply,
     events=(replies.ResponsesEvent,),
-    errors=GENERATION_ERRORS,
-    parameters=GENERATION_HEADERS,
+    errors=COMPLETION_ERRORS,
+    parameters=COMPLETION_HEADERS,
 )
 _MODELS = described("The model that is served, and its adapters", reply=replies.ModelsReply)
 _MODEL = described(

@@ -10,7 +10,7 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from headrace.core.types.errors import invalid
-from headrace.server.api.description.operation import GENERATION_ERRORS, GENERATION_HEADERS, described
+from headrace.server.api.description.operation import COMPLETION_ERRORS, COMPLETION_HEADERS, described
 from headrace.server.api.request.completion_request import CompletionRequest
 from headrace.server.api.request.constraint import generate_constraint
 from headrace.server.api.request.explain import renaming
@@ -36,8 +36,8 @@ _GENERATE = described(
     body=GenerateBody,
     reply=GenerateReply | list[GenerateReply],
     events=(GenerateReply,),
-    errors=GENERATION_ERRORS,
-    parameters=GENERATION_HEADERS,
+    errors=COMPLETION_ERRORS,
+    parameters=COMPLETION_HEADERS,
 )
 
 

@@ -8,7 +8,7 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from headrace.core.types.errors import invalid
-from headrace.server.api.description.operation import GENERATION_ERRORS, GENERATION_HEADERS, described
+from headrace.server.api.description.operation import COMPLETION_ERRORS, COMPLETION_HEADERS, described
 from headrace.server.api.request.completion_request import CompletionRequest
 from headrace.server.api.request.constraint import body_constraint
 from headrace.server.api.request.explain import renaming
@@ -32,8 +32,8 @@ _GENERATE = described(
     body=TokensBody,
     reply=TokensReply,
     events=(TokensChunk,),
-    errors=GENERATION_ERRORS,
-    parameters=GENERATION_HEADERS,
+    errors=COMPLETION_ERRORS,
+    parameters=COMPLETION_HEADERS,
 )
 
 
