@@ -21,7 +21,7 @@ HTML = "text/html; charset=utf-8"
 BODY_ERRORS = (400, 404, 408, 413, 415, 503)  # of reading a body; 404 for another model
 WORK_ERRORS = (409, 429, 502, 503, 504)  # of computing a prompt
 GENERATION_ERRORS = (*BODY_ERRORS, *WORK_ERRORS)
-COMPLETION_ERRORS = (*GENERATION_ERRORS, 403, 412)  # of headers: a server that is not allowed, a prompt not cached
+COMPLETION_ERRORS = (*GENERATION_ERRORS, 412)  # of a prompt that is not cached
 REASONS = {499: "Cancelled", 500: "The model's results are no numbers, or a mistake in the server; see its log"}
 
 
