@@ -340,3 +340,50 @@ async def test_servers_that_requests_have_named_are_bounded(tokenizer: Tokenizer
             assert (await asking).status_code == 200
         await link.wait_for(RemovePrefill, 2)
     assert [removed.name for removed in link.of(RemovePrefill)] == ["tcp://10.0.0.9:1", "tcp://10.0.0.9:2"]
+
+
+BY_HEADER = {"x-prefiller-host-port": "p2:8000"}
+
+
+@pytest.mark.parametrize("rule", ["p2", "p2:8000"])
+@in_loop
+async def test_a_header_names_the_server_that_the_prompt_is_posted_to(tokenizer: Tokenizer, rule: str) -> None:
+    """As llm-d's sidecar is told. It gets the API key only if a rule names its port."""
+    link, prefills = FakeLink(fetched(tokenizer)), Prefills()
+    async with decode(link, tokenizer, prefills, prefill_api_key="k", prefill=(), allow_prefill=(rule,)) as (_, http):
+        asking = asyncio.create_task(http.post("/v1/completions", json={"prompt": "x"}, headers=BY_HEADER))
+        assert (await link.wait_for(AddPrefill)).endpoint == "tcp://p2:5002"
+        welcoming(link, "http://p2:8000")
+        assert (await asking).status_code == 200
+        named = await http.post("/v1/completions", json={"prompt": "x", "kv_transfer_params": HELD}, headers=BY_HEADER)
+        assert json_of(named)["error"]["code"] == "prefill_not_allowed", "what a body names goes first"
+    (submit,) = link.of(Submit)
+    assert isinstance(submit.route, FetchFrom)
+    assert (submit.route.prefill, submit.route.posting) == ("http://p2:8000", "local")
+    assert len(prefills.posts) == 1
+    assert {key for _, key in prefills.keys} == ({"Bearer k"} if rule == "p2:8000" else {None})
+
+
+@in_loop
+async def test_a_configured_server_may_be_named_by_a_header_and_others_may_not(tokenizer: Tokenizer) -> None:
+    link, prefills = FakeLink(fetched(tokenizer)), Prefills()
+    async with decode(link, tokenizer, prefills) as (_, http):
+        headers = {"x-prefiller-host-port": ONE.removeprefix("http://")}
+        assert (await http.post("/v1/completions", json={"prompt": "x"}, headers=headers)).status_code == 200
+        other = await http.post("/v1/completions", json={"prompt": "x"}, headers=BY_HEADER)
+    assert (other.status_code, json_of(other)["error"]["code"]) == (403, "prefill_not_allowed")
+    assert len(prefills.posts) == 1
+
+
+@in_loop
+async def test_what_is_wanted_if_it_is_available_is_computed_here(tokenizer: Tokenizer) -> None:
+    """The scheduler decides, who knows what is cached; a colocated server takes no notice."""
+    headers = {"Prefer": "if-available"}
+    link, alone, prefills = FakeLink(saying(tokenizer, "hello")), FakeLink(saying(tokenizer, "hello")), Prefills()
+    async with decode(link, tokenizer, prefills) as (_, http):
+        assert (await http.post("/v1/completions", json={"prompt": "x"}, headers=headers)).status_code == 200
+    async with running(alone, tokenizer) as service, client(service) as http:
+        assert (await http.post("/v1/completions", json={"prompt": "x"}, headers=headers)).status_code == 200
+    found = [(submit.route, submit.terms.uncached_limit) for submit in (*link.of(Submit), *alone.of(Submit))]
+    assert found == [(DecodeHere(), 64), (DecodeHere(), None)]
+    assert prefills.posts == []
