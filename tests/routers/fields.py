@@ -9,7 +9,10 @@ BEHIND_ROUTERS: dict[tuple[str, str], dict[str, str]] = {
     ("vllm-mini-lb", COMPLETIONS): LOST,
     ("vllm-mini-lb", CHAT): LOST,
     ("sglang", COMPLETIONS): {**LOST, "json_schema": "refused with 422"},
-    ("sglang", CHAT): {**LOST, **dict.fromkeys((*CONSTRAINTS, "add_generation_prompt"), "dropped")},
+    ("sglang", CHAT): {
+        **LOST,
+        **dict.fromkeys((*CONSTRAINTS, "add_generation_prompt", "return_token_ids"), "dropped"),
+    },
     ("sglang-mini-lb", COMPLETIONS): LOST,
     ("sglang-mini-lb", CHAT): LOST,
     ("xpyd", COMPLETIONS): LOST,
