@@ -21,6 +21,8 @@ OPENAPI := .venv-openapi
 OPENAPI_STAMP := $(OPENAPI)/.ready
 ROUTERS := .venv-routers
 ROUTERS_STAMP := $(ROUTERS)/.ready
+DYNAMO := .venv-dynamo
+DYNAMO_STAMP := $(DYNAMO)/.ready
 CLIENTS := .venv-clients
 CLIENTS_STAMP := $(CLIENTS)/.ready
 EVALUATION := .venv-evaluation
@@ -112,8 +114,8 @@ $(VLLM)-%/.ready: requirements/vllm-%.txt requirements/make-vllm-release $(VLLM_
 	requirements/make-vllm-release $(VLLM) $(VLLM)-$* $*
 	@touch $@
 
-test-routers: venv $(ROUTERS_STAMP) ## Run a pair behind each of the PD routers, from their packages.
-	HEADRACE_ROUTERS=$(ROUTERS) $(BIN)/python -m pytest -m routers tests/routers
+test-routers: venv $(ROUTERS_STAMP) $(DYNAMO_STAMP) ## Run a pair behind each of the PD routers, and as workers of Dynamo, from their packages.
+	HEADRACE_ROUTERS=$(ROUTERS) HEADRACE_DYNAMO=$(DYNAMO) $(BIN)/python -m pytest -m routers tests/routers
 
 test-prometheus: venv ## Run the queries of dashboard and alerts in a real Prometheus, which has to be installed, beside a loaded pair.
 	$(PYTEST) -m prometheus tests/prometheus
@@ -153,7 +155,7 @@ $(NIXL_STAMP) $(RAY_STAMP) $(CHARTS_STAMP) $(EVALUATION_STAMP): .venv-%/.ready: 
 		echo "import site; site.addsitedir('$$($(BIN)/python -c "$$packages")')" > $$(.venv-$*/bin/python -c "$$packages")/venv.pth
 	@touch $@
 
-$(ROUTERS_STAMP) $(OPENAPI_STAMP) $(CLIENTS_STAMP): .venv-%/.ready: requirements/%.txt
+$(ROUTERS_STAMP) $(DYNAMO_STAMP) $(OPENAPI_STAMP) $(CLIENTS_STAMP): .venv-%/.ready: requirements/%.txt
 	$(PYTHON) -m venv .venv-$*
 	.venv-$*/bin/python -m pip install --require-hashes --no-deps -r $<
 	@touch $@
@@ -206,4 +208,4 @@ clean: ## Remove what builds and tests leave behind; keep .venv.
 	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +
 
 distclean: clean ## Remove the virtual environments as well.
-	rm -rf $(VENV) $(AUDIT) $(CLIENTS) $(NIXL) $(RAY) $(ROUTERS) $(VLLM) $(OPENVINO)
+	rm -rf $(VENV) $(AUDIT) $(CLIENTS) $(NIXL) $(RAY) $(ROUTERS) $(DYNAMO) $(VLLM) $(OPENVINO)

@@ -1,4 +1,4 @@
-"""The command `headrace`: serve, up, gateway, stage, check, keys, demo, simulate, bench."""
+"""The command `headrace`: serve, up, gateway, dynamo, stage, check, keys, demo, simulate, bench."""
 
 import argparse
 import os
@@ -15,6 +15,7 @@ from headrace.core.runtime.process import CONFIGURATION_MISTAKE, MISTAKE
 from headrace.core.runtime.signals import INTERRUPTED_BY
 from headrace.core.types.errors import ConfigError
 from headrace.core.version import headrace_version
+from headrace.integrations.dynamo import options as dynamo_options
 from headrace.server.cluster import options as cluster_options
 from headrace.server.config import curve_keys
 from headrace.server.config.flags import add_flags
@@ -77,7 +78,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         missing = (error.name or "").partition(".")[0]
         if missing == "headrace":  # a bug
             raise
-        extra, needs = ("ray", "headrace up") if missing == "ray" else ("server", "the server")
+        extra, needs = _needed(missing, given)
         print(f"headrace: {missing} is not installed; {needs} needs: pip install 'headrace[{extra}]'", file=sys.stderr)
         return mistake
     except BrokenPipeError:  # `headrace check | head`
@@ -88,6 +89,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return INTERRUPTED
 
 
+def _needed(missing: str, given: Sequence[str]) -> tuple[str, str]:
+    """The extra that brings a package that is missing, and what needs it."""
+    if given[:1] == ["dynamo"]:
+        return "dynamo", "headrace dynamo"
+    return ("ray", "headrace up") if missing == "ray" else ("server", "the server")
+
+
 def _run(given: argparse.Namespace) -> int:
     match given.command:
         case "serve":
@@ -96,6 +104,10 @@ def _run(given: argparse.Namespace) -> int:
             return _check(given)
         case "gateway":
             return _gateway(given)
+        case "dynamo":
+            from headrace.integrations.dynamo import command as dynamo_command  # needs Dynamo
+
+            return dynamo_command.main(given)
         case "stage":
             from headrace.server.stage_group import stage  # torch takes seconds to load
 
@@ -156,6 +168,10 @@ def build_parser() -> argparse.ArgumentParser:
     usage = "headrace gateway --decode URL[=HOST:PORT] --prefill URL [flags]"
     gateway = commands.add_parser("gateway", help=GATEWAY, description=GATEWAY, usage=usage, allow_abbrev=False)
     add_flags(gateway, GATEWAY_SETTINGS)
+    about, usage = dynamo_options.DESCRIPTION, dynamo_options.USAGE
+    dynamo_options.add_flags(
+        commands.add_parser("dynamo", help=about, description=about, usage=usage, allow_abbrev=False)
+    )
     stage = commands.add_parser("stage", help=STAGE, description=STAGE, allow_abbrev=False)
     rank_info.add_flags(stage)
     curve_keys.add_flags(

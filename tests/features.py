@@ -139,6 +139,7 @@ OF_ROUTE: dict[Kind, dict[str, Case]] = {
         "top_logprobs_num": Case(2, {"return_logprob": True}),
         "rid": Case("mine"),
         "return_hidden_states": Case(True),
+        "incremental_streaming_output": Case(True, {"stream": True}),
     },
     schema.PrefillBody: {
         "prompt": Case("another"),

@@ -68,8 +68,10 @@ def error_response(info: ErrorInfo) -> Response:
 
 
 async def write_error_event(events: EventWriter, info: ErrorInfo) -> None:
-    """End a stream that failed after its first event."""
-    await events.data(error_body(info))
+    """End a stream that failed after its first event. The error has the status that its response would have had."""
+    body = error_body(info)
+    body.error.status = info.status
+    await events.data(body)
     await events.done()
 
 

@@ -23,6 +23,7 @@ PEERS = (
     "requirements/charts.txt",
     "requirements/clients.txt",
     "requirements/cuda.txt",
+    "requirements/dynamo.txt",
     "requirements/evaluation.txt",
     "requirements/gemma3.txt",
     "requirements/nixl.txt",

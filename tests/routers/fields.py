@@ -27,6 +27,7 @@ PASSED_ON: dict[str, tuple[str, ...]] = {
     "sglang": (REQUEST_ID, TRACE),
     "sglang-mini-lb": (),
     "xpyd": (REQUEST_ID,),
+    "dynamo": (REQUEST_ID, TRACE),
 }
 """By name of the router, the ids of a client's request that come to both servers; others come to none: a part of
 docs/routers.md."""

@@ -55,29 +55,45 @@ class Site(NamedTuple):
                 wait_until(lambda server=server: pages_in_use(server) == 0, 20, f"pages are back\n{server.log}")
 
 
-class Router:
-    """A router in front of prefill servers and decode servers."""
+class Child:
+    """A process of a router, from an environment of its own."""
 
-    def __init__(self, name: str, *command: str, port: int) -> None:
+    def __init__(self, name: str, *command: str | Path, **variables: str) -> None:
         self.name = name
-        self.url = f"http://127.0.0.1:{port}"
         self._output = tempfile.TemporaryFile()  # noqa: SIM115 - closed in close()
-        environment = {**os.environ, "NO_COLOR": "1", "HF_HUB_OFFLINE": "1"}
+        environment = {**os.environ, "NO_COLOR": "1", "HF_HUB_OFFLINE": "1", **variables}
         for key in ("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY", "OPENAI_API_KEY"):
             environment.pop(key, None)
-        self._process = subprocess.Popen(
-            [str(BIN / command[0]), *command[1:]], stdout=self._output, stderr=subprocess.STDOUT, env=environment
+        self.process = subprocess.Popen(
+            list(map(str, command)), stdout=self._output, stderr=subprocess.STDOUT, env=environment
         )
 
     @property
     def log(self) -> str:
-        return os.pread(self._output.fileno(), 1 << 20, 0).decode(errors="replace")[-6000:]
+        return os.pread(self._output.fileno(), 1 << 22, 0).decode(errors="replace")[-6000:]
+
+    def close(self) -> None:
+        self.process.terminate()
+        try:
+            self.process.wait(10)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+        self._output.close()
+
+
+class Router(Child):
+    """A router in front of prefill servers and decode servers."""
+
+    def __init__(self, name: str, program: Path, *command: str, port: int, **variables: str) -> None:
+        super().__init__(name, program, *command, **variables)
+        self.url = f"http://127.0.0.1:{port}"
 
     def wait_ready(self, body: dict[str, Any]) -> None:
         """Until a request is served. Routers open their port before, or long after, they know their servers."""
         deadline = time.monotonic() + READY_S
         while True:
-            assert self._process.poll() is None, f"{self.name} has ended:\n{self.log}"
+            assert self.process.poll() is None, f"{self.name} has ended:\n{self.log}"
             assert time.monotonic() < deadline, f"{self.name} does not serve:\n{self.log}"
             try:
                 if self.post("/v1/completions", body).status_code == 200:
@@ -92,17 +108,8 @@ class Router:
     def get(self, path: str) -> httpx.Response:
         return httpx.get(f"{self.url}{path}", timeout=20, trust_env=False)
 
-    def close(self) -> None:
-        self._process.terminate()
-        try:
-            self._process.wait(10)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-        self._output.close()
 
-
-KINDS = ("vllm-nixl", "vllm-mooncake", "vllm-mini-lb", "sglang", "sglang-mini-lb", "xpyd")
+KINDS = ("vllm-nixl", "vllm-mooncake", "vllm-mini-lb", "sglang", "sglang-mini-lb", "xpyd", "dynamo")
 
 
 def start(kind: str, site: Behind, folder: Path, *flags: str) -> Router:
@@ -126,7 +133,7 @@ def start(kind: str, site: Behind, folder: Path, *flags: str) -> Router:
             command = ["sglang-router", "launch", *place, "--mini-lb", "--pd-disaggregation", *pair]
         case _:
             command = ["xpyd", "proxy", "--config", _xpyd_config(folder, port, site)]
-    return Router(kind, *command, *flags, port=port)
+    return Router(kind, BIN / command[0], *command[1:], *flags, port=port)
 
 
 def _xpyd_config(folder: Path, port: int, site: Behind) -> str:
@@ -152,6 +159,12 @@ def _xpyd_config(folder: Path, port: int, site: Behind) -> str:
 @contextmanager
 def routed(kind: str, site: Behind, *flags: str) -> Iterator[Router]:
     """A router that serves. flags: more of its own."""
+    if kind == "dynamo":
+        from tests.routers.dynamo import dynamo  # which is a router, too
+
+        with dynamo(site, *flags) as made:
+            yield made
+        return
     with tempfile.TemporaryDirectory() as folder:
         router = start(kind, site, Path(folder), *flags)
         try:

@@ -29,7 +29,9 @@ def test_fields_of_both_engines(router: Router, site: Site, path: str) -> None:
     """SGLang's routers pass SGLang's fields on, and leave vLLM's out of chats."""
     pattern = "[xy]{3}z"
     bodies = ({"regex": pattern}, {"ebnf": 'root ::= [xy] [xy] [xy] "z"'})
-    if not router.name.startswith("sglang"):
+    if router.name == "dynamo":
+        bodies = ({"guided_regex": pattern}, {"guided_grammar": 'root ::= [xy] [xy] [xy] "z"'})
+    elif not router.name.startswith("sglang"):
         bodies = ({"structured_outputs": {"regex": pattern}}, {"guided_regex": pattern})
     for body in bodies:
         text = text_of(router, path, body)

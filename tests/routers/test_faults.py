@@ -22,6 +22,7 @@ BOUND_S = 20.0  # sglang-router tries five times
 # has tried again in vain, unless it is a stream; the small balancers stream an error under 200.
 REFUSED = {"xpyd": 502}
 OVERLOADED = {"xpyd": 502, "sglang": 500}
+SILENT = ("xpyd", "dynamo")  # of why a prefill server is overloaded
 OVERLOADED_STREAM = {"xpyd": 502, "vllm-mini-lb": 200, "sglang-mini-lb": 200}
 
 
@@ -101,7 +102,7 @@ def test_refusals_overload_and_outages(fleet: Fleet, kind: str) -> None:
             for stream, expected in ((False, OVERLOADED), (True, OVERLOADED_STREAM)):
                 response = ask(router, stream=stream)
                 assert response.status_code == expected.get(kind, 429), response.text
-                assert kind == "xpyd" or "1 requests are open" in response.text
+                assert kind in SILENT or "1 requests are open" in response.text
         fleet.site.quiet()
         with fleet.without_prefill():
             assert ask(router).status_code >= 500

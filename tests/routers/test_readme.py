@@ -4,7 +4,7 @@ import pytest
 
 from headrace.server.launch.free_port import free_port
 from tests.deployment.readme import ROUTERS, RUN_BY, with_ports
-from tests.routers.fleet import Router, Site
+from tests.routers.fleet import BIN, Router, Site
 
 pytestmark = pytest.mark.routers
 COMMANDS = [command for command, test in RUN_BY.items() if test == ROUTERS]
@@ -16,7 +16,8 @@ def test_a_router_as_the_readme_starts_it(command: str, site: Site) -> None:
     ports = {"8000": site.prefill.port, "8001": site.decode.port, "8998": site.bootstrap_port}
     port = free_port()
     own = ("--host", "127.0.0.1", "--port", str(port), "--prometheus-port", str(free_port()))
-    router = Router(command.split()[0], *with_ports(command, ports), *own, port=port)
+    program, *arguments = with_ports(command, ports)
+    router = Router(program, BIN / program, *arguments, *own, port=port)
     body = {"model": site.model, "prompt": "text, which every router takes", "max_tokens": 4, "temperature": 0}
     try:
         router.wait_ready(body)

@@ -8,7 +8,7 @@ import pytest
 from headrace.server.launch.free_port import free_port
 from tests.e2e.models import NAME
 from tests.e2e.rolling import GRACE_S, Always, Clients, fleet
-from tests.routers.fleet import Router
+from tests.routers.fleet import BIN, Router
 
 pytestmark = pytest.mark.routers
 
@@ -27,8 +27,8 @@ def test_all_servers_behind_vllm_router_are_replaced() -> None:
         addresses = [flag for server in servers.prefills for flag in ("--prefill", server.url)]
         addresses += [flag for server in servers.decodes for flag in ("--decode", server.url)]
         place = ("--host", "127.0.0.1", "--port", str(port), "--prometheus-port", str(free_port()))
-        command = ("vllm-router", *place, *HEALTH, "--vllm-pd-disaggregation", *addresses)
-        router = Router("vllm-nixl", *command, port=port)
+        command = (*place, *HEALTH, "--vllm-pd-disaggregation", *addresses)
+        router = Router("vllm-nixl", BIN / "vllm-router", *command, port=port)
         with closing(router):
             try:
                 router.wait_ready({"model": NAME, "prompt": "ready", "max_tokens": 1, "temperature": 0})

@@ -56,6 +56,9 @@ class ServerInfoReply(msgspec.Struct):
     disaggregation_bootstrap_port: int | None
     tp_size: int
     dp_size: int
+    """1: replicas share an address."""
+    data_parallel_replicas: int
+    """--dp: how many of them there are."""
     pp_size: int
     kv_block_size: int
     page_size: int
@@ -187,6 +190,7 @@ def _server_info(model: ServedModel, control: ControlAddress, config: Config) ->
         disaggregation_bootstrap_port=server.bootstrap_port or None,
         tp_size=config.scheduler.tp,
         dp_size=1,
+        data_parallel_replicas=config.scheduler.dp,
         pp_size=config.scheduler.stages,
         kv_block_size=page_size,
         page_size=page_size,

@@ -441,6 +441,8 @@ class GenerateBody(HandoffParams, frozen=True, kw_only=True, forbid_unknown_fiel
     data_parallel_rank: Replica | None = None
     model: str | None = None
     stream: bool | None = None
+    incremental_streaming_output: bool | None = None
+    """In a stream each event has what is new alone; as under SGLang's flag of that name."""
 
 
 class ExtraArgs(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -39,7 +39,7 @@ class GenerateMeta(msgspec.Struct):
 
 
 class GenerateReply(msgspec.Struct):
-    """One text of POST /generate. In a stream each event has all of the text so far."""
+    """One text of POST /generate. In a stream each event has all of the text so far, or what is new."""
 
     text: str
     output_ids: list[int]
@@ -51,11 +51,13 @@ class GenerateReply(msgspec.Struct):
 
 
 class GenerateFormat:
-    """The ResponseFormat of one object, or of a list of them. Every event of a stream has all of the text so far."""
+    """The AnswerFormat of one object, or of a list of them. incremental: every event of a stream has the tokens that
+    are new, as soon as they are known; else all of the text so far."""
 
-    def __init__(self, requests: Sequence[GenerationRequest], *, as_list: bool) -> None:
+    def __init__(self, requests: Sequence[GenerationRequest], *, as_list: bool, incremental: bool = False) -> None:
         self._requests = requests
         self._as_list = as_list
+        self._incremental = incremental
         self._started = time.monotonic()
 
     async def body(self, outputs: Sequence[Output]) -> GenerateReply | list[GenerateReply]:
@@ -67,14 +69,19 @@ class GenerateFormat:
         """This API has no such event."""
 
     async def write_delta(self, events: EventWriter, index: int, choice: Choice, delta: GenerationDelta) -> None:
-        """An object with the text so far."""
-        if delta.text:
+        """An object with the text so far, or with what is new."""
+        if self._incremental and (delta.text or delta.tokens):
+            new = self._object(self._requests[index], _only(delta), None)
+            new.meta_info.completion_tokens = len(choice.tokens)
+            await self._write(events, index, new)
+        elif delta.text and not self._incremental:
             make = partial(self._object, self._requests[index], choice, None)
             await self._write(events, index, await made_aside(make, len(choice.logprobs)))
 
     async def write_finished(self, events: EventWriter, index: int, choice: Choice, result: GenerationResult) -> None:
-        """An object with the whole text and the finish reason."""
-        await self._write(events, index, await self._ended(self._requests[index], choice, result))
+        """An object with the finish reason, and the whole text, or nothing new."""
+        told = Choice() if self._incremental else choice
+        await self._write(events, index, await self._ended(self._requests[index], told, result))
 
     async def write_end(self, events: EventWriter, results: Sequence[GenerationResult]) -> None:
         """[DONE]."""
@@ -116,6 +123,13 @@ class GenerateFormat:
             meta.cached_tokens_details = cached_by_tier([result.usage])
             meta.e2e_latency = round(time.monotonic() - self._started, 6)
         return GenerateReply(choice.text, choice.tokens, meta)
+
+
+def _only(delta: GenerationDelta) -> Choice:
+    """A choice that has nothing but the delta."""
+    choice = Choice()
+    choice.add(delta)
+    return choice
 
 
 def _finish_reason(result: GenerationResult, completion: int) -> dict[str, Any]:

@@ -50,9 +50,10 @@ def generate_routes(model: ServedModel, endpoint: CompletionEndpoint) -> APIRout
         return await endpoint.respond(http, GenerateBody, partial(_check_generate, model, client_of(http)), make_format)
 
     def make_format(
-        _body: GenerateBody, completion: CompletionRequest, requests: Sequence[GenerationRequest]
+        body: GenerateBody, completion: CompletionRequest, requests: Sequence[GenerationRequest]
     ) -> GenerateFormat:
-        return GenerateFormat(requests, as_list=completion.list_response)
+        incremental = bool(body.incremental_streaming_output)
+        return GenerateFormat(requests, as_list=completion.list_response, incremental=incremental)
 
     return router
 

@@ -37,6 +37,7 @@ async def test_server_and_model_info(tokenizer: Tokenizer, role: str, mode: str)
     info = infos[0]
     assert (info["disaggregation_mode"], info["model_id"], info["instance_id"]) == (mode, "mine", "i" * 32)
     assert (info["kv_block_size"], info["tp_size"], info["dp_size"], info["max_model_len"]) == (16, 1, 1, 64)
+    assert info["data_parallel_replicas"] == 1
     assert (models[0]["model_path"], models[0]["is_generation"]) == ("tiny", True)
     assert version == {"version": info["version"]}
 

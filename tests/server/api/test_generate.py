@@ -163,6 +163,25 @@ async def test_logprobs(tokenizer: Tokenizer) -> None:
 
 
 @in_loop
+async def test_an_incremental_stream_has_each_token_once(tokenizer: Tokenizer) -> None:
+    """Also the tokens of a character that is not complete yet, and no text twice."""
+    said = "hé llo"
+    async with running(FakeLink(saying(tokenizer, said)), tokenizer) as service, client(service) as http:
+        fields = {"text": "a", "stream": True, "incremental_streaming_output": True, "return_logprob": True}
+        text = (await http.post("/generate", json=fields)).text
+    *lines, done = text.split("\n\n")[:-1]
+    events = [msgspec.json.decode(line.removeprefix("data: ")) for line in lines]
+    assert done == "data: [DONE]"
+    assert [id for event in events for id in event["output_ids"]] == tokenizer.encode(said)
+    assert "".join(event["text"] for event in events) == said
+    told = [token for event in events for _, token, _ in event["meta_info"].get("output_token_logprobs", ())]
+    assert told == tokenizer.encode(said)
+    counts = [event["meta_info"]["completion_tokens"] for event in events]
+    assert counts == sorted(counts)
+    assert [event["meta_info"]["finish_reason"] is not None for event in events] == [False] * (len(events) - 1) + [True]
+
+
+@in_loop
 async def test_a_stream_repeats_the_text(tokenizer: Tokenizer) -> None:
     async with running(FakeLink(saying(tokenizer, "hello world")), tokenizer) as service, client(service) as http:
         text = (await http.post("/generate", json={"text": ["a", "b"], "stream": True})).text

@@ -1,0 +1,1 @@
+"""Workers of NVIDIA Dynamo in front of Headrace servers and gateways: `headrace dynamo`."""
