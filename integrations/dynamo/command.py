@@ -9,9 +9,7 @@ def main(given: argparse.Namespace) -> int:
     """Run a worker until SIGTERM or Ctrl-C. Returns the exit status. Raises ConfigError, and ModuleNotFoundError where
     Dynamo is not installed."""
     settings = settings_of(given)
-    import uvloop  # Dynamo's
+    from headrace.integrations.dynamo.worker import run  # needs Dynamo
 
-    from headrace.integrations.dynamo.worker import run_worker
-
-    uvloop.run(run_worker(settings))
+    run(settings)
     return 0

@@ -48,9 +48,10 @@ class Presence:
         """Look after it until the task is cancelled."""
         while True:
             await asyncio.sleep(POLL_S)
-            await self._look(await self._server.problem())
+            await self.look(await self._server.problem())
 
-    async def _look(self, problem: ErrorInfo | None) -> None:
+    async def look(self, problem: ErrorInfo | None) -> None:
+        """Take note of whether the server serves."""
         silent = problem is not None and problem.code in (PREFILL_LOST, PREFILL_UNREACHABLE)
         self._silent = self._silent + 1 if silent else 0
         if problem is None and not self._registered:

@@ -49,10 +49,15 @@ class KvEvents(msgspec.Struct, frozen=True):
 class Server:
     """One server. Every call raises HeadraceError: 502 if there is no connection, or none to the end of the answer."""
 
-    def __init__(self, settings: WorkerSettings) -> None:
+    def __init__(self, settings: WorkerSettings, transport: httpx.AsyncBaseTransport | None = None) -> None:
+        """transport: in place of the network."""
         self.url = settings.url
         self._client = direct_async_client(
-            base_url=settings.url, headers=bearer(settings.api_key), timeout=PROMPT_TIMEOUT, limits=MANY
+            base_url=settings.url,
+            headers=bearer(settings.api_key),
+            timeout=PROMPT_TIMEOUT,
+            limits=MANY,
+            transport=transport,
         )
 
     async def close(self) -> None:

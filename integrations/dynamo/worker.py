@@ -6,6 +6,7 @@ frontend ─┬─► prefill worker ─► prefill server: POST /generate ─�
 Dynamo's runtime owns the process: signals, registration, the drain of requests that are open.
 """
 
+import argparse
 import asyncio
 import logging
 import os
@@ -14,16 +15,18 @@ from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from contextlib import aclosing, suppress
 from typing import Any
 
-from dynamo.common.backend import EngineConfig, LLMEngine, LlmRegistration, Worker, WorkerConfig
+from dynamo.common.backend import EngineConfig, LLMEngine, LlmRegistration, WorkerConfig
 from dynamo.common.backend.health_check import build_health_check_payload, is_probe
 from dynamo.common.backend.publisher import KvEventSource, ZmqSource
+from dynamo.common.backend.run import run as run_backend
 from dynamo.common.constants import DisaggregationMode
 from dynamo.llm.exceptions import EngineShutdown, HttpError, InvalidArgument
 
+from headrace.core.runtime.background import keep_running
 from headrace.core.types.errors import ConfigError, ErrorInfo, HeadraceError
 from headrace.integrations.dynamo import request as requests
 from headrace.integrations.dynamo.answer import Chunk, chunk, gateway_chunk, prefill_chunk
-from headrace.integrations.dynamo.options import WorkerSettings
+from headrace.integrations.dynamo.options import USAGE, WorkerSettings, add_flags, settings_of
 from headrace.integrations.dynamo.presence import Presence
 from headrace.integrations.dynamo.server import Description, Server, tokenizer_source
 
@@ -46,8 +49,24 @@ class HeadraceEngine(LLMEngine):
 
     @classmethod
     async def from_args(cls, argv: list[str] | None = None) -> tuple["HeadraceEngine", WorkerConfig]:
-        """Dynamo's way to make an engine; `headrace dynamo` has parsed its flags already."""
-        raise NotImplementedError("start it with: headrace dynamo")
+        """See LLMEngine; the flags are those of `headrace dynamo`."""
+        parser = argparse.ArgumentParser(usage=USAGE)
+        add_flags(parser)
+        return await cls.before(settings_of(parser.parse_args(argv)))
+
+    @classmethod
+    async def before(cls, settings: WorkerSettings) -> tuple["HeadraceEngine", WorkerConfig]:
+        """The engine before a server, when that serves. Raises ConfigError for one that cannot be registered."""
+        logging.getLogger("httpx").setLevel(logging.WARNING)  # Dynamo's logging has all loggers at INFO
+        server = Server(settings)
+        try:
+            description = await server.wait(settings.wait_s, lambda text: print(f"headrace: {text}", flush=True))
+            _check_role(settings, description)
+            tokenizer = tokenizer_source(settings.model_path, description)
+        except BaseException:
+            await server.close()
+            raise
+        return cls(settings, server, description, tokenizer), _config(settings, description, tokenizer)
 
     async def start(self, worker_id: int) -> EngineConfig:
         """See LLMEngine."""
@@ -66,7 +85,7 @@ class HeadraceEngine(LLMEngine):
     async def on_endpoint_ready(self, endpoint: Any) -> None:
         """Begin to look whether the server serves."""
         presence = Presence(self._server, self._description, endpoint, _end)
-        self._watching = asyncio.create_task(presence.watch())
+        self._watching = asyncio.create_task(keep_running("the look at the server", presence.watch))
 
     async def kv_event_sources(self) -> list[KvEventSource]:
         """Where the router learns what the prefix cache holds; none without --kv-events-port."""
@@ -134,19 +153,9 @@ class HeadraceEngine(LLMEngine):
         return {"token_ids": [0], "index": 0, "finish_reason": "length"}
 
 
-async def run_worker(settings: WorkerSettings) -> None:
-    """Wait for the server, register it, and serve until a signal. Raises ConfigError for a server that cannot be
-    registered."""
-    logging.getLogger("httpx").setLevel(logging.WARNING)  # Dynamo's logging has all loggers at INFO
-    server = Server(settings)
-    try:
-        description = await server.wait(settings.wait_s, lambda text: print(f"headrace: {text}", flush=True))
-        _check_role(settings, description)
-        tokenizer = tokenizer_source(settings.model_path, description)
-        engine = HeadraceEngine(settings, server, description, tokenizer)
-        await Worker(engine, _config(settings, description, tokenizer)).run()
-    finally:
-        await server.close()
+def run(settings: WorkerSettings) -> None:
+    """Run a worker until a signal ends it. Raises ConfigError as HeadraceEngine.before() does."""
+    run_backend(HeadraceEngine, engine_factory=lambda _: HeadraceEngine.before(settings))
 
 
 def as_dynamo_has_it(error: ErrorInfo) -> Exception:

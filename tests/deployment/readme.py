@@ -37,6 +37,7 @@ RUN_BY = {
     "pip install 'headrace[vllm]'": BASE,
     "pip install 'headrace[transformers]'": WHEEL,
     "pip install headrace": BASE,
+    "headrace dynamo": "tests/routers/test_dynamo.py::test_the_commands_of_the_page",
     "headrace check": "tests/cli/test_commands.py::test_check_prints_a_loadable_configuration_and_the_memory",
     "headrace gateway": "tests/gateway/vllm_nixl/test_texts.py::test_completions_of_token_ids",
     "headrace simulate TRACE": "tests/tools/simulate/test_command.py",

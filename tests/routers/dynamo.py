@@ -46,10 +46,13 @@ class Dynamo(Router):
         }
         (folder / "discovery").mkdir()
         port = free_port()
-        place = ("--http-host", "127.0.0.1", "--http-port", str(port))
-        super().__init__("dynamo", PYTHON, "-m", "dynamo.frontend", *place, *flags, port=port, **self.variables)
+        super().__init__("dynamo", PYTHON, *frontend(port), *flags, port=port, **self.variables)
         self.prefills = [Worker(self, "prefill", url) for url in behind.prefill_urls]
         self.decodes = [Worker(self, "decode", url) for url in behind.decode_urls]
+
+    def another(self) -> Child:
+        """Another frontend where this one was, which is gone."""
+        return Child("frontend", PYTHON, *frontend(int(self.url.rpartition(":")[2])), **self.variables)
 
     @property
     def workers(self) -> list[Worker]:
@@ -73,6 +76,10 @@ class Dynamo(Router):
                 component = path.name.replace("%2F", "/").split("/")[1]
                 found[component] = found.get(component, 0) + 1
         return found
+
+
+def frontend(port: int) -> tuple[str, ...]:
+    return ("-m", "dynamo.frontend", "--http-host", "127.0.0.1", "--http-port", str(port))
 
 
 @contextmanager

@@ -22,12 +22,16 @@ def test_tokens_and_the_end_of_a_text() -> None:
     assert chunk(event([7, 8])) == {"token_ids": [7, 8], "index": 0}
     last = chunk(event([], "stop", completion_tokens=5))
     assert (last["token_ids"], last["finish_reason"]) == ([], "stop")
-    assert last["completion_usage"] == usage(3, 5, 2) == {
-        "prompt_tokens": 3,
-        "completion_tokens": 5,
-        "total_tokens": 8,
-        "prompt_tokens_details": {"cached_tokens": 2},
-    }
+    assert (
+        last["completion_usage"]
+        == usage(3, 5, 2)
+        == {
+            "prompt_tokens": 3,
+            "completion_tokens": 5,
+            "total_tokens": 8,
+            "prompt_tokens_details": {"cached_tokens": 2},
+        }
+    )
 
 
 def test_logprobs_are_beside_their_tokens() -> None:
