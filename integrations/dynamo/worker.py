@@ -46,6 +46,9 @@ class HeadraceEngine(LLMEngine):
         self._description = description
         self._tokenizer = tokenizer
         self._watching: asyncio.Task[None] | None = None
+        self._open = 0  # requests
+        self._idle = asyncio.Event()
+        self._idle.set()
 
     @classmethod
     async def from_args(cls, argv: list[str] | None = None) -> tuple["HeadraceEngine", WorkerConfig]:
@@ -103,15 +106,19 @@ class HeadraceEngine(LLMEngine):
         return True
 
     async def cleanup(self) -> None:
-        """See LLMEngine."""
+        """See LLMEngine. Dynamo stops what is open when this has returned, so open requests end before; its own limit,
+        DYN_WORKER_GRACEFUL_SHUTDOWN_TIMEOUT, ends the wait."""
         if self._watching is not None:
             self._watching.cancel()
+        await self._idle.wait()
         await self._server.close()
 
     async def generate(self, request: Fields, context: Any) -> AsyncGenerator[Chunk, None]:
         """The chunks of one request; ends it at the server when the frontend gives it up. Raises what Dynamo makes of
         an error."""
         stopped = asyncio.ensure_future(context.async_killed_or_stopped())
+        self._open += 1
+        self._idle.clear()
         try:
             async with aclosing(self._chunks(request, _headers(context))) as chunks:
                 async for each in _until(stopped, chunks):
@@ -122,6 +129,9 @@ class HeadraceEngine(LLMEngine):
             raise as_dynamo_has_it(error.info) from error
         finally:
             stopped.cancel()
+            self._open -= 1
+            if not self._open:
+                self._idle.set()
 
     async def _chunks(self, request: Fields, headers: Mapping[str, str]) -> AsyncGenerator[Chunk, None]:
         """Raises HeadraceError."""
