@@ -2,6 +2,11 @@
 
 LOST = {"prompt_logprobs": "dropped", "prompt_logprobs_start": "dropped"}  # the prefill server's response has them
 CONSTRAINTS = ("structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar", "json_schema")
+NOT_OF_DYNAMO = dict.fromkeys(
+    ("prompt_logprobs_start", "priority", "slo_ttft_ms", "deadline_s", "data_parallel_rank", "extra_key",
+     "structured_outputs", "no_stop_trim", "n", "json_schema", "regex", "ebnf"),
+    "refused with 400",
+)  # fmt: skip
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 BEHIND_ROUTERS: dict[tuple[str, str], dict[str, str]] = {
     ("vllm-nixl", COMPLETIONS): {**LOST, "json_schema": "refused with 422"},
@@ -17,6 +22,18 @@ BEHIND_ROUTERS: dict[tuple[str, str], dict[str, str]] = {
     ("sglang-mini-lb", CHAT): LOST,
     ("xpyd", COMPLETIONS): LOST,
     ("xpyd", CHAT): LOST,
+    ("dynamo", COMPLETIONS): {
+        **dict.fromkeys(("prompt_logprobs", "echo"), "dropped"),
+        **NOT_OF_DYNAMO,
+        **dict.fromkeys(("response_format", "best_of"), "refused with 400"),
+        "logprobs": "differs",  # in how tokens that are no text are written
+    },
+    ("dynamo", CHAT): {
+        **dict.fromkeys(("prompt_logprobs", "parallel_tool_calls"), "dropped"),
+        **NOT_OF_DYNAMO,
+        **dict.fromkeys(("continue_final_message", "include_reasoning", "separate_reasoning"), "refused with 400"),
+        **dict.fromkeys(("logprobs", "tools", "tool_choice"), "differs"),
+    },
 }
 """By name of the router in tests/routers/fleet.py, and route."""
 REQUEST_ID, TRACE = "X-Request-Id", "traceparent"
