@@ -8,7 +8,14 @@ from typing import Any, Literal
 import httpx
 import msgspec
 
-from headrace.core.types.errors import PREFILL_LOST, PREFILL_UNREACHABLE, ConfigError, ErrorInfo, HeadraceError
+from headrace.core.types.errors import (
+    PREFILL_FAILED,
+    PREFILL_LOST,
+    PREFILL_UNREACHABLE,
+    ConfigError,
+    ErrorInfo,
+    HeadraceError,
+)
 from headrace.integrations.dynamo.options import WorkerSettings
 from headrace.integrations.http_client import PROMPT_TIMEOUT, bearer, direct_async_client, failure
 
@@ -224,7 +231,7 @@ def _refusal(content: bytes, status: int) -> ErrorInfo:
     try:
         return _told(msgspec.json.decode(content), status)
     except (msgspec.DecodeError, KeyError, TypeError):
-        return ErrorInfo(code="http_error", message=f"status {status}", status=status)
+        return ErrorInfo(code=PREFILL_FAILED, message=f"the server answered with status {status}", status=status)
 
 
 def _told(body: Any, status: int) -> ErrorInfo:
