@@ -236,7 +236,7 @@ class Simulation:
         """Post what a preempted request has got so far, or do not."""
         client = self._server.clients[reserved.rid]
         if self._random.random() < self._scenario.abandon:
-            error = ErrorInfo(code="prefill_refused", message="the prompt was refused", status=503, at_prefill=True)
+            error = ErrorInfo(code="prefill_failed", message="the prompt was refused", status=502, at_prefill=True)
             self._act(f"refuse {reserved.ticket}", lambda: self._server.send(Abort(rid=reserved.rid, error=error)))
             return
         tokens = (*client.prompt, *client.tokens)[: reserved.tokens]

@@ -78,11 +78,12 @@ class Server:
 
     def pages(self) -> int:
         """Pages that requests hold."""
-        samples = {(sample.name, *sample.labels): sample.value for sample in self.scheduler.statistics().samples}
+        stats = self.scheduler.statistics(self.world.now)
+        samples = {(sample.name, *sample.labels): sample.value for sample in stats.samples}
         return int(samples["kv_pages", "leased"])
 
     def phases(self) -> dict[str, HistogramSample]:
-        found = self.scheduler.statistics().histograms
+        found = self.scheduler.statistics(self.world.now).histograms
         return {sample.labels[0]: sample for sample in found if sample.name == "phase_duration_seconds"}
 
     def _reserve(self, rid: str, tokens: int) -> None:
