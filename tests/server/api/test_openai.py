@@ -249,6 +249,7 @@ async def test_a_failure_during_a_stream_is_an_event_of_the_stream(tokenizer: To
         "type": "server_error",
         "param": None,
         "code": "stage_failed",
+        "status": 503,
         "stage": 0,
     }
 
