@@ -47,9 +47,6 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True):
     sglang_page_size: Annotated[
         int, Flag("sglang-page-size", SERVER, "the --page-size of SGLang decode engines", low=1, high=1024)
     ] = 1
-    sglang_kv_cache_dtype: Annotated[
-        str, Flag("sglang-kv-cache-dtype", SERVER, "the --kv-cache-dtype of SGLang decode engines")
-    ] = "auto"
     allow_untested: Annotated[
         bool,
         Flag("allow-untested", SERVER, "serve decode engines of versions that were not tested with this gateway, too"),
@@ -83,7 +80,12 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True):
         Flag("side-channel-host", HANDOFF, "address that decode engines are told, and that the side channel binds to"),
     ] = "127.0.0.1"
     side_channel_port: Annotated[
-        int, port_flag("side-channel-port", HANDOFF, "port of the side channel; 0: a free one")
+        int,
+        port_flag(
+            "side-channel-port",
+            HANDOFF,
+            "port of the side channel; 0: a free one, or for SGLang decode engines the one after --bootstrap-port",
+        ),
     ] = 0
     bootstrap_port: Annotated[
         int,

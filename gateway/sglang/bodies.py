@@ -1,5 +1,6 @@
 """Bodies of SGLang's routers: the room that they name, and what a Headrace prefill server is asked instead. Pure."""
 
+from collections.abc import Collection
 from typing import Annotated, Any
 
 import msgspec
@@ -15,6 +16,7 @@ from headrace.server.upstream.handoff_params import NO_TRANSFER_HOST
 BOOTSTRAP_FIELDS = ("bootstrap_host", "bootstrap_port", "bootstrap_room")
 STREAM_FIELDS = ("stream", "stream_options")  # the answer has one token; the decode engine streams
 PROMPT_FIELDS = ("prompt", "text", "input_ids")
+MOST_REFUSED = 256  # rooms of one body
 
 
 class SglangBody(msgspec.Struct, frozen=True):
@@ -50,7 +52,10 @@ class HoldAnswer(msgspec.Struct):
 class ListedModel(msgspec.Struct, frozen=True):
     """An entry of GET /v1/models of a prefill server."""
 
+    id: str
     max_model_len: int
+    parent: str | None = None
+    """Of an adapter: the name of its model."""
 
 
 class ListedModels(msgspec.Struct, frozen=True):
@@ -59,11 +64,13 @@ class ListedModels(msgspec.Struct, frozen=True):
     data: Annotated[list[ListedModel], msgspec.Meta(min_length=1)]
 
 
-def take_apart(fields: dict[str, Any]) -> SglangBody:
-    """A decoded body. Raises HeadraceError (400), naming the field, for one that cannot be handed over."""
-    rest = {name: value for name, value in fields.items() if name not in (*BOOTSTRAP_FIELDS, *STREAM_FIELDS)}
+def take_apart(fields: dict[str, Any], served: Collection[str] = ()) -> SglangBody:
+    """A decoded body. served: names of the model. Raises HeadraceError (400), naming the field, for one that cannot be
+    handed over."""
+    asked = _with_adapter(fields, served)
+    rest = {name: value for name, value in asked.items() if name not in (*BOOTSTRAP_FIELDS, *STREAM_FIELDS)}
     if fields.get("bootstrap_host") == NO_TRANSFER_HOST:  # SGLang's warm-up and health checks
-        return SglangBody(None, {name: fields[name] for name in fields if name not in STREAM_FIELDS})
+        return SglangBody(None, {name: asked[name] for name in asked if name not in STREAM_FIELDS})
     if "kv_transfer_params" in rest:
         raise invalid("kv_transfer_params", "kv_transfer_params is vLLM's; SGLang's routers send bootstrap_room")
     _check_single(fields)
@@ -73,10 +80,18 @@ def take_apart(fields: dict[str, Any]) -> SglangBody:
     if room is None:
         message = "bootstrap_room is missing: send requests through a router that names one to both sides"
         raise invalid("bootstrap_room", message, code="missing_field")
-    if isinstance(room, bool) or not isinstance(room, int) or not 1 <= room <= MAX_ROOM:
-        # SGLang's metadata row says with room 0 that it has not come
+    if not _is_room(room):
         raise invalid("bootstrap_room", f"bootstrap_room has to be a whole number from 1 to {MAX_ROOM}")
     return SglangBody(room, rest)
+
+
+def rooms_of(fields: dict[str, Any]) -> list[int]:
+    """The rooms for which decode engines wait on account of a body that is refused: SGLang counts on from the one that
+    is given, over prompts and choices."""
+    room: Any = fields.get("bootstrap_room")
+    if not isinstance(room, list):
+        room = [room + number for number in range(_choices(fields))] if _is_room(room) else []
+    return [each for each in room if _is_room(each)][:MOST_REFUSED]
 
 
 def held_at(content: bytes, host: str, port: int) -> HeldPrompt:
@@ -97,10 +112,43 @@ def without_params(content: bytes) -> bytes:
     return msgspec.json.encode({name: value for name, value in answer.items() if name != "kv_transfer_params"})
 
 
+def _with_adapter(fields: dict[str, Any], served: Collection[str]) -> dict[str, Any]:
+    """The fields with the model that SGLang reads out of them: it takes every name for the model itself, but for what
+    follows a colon, which is that of an adapter."""
+    name = fields.get("model")
+    if not isinstance(name, str):
+        return fields
+    rest = {key: value for key, value in fields.items() if key != "model"}
+    base = max((each for each in served if name == each or name.startswith(f"{each}:")), key=len, default=None)
+    adapter = (name.removeprefix(base) if base is not None else name[name.find(":") :] if ":" in name else "")[1:]
+    return rest | {"model": adapter.strip()} if adapter.strip() else rest
+
+
+def _is_room(room: object) -> bool:
+    """Room 0 is none: a metadata row of SGLang's says with it that it has not come."""
+    return isinstance(room, int) and not isinstance(room, bool) and 1 <= room <= MAX_ROOM
+
+
+def _n(fields: dict[str, Any]) -> Any:
+    sampling = fields.get("sampling_params")
+    return fields.get("n") or (sampling.get("n") if isinstance(sampling, dict) else None)
+
+
+def _choices(fields: dict[str, Any]) -> int:
+    """Choices of all prompts, but not more than are refused at once."""
+    prompts = max((len(fields[name]) for name in PROMPT_FIELDS if _is_list(fields.get(name))), default=1)
+    n = _n(fields)
+    return min(prompts * (n if isinstance(n, int) and 1 <= n <= MOST_REFUSED else 1), MOST_REFUSED)
+
+
+def _is_list(prompt: object) -> bool:
+    """Whether it is a list of prompts."""
+    return isinstance(prompt, list) and bool(prompt) and not isinstance(prompt[0], int)
+
+
 def _check_single(fields: dict[str, Any]) -> None:
     """Raises HeadraceError (400) for several prompts or choices, of which each would need a room of its own."""
-    sampling = fields.get("sampling_params")
-    n = fields.get("n") or (sampling.get("n") if isinstance(sampling, dict) else None)
+    n = _n(fields)
     if n not in (None, 1):
         raise invalid("n", f"n is {n}; the gateway for SGLang hands over one choice for each request")
     room = fields.get("bootstrap_room")
@@ -110,7 +158,6 @@ def _check_single(fields: dict[str, Any]) -> None:
         )
         raise invalid("bootstrap_room", message)
     for name in PROMPT_FIELDS:
-        prompt = fields.get(name)
-        if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int):
+        if _is_list(fields.get(name)):
             message = f"{name} is a list of prompts; the gateway for SGLang hands over one for each request"
             raise invalid(name, message)

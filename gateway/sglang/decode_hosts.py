@@ -19,20 +19,27 @@ class DecodeHosts:
     """
 
     def __init__(self, urls: Iterable[str]) -> None:
-        self._names = {urlsplit(url).hostname or "" for url in urls}
-        self._here = any(is_loopback(name) for name in self._names)
-        self._known: set[str] = set()
+        self._names = {url: urlsplit(url).hostname or "" for url in urls}
+        self._known: dict[str, set[str]] = {name: set() for name in self._names.values()}
         self._looked_up = float("-inf")
 
-    def covers(self, address: str) -> bool:
-        """Whether an IP address is one of the engines'."""
-        if address not in self._known and time.monotonic() - self._looked_up > LOOK_UP_S:
-            self._looked_up = time.monotonic()
-            for name in self._names:
-                with contextlib.suppress(OSError):
-                    found = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
-                    self._known |= {str(ipaddress.ip_address(str(one[4][0]).partition("%")[0])) for one in found}
-        return address in self._known or (self._here and _is_own(address))
+    def urls_at(self, address: str) -> tuple[str, ...]:
+        """URLs of the engines at an IP address; none if it is none of theirs."""
+        if not any(address in known for known in self._known.values()):
+            self._look_up()
+        own = any(map(is_loopback, self._known)) and _is_own(address)
+        return tuple(
+            url for url, name in self._names.items() if address in self._known[name] or (own and is_loopback(name))
+        )
+
+    def _look_up(self) -> None:
+        if time.monotonic() - self._looked_up <= LOOK_UP_S:
+            return
+        self._looked_up = time.monotonic()
+        for name, known in self._known.items():
+            with contextlib.suppress(OSError):
+                found = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
+                known |= {str(ipaddress.ip_address(str(one[4][0]).partition("%")[0])) for one in found}
 
 
 def _is_own(address: str) -> bool:

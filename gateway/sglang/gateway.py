@@ -12,7 +12,8 @@ import contextlib
 import os
 import secrets
 import socket
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from functools import partial
 
 import httpx
 import msgspec
@@ -36,9 +37,11 @@ from headrace.gateway.base import BaseGateway
 from headrace.gateway.metrics import GatewayMetrics, in_catalog, with_prefix
 from headrace.gateway.pool_size import with_pool
 from headrace.gateway.prefill_servers import HandoffModel, first_answer, wait_connected
-from headrace.gateway.sglang.bodies import ListedModels, SglangBody, held_at, without_params
+from headrace.gateway.sglang.bodies import ListedModel, ListedModels, SglangBody, held_at, without_params
 from headrace.gateway.sglang.decode_hosts import DecodeHosts
+from headrace.gateway.sglang.engine_checks import EngineChecks
 from headrace.gateway.sglang.prefills import PrefillAnswer, PrefillPoster
+from headrace.gateway.sglang_nixl.engine_probe import probe
 from headrace.gateway.sglang_nixl.handover import EXPERIMENTAL, HandoverOptions, KvHandover
 from headrace.gateway.sglang_nixl.records import RoomLimits
 from headrace.integrations.http_client import bearer, direct_async_client
@@ -47,6 +50,12 @@ from headrace.server.config.gateway import decode_urls
 from headrace.server.upstream.discovery_client import DiscoveryClient
 from headrace.server.upstream.prefill_pool import CONNECT_TIMEOUT_S, PrefillPool
 from headrace.transfer.sockets.curve_keys import known_servers
+
+
+def _next_port(port: int) -> int:
+    """The one after it, the same whenever the gateway is started: what engines have connected to leads to the new one,
+    which notices them. 0, a free one, after 0 and the last."""
+    return (port + 1) % (1 << 16) if port else 0
 
 
 class SglangGateway(BaseGateway):
@@ -69,13 +78,19 @@ class SglangGateway(BaseGateway):
         self._poster = PrefillPoster(self._prefills, self._http, self.front_metrics, self.clock)
         self._metrics = GatewayMetrics()
         self._handover: KvHandover | None = None
+        self._hosts = DecodeHosts(decode_urls(config))  # used by the thread of the rooms
+        self._checks: EngineChecks | None = None
+        self.served_names: frozenset[str] = frozenset()
+        """Of the model, at the prefill servers."""
         self._rooms: dict[str, asyncio.Future[ErrorInfo | None]] = {}  # by request
         self._watch: asyncio.Task[None] | None = None
 
     async def start(self) -> str:
         """See BaseGateway: prefill servers. Decode engines register themselves."""
         config = self.config
-        model, longest = await first_answer(config.prefill, self._served)
+        model, listed = await first_answer(config.prefill, self._served)
+        self.served_names = frozenset(each.id for each in listed if each.parent is None)
+        longest = listed[0].max_model_len
         if model.kv_cache is None:
             raise ConfigError(
                 f"prefill server of {model.model}: GET /v1/handoff tells no shape of keys and values, so that SGLang "
@@ -83,6 +98,9 @@ class SglangGateway(BaseGateway):
             )
         shape = model.kv_cache
         geometry = Geometry(shape.dtype, shape.layers, shape.kv_heads, shape.head_dim, config.sglang_page_size)
+        ask = partial(probe, geometry=geometry, api_key=config.decode_api_key, allow_untested=config.allow_untested)
+        self._checks = EngineChecks(ask, self._on_verified)
+        await self._checks.at_start(decode_urls(config))
         handover = with_pool(
             config, geometry, longest, lambda pages: self._make_handover(geometry, model, longest, pages)
         )
@@ -105,7 +123,11 @@ class SglangGateway(BaseGateway):
     async def hand_over(self, rid: str, path: str, body: SglangBody, headers: Mapping[str, str]) -> bytes:
         """Have a body's prompt computed and its KV written into the decode engine that asks for its room. Returns the
         answer to the router. Raises HeadraceError. Cancelling it gives up the prompt and the room."""
-        handover = self._require()
+        try:
+            handover = self._require()
+        except HeadraceError as problem:
+            self.refuse((body.room,) if body.room is not None else (), problem.info)
+            raise
         if body.room is None:
             return (await self._poster.post(rid, path, msgspec.json.encode(body.fields), headers)).content
         request, began = secrets.token_hex(16), self.clock.now()
@@ -128,6 +150,15 @@ class SglangGateway(BaseGateway):
             del self._rooms[request]
             if not ended.done():
                 handover.rooms.withdraw(request, body.room, why)
+
+    def refuse(self, rooms: Iterable[int], error: ErrorInfo) -> None:
+        """Tell the decode engines that ask for these rooms that no KV will come, and why."""
+        if self._handover is None or not self._handover.rooms.is_alive():
+            return
+        for room in rooms:
+            request = secrets.token_hex(16)
+            self._handover.rooms.expect(request, room)
+            self._handover.rooms.withdraw(request, room, error)
 
     async def get(self, path: str) -> tuple[int, bytes]:
         """What a prefill server answers to a router's question. Raises HeadraceError."""
@@ -156,6 +187,8 @@ class SglangGateway(BaseGateway):
         await super().stop()
         if self._watch is not None:
             self._watch.cancel()
+        if self._checks is not None:
+            await self._checks.stop()
         await self._prefills.stop()
         if self._handover is not None:
             await asyncio.to_thread(self._handover.stop)
@@ -169,8 +202,7 @@ class SglangGateway(BaseGateway):
             HandoverOptions(
                 host=config.side_channel_host,
                 bootstrap_port=config.bootstrap_port,
-                rank_port=config.side_channel_port,
-                kv_cache_dtype=config.sglang_kv_cache_dtype,
+                rank_port=config.side_channel_port or _next_port(config.bootstrap_port),
                 rooms=RoomLimits(bootstrap_s=config.bootstrap_timeout_s),
             ),
             PeerLimits(
@@ -185,19 +217,20 @@ class SglangGateway(BaseGateway):
             max_model_len=longest,
             ended=self._on_thread_ended,
             server_state=self._on_thread_state,
-            is_decode_host=DecodeHosts(decode_urls(config)).covers,
+            is_decode_host=lambda address: bool(self._hosts.urls_at(address)),
+            registered=self._on_thread_registered,
             transfer=TransferConfig(curve_key=config.curve_key),
             api_key=config.prefill_api_key,
         )
 
-    async def _served(self, url: str) -> tuple[HandoffModel, int] | None:
-        """What a prefill server serves, and its longest sequence; None while it loads."""
+    async def _served(self, url: str) -> tuple[HandoffModel, list[ListedModel]] | None:
+        """What a prefill server serves, and under which names; None while it loads."""
         client = DiscoveryClient(self._http, self._http)
         model = msgspec.json.decode(await client.get(url, "/v1/handoff", key=True), type=HandoffModel)
         if not model.fingerprint:
             return None
         listed = msgspec.json.decode(await client.get(url, "/v1/models", key=True), type=ListedModels)
-        return model, listed.data[0].max_model_len
+        return model, listed.data
 
     async def _computed(
         self, rid: str, path: str, posted: bytes, headers: Mapping[str, str], ended: "asyncio.Future[ErrorInfo | None]"
@@ -232,6 +265,20 @@ class SglangGateway(BaseGateway):
 
         with contextlib.suppress(RuntimeError):  # the event loop is closed
             self._loop.call_soon_threadsafe(resolve)
+
+    def _on_thread_registered(self, agent: str, address: str) -> None:
+        urls = self._hosts.urls_at(address)
+
+        def check() -> None:
+            assert self._checks is not None, "the thread is started after it"
+            self._checks.registered(agent, urls)
+
+        with contextlib.suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(check)
+
+    def _on_verified(self, agent: str, wrong: str) -> None:
+        assert self._handover is not None, "its thread has told of the agent"
+        self._handover.rooms.verified(agent, wrong)
 
     def _connect(self, message: AddPrefill | RemovePrefill) -> None:
         """As PrefillPool asks a scheduler to."""

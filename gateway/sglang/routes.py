@@ -8,7 +8,7 @@ from starlette.types import Receive, Scope, Send
 from headrace.core.types.errors import HeadraceError
 from headrace.core.types.requests.request import SamplingParams, Timing, Usage
 from headrace.gateway.operations import gateway_app, one_model
-from headrace.gateway.sglang.bodies import SglangBody, take_apart
+from headrace.gateway.sglang.bodies import SglangBody, rooms_of, take_apart
 from headrace.gateway.sglang.gateway import SglangGateway
 from headrace.server.api.request.parse import decode_object
 from headrace.server.frontend.request.generation_request import GenerationResult
@@ -37,7 +37,12 @@ def _prompt_routes(gateway: SglangGateway, budget: BodyBudget) -> APIRouter:
 
     async def hand_over(http: Request) -> Response:
         raw = await read_body(http, gateway.config.max_body_bytes, budget)
-        return RoomResponse(gateway, take_apart(await decode_object(raw)))
+        fields = await decode_object(raw)
+        try:
+            return RoomResponse(gateway, take_apart(fields, gateway.served_names))
+        except HeadraceError as error:
+            gateway.refuse(rooms_of(fields), error.info)
+            raise
 
     async def question(http: Request) -> Response:
         status, content = await gateway.get(http.url.path)

@@ -6,7 +6,9 @@
 
 There is one rank, whatever the stages and ranks of the prefill servers are. An engine registers its memory once, and
 not again unless /health fails. So /health fails for those that have not asked for the set-up since this server was
-started, or whose messages show that they have not registered here (forget()). Both go by the engine's IP address.
+started, or whose messages show that they have not registered here (forget()). Both go by the address that a connection
+comes from, which is the same for an engine's HTTP and its messages. What an engine names in its messages is not: it may
+be any address of its machine.
 
 Source: CommonKVBootstrapServer and PrefillServerInfo of SGLang 0.5.23, sglang/srt/disaggregation/common/conn.py.
 """
@@ -14,10 +16,12 @@ Source: CommonKVBootstrapServer and PrefillServerInfo of SGLang 0.5.23, sglang/s
 import socket
 import socketserver
 import threading
+import time
 from collections import Counter
+from collections.abc import Callable
 from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any
+from typing import Any, TypeVar
 from urllib.parse import parse_qs, urlsplit
 
 import msgspec
@@ -31,8 +35,10 @@ SETUP = (-1, -1, -1, -1)
 OWN_RANK = (0, 0, 0, 0)
 MAX_BODY = 1 << 20
 MAX_CONNECTIONS = 256  # beyond that the longest idle of the host with the most gives way to a new one
+T = TypeVar("T")
 IDLE_S = 60.0  # a connection without a request is closed after this; engines ask every 5 s
 MAX_ADDRESSES = 4096  # engines' addresses that are remembered
+FORGOTTEN_S = 12.0  # two checks of each engine at an address, and some time
 
 
 class Setup(msgspec.Struct, frozen=True, kw_only=True):
@@ -42,10 +48,10 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
     attn_cp_size: int = 1
     dp_size: int = 1
     pp_size: int = 1
-    page_size: int
-    """Has to equal the engine's."""
-    kv_cache_dtype: str
-    """Likewise, as written after --kv-cache-dtype."""
+    page_size: int | None = None
+    """An engine compares it with its own, and ends if they differ; None: it does not. engine_probe.py compares them."""
+    kv_cache_dtype: str | None = None
+    """Likewise."""
     follow_bootstrap_room: bool = True
     enable_dsa_cache_layer_split: bool = False
     decode_allocation_policy: str = "early"
@@ -84,23 +90,31 @@ class Answer(msgspec.Struct, frozen=True):
 class Bootstrap:
     """The answers of the bootstrap server. Used by several threads."""
 
-    def __init__(self, setup: Setup, rank: RankAddress) -> None:
+    def __init__(self, setup: Setup, rank: RankAddress, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
         self._setup = msgspec.json.encode(setup)
         self._rank = msgspec.json.encode(rank)
         self._lock = threading.Lock()
         self._known: dict[str, None] = {}  # addresses that have asked for the set-up, the oldest first
+        self._forgotten: dict[str, float] = {}  # addresses, and until when all of their engines are told so
 
     def forget(self, address: str) -> None:
-        """Engines of this address have to ask for the set-up, and to register, again."""
+        """Engines of this address have to ask for the set-up, and to register, again. All of them are told so for
+        FORGOTTEN_S, lest the first one that asks again keeps it from the others."""
         with self._lock:
-            self._known.pop(address, None)
+            if self._clock() >= self._forgotten.get(address, 0.0):
+                self._known.pop(address, None)
+                _put(self._forgotten, address, self._clock() + FORGOTTEN_S)
+
+    def _is_known(self, address: str) -> bool:
+        with self._lock:
+            return address in self._known and self._clock() >= self._forgotten.get(address, 0.0)
 
     def get(self, path: str, client: str) -> Answer:
         """Answer to GET. client: address of the engine."""
         parts = urlsplit(path)
         if parts.path == "/health":
-            with self._lock:
-                known = client in self._known
+            known = self._is_known(client)
             return Answer(200, "OK") if known else Answer(503, "ask for /route first: this server was started anew")
         if parts.path != "/route":
             return Answer(404, "Not Found")
@@ -111,9 +125,7 @@ class Bootstrap:
             return Answer(400, f"the query has to have the numbers {', '.join(RANK_NAMES)}")
         if ranks == SETUP:
             with self._lock:
-                self._known[client] = None
-                if len(self._known) > MAX_ADDRESSES:
-                    del self._known[next(iter(self._known))]
+                _put(self._known, client, None)
             return Answer(200, self._setup)
         if ranks == OWN_RANK:
             return Answer(200, self._rank)
@@ -131,6 +143,13 @@ class Bootstrap:
         except NO_MESSAGE as error:
             return Answer(400, str(error))
         return Answer(404, "Not Found")
+
+
+def _put(addresses: dict[str, T], address: str, value: T) -> None:
+    """Of too many the oldest is forgotten."""
+    addresses[address] = value
+    if len(addresses) > MAX_ADDRESSES:
+        del addresses[next(iter(addresses))]
 
 
 class BootstrapServer(threading.Thread):

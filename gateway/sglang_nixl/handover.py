@@ -39,8 +39,6 @@ class HandoverOptions(msgspec.Struct, frozen=True, kw_only=True):
     """0 takes a free one."""
     rank_port: int = 0
     """Where messages about rooms go; 0 takes a free one."""
-    kv_cache_dtype: str = "auto"
-    """As the engines have it after --kv-cache-dtype."""
     devices: str = ""
     """Network device that NIXL may use; "" for all."""
     rooms: RoomLimits = RoomLimits()
@@ -60,14 +58,15 @@ class KvHandover:
         ended: Callable[[str, ErrorInfo | None], None],
         server_state: Callable[[PrefillState], None] = lambda _state: None,
         is_decode_host: Callable[[str], bool] = lambda _address: True,
+        registered: Callable[[str, str], None] | None = None,
         transfer: TransferConfig | None = None,
         api_key: str = "",
     ) -> None:
         """Make the pool, and open the sockets.
 
         geometry: of the whole model, with the decode engines' page size. limits: of the peer thread, with the size of
-        the pool. name, max_model_len, transfer, api_key: as in PeerThread. ended, is_decode_host: as in RoomThread.
-        Raises ConfigError.
+        the pool. name, max_model_len, transfer, api_key: as in PeerThread. ended, is_decode_host (is_allowed there),
+        registered: as in RoomThread. Raises ConfigError.
         """
         try:
             from headrace.gateway.sglang_nixl.nixl_writer import NixlRankWriter
@@ -94,9 +93,9 @@ class KvHandover:
             ended=ended,
             unregistered=lambda address: bootstrap.forget(address),
             is_allowed=is_decode_host,
+            registered=registered,
         )
-        setup = Setup(page_size=geometry.page_size, kv_cache_dtype=options.kv_cache_dtype)
-        bootstrap = Bootstrap(setup, RankAddress(options.host, self.rooms.port))
+        bootstrap = Bootstrap(Setup(), RankAddress(options.host, self.rooms.port))
         self._bootstrap = BootstrapServer(options.host, options.bootstrap_port, bootstrap)
         self.bootstrap_port = self._bootstrap.port
         self._results = threading.Thread(target=self._forward, name="headrace-sglang-results", daemon=True)

@@ -24,6 +24,7 @@ from headrace.core.types import refusals
 from headrace.core.types.errors import ConfigError, ErrorInfo
 from headrace.core.types.kv.geometry import Geometry
 from headrace.core.types.peers.addresses import bracketed, host_port, url
+from headrace.core.types.peers.allow_list import canonical
 from headrace.gateway.sglang_nixl.pool_runs import PoolRuns
 from headrace.gateway.sglang_nixl.records import (
     Effect,
@@ -68,20 +69,23 @@ class RoomThread(threading.Thread):
         ended: Callable[[str, ErrorInfo | None], None],
         unregistered: Callable[[str], None] = lambda _address: None,
         is_allowed: Callable[[str], bool] = lambda _address: True,
+        registered: Callable[[str, str], None] | None = None,
     ) -> None:
         """Bind the socket of decode ranks; start() runs the thread.
 
         pool: in the layout of PoolRuns. submit: takes commands to the peer thread, whose results are given to heard().
-        ended: called once for each expect(), on this thread. unregistered: called with the IP address of a decode rank
-        that has not registered here. is_allowed: whether an IP address is one of the decode engines'; messages that
-        name another one are dropped. Raises ConfigError when the address cannot be listened on.
+        ended: called once for each expect(), on this thread. unregistered: called with the IP address from which a
+        decode rank sends that has not registered here. is_allowed: whether an IP address is one of the decode engines';
+        messages that name another one are dropped. registered: called with the agent of a decode rank that has
+        registered, and the address that it names; its rooms wait for verified(); None: they do not. Raises ConfigError
+        when the address cannot be listened on.
         """
         super().__init__(name="headrace-sglang", daemon=True)
         self._clock = LoopClock(SystemClock())
         self._rooms = RoomTable(geometry, limits)
         self._writes = RoomWrites(pool, PoolRuns(geometry, pages), make_writer)
         self._submit, self._ended = submit, ended
-        self._unregistered, self._is_allowed = unregistered, is_allowed
+        self._unregistered, self._is_allowed, self._registered = unregistered, is_allowed, registered
         self._zmq_context: Any = zmq.Context()
         self._connections = Connections(
             self._zmq_context, "sglang", has_session=lambda route: route in self._kept, max_age_s=NO_SESSION_S
@@ -112,6 +116,10 @@ class RoomThread(threading.Thread):
     def withdraw(self, request: str, room: int, error: ErrorInfo) -> None:
         """The prefill server has failed a request, or its client is gone."""
         self._call(lambda now: self._rooms.withdraw(request, room, error, now))
+
+    def verified(self, agent: str, wrong: str) -> None:
+        """The engine of a decode rank has said how it is set up. wrong: why it is not served; "" if it is."""
+        self._call(lambda now: self._rooms.verify(agent, wrong, now))
 
     def heard(self, result: LoadResult) -> None:
         """A result of the peer thread."""
@@ -208,7 +216,8 @@ class RoomThread(threading.Thread):
                 self._rooms.abort(message, now)
             case RoomTarget():
                 if not self._rooms.is_registered(message.agent):
-                    self._unregistered(message.address.host)
+                    connection = self._connections.of(frame)  # None: it is closed already
+                    self._unregistered(canonical(connection.host if connection is not None else message.address.host))
                 self._rooms.target(message, now)
         if message.address is not None and self._rooms.is_rank(message.address):
             self._note_speaker(message.address, frame)
@@ -230,11 +239,14 @@ class RoomThread(threading.Thread):
             log.warning(message, printable(str(what)))
 
     def _register(self, message: Registration, now: float) -> None:
-        wrong = self._rooms.register(message, now)
+        known = self._rooms.is_registered(message.agent)
+        wrong = self._rooms.register(message, now, verified=self._registered is None)
         text = "SGLang decode engine at %s, rank %d of %d: %s"
         rank = message.address.host, message.tp_rank, message.tp_size
         if (fitted := self._rooms.rank(message.agent)) is not None:
             self._writes.prepare(fitted)
+            if self._registered is not None and not known:
+                self._registered(message.agent, message.address.host)
         log.log(logging.WARNING if wrong else logging.INFO, text, *rank, wrong or "registered")
 
     def _apply_effects(self) -> None:

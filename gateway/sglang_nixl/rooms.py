@@ -59,6 +59,7 @@ class RoomTable:
         self._ended: dict[int, None] = {}  # numbers of those that have, and of which one side knows nothing yet
         self._early: dict[str, dict[int, RoomRecord]] = {}  # waiting for their request, by the host that opened them
         self._ranks: dict[str, DecodeRank | str] = {}  # by agent; a text: why it is not served
+        self._unverified: set[str] = set()  # agents whose engines have not said yet how they are set up
         self._addresses: dict[Address, str] = {}  # agents by their ranks' addresses
         self._serials = 0
         self._counters = Counters()
@@ -91,8 +92,9 @@ class RoomTable:
         """Rooms that are open, and counters."""
         return Stats((Sample("rooms_open", len(self)), *self._counters.snapshot()))
 
-    def register(self, registration: Registration, now: float) -> str:
-        """A decode rank tells of its memory. Returns why it is not served; "" if it is."""
+    def register(self, registration: Registration, now: float, *, verified: bool = True) -> str:
+        """A decode rank tells of its memory. Returns why it is not served; "" if it is. verified: False if its rooms
+        are to wait for verify()."""
         agent = registration.agent
         if agent in self._ranks:
             known = self._ranks[agent]
@@ -102,13 +104,28 @@ class RoomTable:
             replaced = self._oldest_rank()
         if replaced is not None:
             self._forget_rank(replaced, now)
+        self._addresses[registration.address] = agent
         try:
             self._ranks[agent] = fit(registration, self._geometry)
         except ValueError as error:
             self._ranks[agent] = str(error)
-        self._addresses[registration.address] = agent
-        known = self._ranks[agent]
-        return known if isinstance(known, str) else ""
+            return str(error)
+        if not verified:
+            self._unverified.add(agent)
+        return ""
+
+    def verify(self, agent: str, wrong: str, now: float) -> None:
+        """An engine has said how it is set up: its rank is served, or, with a reason, is not."""
+        if agent not in self._unverified:
+            return
+        self._unverified.remove(agent)
+        if wrong:
+            self._ranks[agent] = wrong
+        for room in [room for room in self._by_load.values() if agent in room.targets]:
+            if wrong:
+                self._give_up(room, _unfit(wrong), now)
+            elif room.phase is RoomPhase.WAITING:
+                self._begin(room, now)
 
     def expect(self, request: str, number: int, now: float) -> None:
         """A request with this room has come. Answered once by RoomEnded, when the room has ended."""
@@ -121,6 +138,8 @@ class RoomTable:
         elif room.phase is RoomPhase.ENDED:
             room.request = request
             self.effects.append(RoomEnded(request, room.error))
+            if not room.load:  # an abort came before, and is counted as of a room now
+                self._counters.add("rooms_ended_total", labels=("aborted",))
             self._forget_if_known(room)
         else:
             room.request = request
@@ -163,7 +182,7 @@ class RoomTable:
             room.targets[target.agent] = target
             rank = self._ranks.get(target.agent, "it has not registered here since this gateway was started")
             if isinstance(rank, str):
-                self._give_up(room, _failed("unfit", f"the decode engine cannot be served: {rank}"), now)
+                self._give_up(room, _unfit(rank), now)
             else:
                 self._begin(room, now)
 
@@ -172,8 +191,7 @@ class RoomTable:
         room = self._rooms.get(abort.room)
         if room is None or room.phase is RoomPhase.ENDED:
             self._acknowledge(abort.room, abort.address, abort.generation)
-            if room is None:  # its request is still to come
-                self._counters.add("rooms_ended_total", labels=("aborted",))
+            if room is None:  # its request is still to come, or the room has ended for another reason
                 self._remember(RoomRecord(abort.room, "", now + self._limits.forget_s, RoomPhase.ENDED), _aborted())
             return
         addresses = [target.address for target in room.targets.values()]
@@ -229,8 +247,7 @@ class RoomTable:
                 message = f"writing to the decode engine has not ended within {self._limits.write_s:g} s"
                 self._end(room, room.error or _failed("timeout", message, 504), now)
             elif room.phase is RoomPhase.WAITING:
-                missing = "no decode engine has asked for" if room.request else "no request has come for"
-                message = f"{missing} bootstrap_room {room.number} within {self._limits.bootstrap_s:g} s"
+                message = f"{self._missing(room)} bootstrap_room {room.number} within {self._limits.bootstrap_s:g} s"
                 self._end(room, _failed(NO_PEER, message, 504), now)
 
     def next_deadline(self) -> float | None:
@@ -280,10 +297,18 @@ class RoomTable:
         self._serials += 1
         return f"room:{number}/{self._serials}"
 
+    def _missing(self, room: RoomRecord) -> str:
+        """What a room waits for."""
+        if not room.request:
+            return "no request has come for"
+        if not self._unverified.isdisjoint(room.targets):
+            return "the decode engine does not answer GET /server_info, and asks for"
+        return "no decode engine has asked for"
+
     def _begin(self, room: RoomRecord, now: float) -> None:
         """Load the KV, if all of both sides is there."""
         held = room.held
-        if held is None or not room.complete:
+        if held is None or not room.complete or not self._unverified.isdisjoint(room.targets):
             return
         writes = self._writes(room)
         if wrong := why_unfit(writes, held.tokens, self._geometry.page_size):
@@ -371,6 +396,7 @@ class RoomTable:
         for room in [room for room in self._by_load.values() if agent in room.targets]:
             self._give_up(room, _failed(PEER_GONE, "the decode engine was started again"), now)
         known = self._ranks.pop(agent)
+        self._unverified.discard(agent)
         if isinstance(known, DecodeRank):
             self.effects.append(StopWrites((agent,)))
         for address in [address for address, name in self._addresses.items() if name == agent]:
@@ -379,6 +405,10 @@ class RoomTable:
 
 def _failed(code: str, message: str, status: int = 502) -> ErrorInfo:
     return ErrorInfo(code=code, message=message, status=504 if code == "timeout" else status)
+
+
+def _unfit(why: str) -> ErrorInfo:
+    return _failed("unfit", f"the decode engine cannot be served: {why}")
 
 
 def _aborted() -> ErrorInfo:

@@ -16,8 +16,9 @@ import httpx
 from headrace.core.types import refusals
 from headrace.core.types.errors import ConfigError
 from headrace.core.types.peers.decode_address import DecodeAddress
+from headrace.gateway.engine_http import EngineUnreachable
 from headrace.gateway.vllm.engine_client import EngineClient
-from headrace.gateway.vllm_nixl.engine_probe import DecodeEngine, EngineGone, EngineUnreachable
+from headrace.gateway.vllm_nixl.engine_probe import DecodeEngine, EngineGone
 from headrace.gateway.vllm_nixl.wire import HandshakePayload
 
 log = logging.getLogger(__name__)

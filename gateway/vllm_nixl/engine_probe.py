@@ -3,34 +3,24 @@
 Blocking; to be called on a thread of its own.
 """
 
-import http.client
 import re
-import ssl
-from collections.abc import Callable
 from socket import create_connection, gaierror, getaddrinfo
-from typing import Any
-from urllib.parse import urlsplit
 
 import msgspec
 import zmq
 
-from headrace.core.runtime.codec import NO_MESSAGE
 from headrace.core.types.errors import ConfigError
 from headrace.core.types.kv.geometry import Geometry
 from headrace.core.types.peers.addresses import url as make_url
+from headrace.gateway.engine_http import MAX_BYTES, TIMEOUT_S, EngineUnreachable, decoded, get_json
 from headrace.gateway.vllm_nixl.compatibility import ONE_GROUP, Observed, explain_mismatch, find_factors
 from headrace.gateway.vllm_nixl.releases import RELEASES, connector_version
 from headrace.gateway.vllm_nixl.wire import LAYOUT, AgentMetadata, HandshakePayload, encode_query
 
-TIMEOUT_S = 5.0
-MAX_BYTES = 1 << 22  # of an answer; a handshake of 100 layers and thousands of blocks has some 20 kB
+MAKE = "vLLM"
 OF_GROUPS = ("KV cache groups", "order of layers")  # what is otherwise where layers of a model have several caches
 _LAYER = re.compile(r"\.(\d+)\.")
 _AGENT = b"nixlSerDes|Agent"  # begins an agent's metadata; then the length of its name in 8 bytes, and the name
-
-
-class EngineUnreachable(Exception):
-    """The engine does not answer now; it may be starting. The message says what does not answer."""
 
 
 class EngineGone(EngineUnreachable):
@@ -99,8 +89,8 @@ def probe(url: str, side_channel: tuple[str, int], *, api_key: str = "", allow_u
     does not answer, ConfigError, naming both values, when it cannot be served.
     """
     try:
-        version = _get(url, "/version", "", _Version).version
-        models = _get(url, "/v1/models", api_key, _ModelList).data
+        version = get_json(url, "/version", "", _Version, MAKE).version
+        models = get_json(url, "/v1/models", api_key, _ModelList, MAKE).data
         payload = ask_side_channel(side_channel)
         return _verified(url, side_channel, version, models, payload, allow_untested=allow_untested)
     except ConfigError as error:
@@ -126,7 +116,7 @@ def ask_side_channel(address: tuple[str, int], timeout_s: float = TIMEOUT_S) -> 
             ready = dict(poller.poll(int(timeout_s * 1000)))
             if socket in ready:
                 decode = msgspec.msgpack.Decoder(HandshakePayload).decode
-                payload: HandshakePayload = _decode("its side channel", decode, socket.recv_multipart()[0])
+                payload: HandshakePayload = decoded("its side channel", decode, socket.recv_multipart()[0], MAKE)
                 return payload
             if closed in ready:
                 raise EngineGone(f"{name} has closed the connection: no ZMQ socket listens there")
@@ -148,39 +138,6 @@ def _listening_at(name: str, address: tuple[str, int], timeout_s: float) -> str:
         raise EngineUnreachable(f"{name}: {error.strerror or error}") from error
 
 
-def _get(url: str, path: str, api_key: str, kind: type[Any]) -> Any:
-    """GET of an answer in JSON. Raises EngineUnreachable, ConfigError."""
-    parts = urlsplit(url)
-    make = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
-    connection = make(parts.hostname or "", parts.port, timeout=TIMEOUT_S)
-    try:
-        connection.request("GET", parts.path.rstrip("/") + path, headers=_authorization(api_key))
-        answer = connection.getresponse()
-        status, body = answer.status, answer.read(MAX_BYTES)
-    except (OSError, http.client.HTTPException, ssl.SSLError) as error:
-        raise EngineUnreachable(f"GET {path}: {str(error) or type(error).__name__}") from error
-    finally:
-        connection.close()
-    if status in (401, 403):
-        raise ConfigError(f"GET {path} answers {status}: it wants another API key (--decode-api-key)")
-    if status >= 500:
-        raise EngineUnreachable(f"GET {path} answers {status}")
-    if status != 200:
-        raise ConfigError(f"GET {path} answers {status}: it is no vLLM server")
-    return _decode(f"GET {path}", msgspec.json.Decoder(kind).decode, body)
-
-
-def _authorization(api_key: str) -> dict[str, str]:
-    return {"Authorization": f"Bearer {api_key}"} if api_key else {}
-
-
-def _decode(what: str, decode: Callable[[bytes], Any], body: bytes) -> Any:
-    try:
-        return decode(body)
-    except NO_MESSAGE as error:
-        raise ConfigError(f"{what} sent something that is not vLLM's: {error}") from error
-
-
 def _verified(
     url: str,
     side_channel: tuple[str, int],
@@ -200,10 +157,11 @@ def _verified(
     base = [card for card in models if card.parent is None and card.root]
     if not base:
         raise ConfigError("GET /v1/models names no model with a root")
-    metadata: AgentMetadata = _decode(
+    metadata: AgentMetadata = decoded(
         f"its handshake, not one of NixlConnector version {connector_version(version)},",
         msgspec.msgpack.Decoder(AgentMetadata).decode,
         payload.agent_metadata_bytes,
+        MAKE,
     )
     _check_layout(metadata)
     observed = Observed(

@@ -1,12 +1,13 @@
 """What routers and clients ask a gateway for SGLang beside prompts, and bodies that are no prompts."""
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 
 import httpx
 import msgspec
 
 from headrace.core.config import GatewayConfig
+from headrace.core.types.errors import ErrorInfo
 from headrace.gateway.sglang.gateway import SglangGateway
 from headrace.gateway.sglang.routes import create_sglang_app
 from tests.server.fakes import in_loop, json_of
@@ -18,6 +19,13 @@ class Asked(SglangGateway):
     """Its prefill server answers with its models, or is not there."""
 
     up = True
+
+    def __init__(self, config: GatewayConfig) -> None:
+        super().__init__(config)
+        self.refused: list[tuple[list[int], str]] = []
+
+    def refuse(self, rooms: Iterable[int], error: ErrorInfo) -> None:
+        self.refused.append((list(rooms), error.code))
 
     async def get(self, path: str) -> tuple[int, bytes]:
         if not self.up:
@@ -65,3 +73,16 @@ async def test_bodies_that_are_no_prompts_are_refused_with_the_reason() -> None:
             error = json_of(answer)["error"]
             assert (answer.status_code, error["code"]) == (400, code), error
             assert words in error["message"]
+
+
+@in_loop
+async def test_rooms_of_a_body_that_is_refused_are_told_of_it() -> None:
+    """Else the decode engine, which got the same body, waits for its own timeout."""
+    router = {"bootstrap_host": "127.0.0.1", "bootstrap_port": 8998, "bootstrap_room": 7}
+    async with asked() as (gateway, http):
+        answer = await http.post("/v1/completions", json={"prompt": "x", "n": 2, **router})
+        assert (answer.status_code, json_of(answer)["error"]["param"]) == (400, "n")
+        assert gateway.refused == [([7, 8], "invalid_value")]
+        answer = await http.post("/generate", json={"text": "x", **router})
+        assert answer.status_code == 503, "it has not started"
+        assert gateway.refused[1:] == [([7], json_of(answer)["error"]["code"])]

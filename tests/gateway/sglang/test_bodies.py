@@ -6,8 +6,9 @@ import msgspec
 import pytest
 
 from headrace.core.types.errors import HeadraceError
-from headrace.gateway.sglang.bodies import held_at, take_apart, without_params
+from headrace.gateway.sglang.bodies import MOST_REFUSED, held_at, rooms_of, take_apart, without_params
 from headrace.gateway.sglang.decode_hosts import DecodeHosts
+from headrace.gateway.sglang_nixl.wire import MAX_ROOM
 from headrace.peer.commands import TicketRef
 from headrace.server.api.request.parse import decode_object
 
@@ -87,12 +88,66 @@ def test_answers_without_the_kv_of_one_prompt(answer):
 
 
 def test_addresses_of_decode_engines():
-    hosts = DecodeHosts(["http://10.1.2.3:8000", "http://[fd00::5]:8000"])
-    assert hosts.covers("10.1.2.3")
-    assert hosts.covers("fd00::5")
-    assert not hosts.covers("10.1.2.4")
-    assert not hosts.covers("127.0.0.1")
-    here = DecodeHosts(["http://localhost:8000"])
-    assert here.covers("127.0.0.1")
-    assert here.covers("127.0.0.2"), "another address of this machine"
-    assert not here.covers("10.1.2.3")
+    urls = ["http://10.1.2.3:8000", "http://[fd00::5]:8000", "http://10.1.2.3:8001"]
+    hosts = DecodeHosts(urls)
+    assert hosts.urls_at("10.1.2.3") == (urls[0], urls[2])
+    assert hosts.urls_at("fd00::5") == (urls[1],)
+    assert hosts.urls_at("10.1.2.4") == ()
+    assert hosts.urls_at("127.0.0.1") == ()
+    here = DecodeHosts(["http://localhost:8000", *urls])
+    assert here.urls_at("127.0.0.1") == ("http://localhost:8000",)
+    assert here.urls_at("127.0.0.2") == ("http://localhost:8000",), "another address of this machine"
+    assert here.urls_at("10.1.2.3") == (urls[0], urls[2])
+
+
+NAMES = ("org/tested", "s3://bucket/tested")
+
+
+@pytest.mark.parametrize(
+    ("name", "asked"),
+    [
+        ("org/tested", None),
+        ("anything else", None),
+        ("", None),
+        ("org/tested:adapter", "adapter"),
+        ("other:adapter", "adapter"),
+        ("other: adapter ", "adapter"),
+        ("other:", None),
+        ("s3://bucket/tested", None),
+        ("s3://bucket/tested:adapter", "adapter"),
+    ],
+)
+def test_a_model_is_what_sglang_takes_it_for(name, asked):
+    found = take_apart({"prompt": "x", "model": name, **ROUTER}, NAMES)
+    assert msgspec.json.decode(found.posted("t")).get("model") == asked
+    warm_up = {"text": "x", "model": name, "bootstrap_host": "2.2.2.2"}
+    assert take_apart(warm_up, NAMES).fields.get("model") == asked
+
+
+def test_a_model_that_is_no_name_is_the_prefill_servers_to_refuse():
+    assert take_apart({"prompt": "x", "model": 5, **ROUTER}).fields["model"] == 5
+
+
+@pytest.mark.parametrize(
+    ("body", "rooms"),
+    [
+        ({"n": 2}, [7, 8]),
+        ({"sampling_params": {"n": 3}}, [7, 8, 9]),
+        ({"prompt": ["a", "b"]}, [7, 8]),
+        ({"prompt": ["a", "b"], "n": 2}, [7, 8, 9, 10]),
+        ({"input_ids": [[1], [2]], "bootstrap_room": [7, 9]}, [7, 9]),
+        ({"input_ids": [1, 2]}, [7]),
+        ({"kv_transfer_params": {}}, [7]),
+        ({"bootstrap_room": 0}, []),
+        ({"bootstrap_room": "7"}, []),
+        ({"bootstrap_room": [7, None, True, -1, 1 << 63, 8]}, [7, 8]),
+        ({"bootstrap_room": MAX_ROOM, "n": 2}, [MAX_ROOM]),
+        ({"n": 10**30}, [7]),
+        ({"n": "2"}, [7]),
+        ({"n": -1}, [7]),
+    ],
+)
+def test_rooms_of_a_body_that_is_refused(body, rooms):
+    assert rooms_of({"prompt": "x", **ROUTER, **body}) == rooms
+    assert len(rooms_of({"prompt": ["x"] * 200, "n": 200, **ROUTER})) == MOST_REFUSED
+    assert rooms_of({"prompt": "x"}) == []

@@ -13,6 +13,7 @@ from headrace.peer.commands import Loaded, LoadKv, ReleaseLoad, TicketRef
 from headrace.peer.records import PeerLimits
 from headrace.peer.staging import Staging
 from headrace.peer.thread import PeerThread
+from headrace.server.launch.free_port import free_port
 from headrace.transfer.protocol.layout import Bytes
 from tests.e2e.harness import Server
 from tests.gateway.sglang_nixl.decode_engine import DecodeEngine
@@ -31,6 +32,14 @@ def limits(server: Server, pages: int, page_size: int) -> PeerLimits:
         pages=pages,
         page_tokens=page_size,
     )
+
+
+def bootstrap_port() -> int:
+    """A free port for a gateway that is followed by another one, which the side channel takes."""
+    port = free_port()
+    while (following := free_port()) != port + 1:
+        port = following
+    return port
 
 
 def tokens(count: int, seed: int = 0) -> list[int]:

@@ -35,12 +35,16 @@ class Bench:
         self.table.effects.clear()
         return found
 
-    def register(self, **changes: Any) -> str:
+    def register(self, verified: bool = True, **changes: Any) -> str:
         if (ranks := changes.get("tp_size", 1)) > 1:
             changes.setdefault("page_bytes", PAGE_BYTES // ranks)
         message = parse(decode_frames.registration(**changes))
         assert isinstance(message, Registration)
-        return self.table.register(message, self.now)
+        return self.table.register(message, self.now, verified=verified)
+
+    def verify(self, agent: str = "agent-1", wrong: str = "") -> list[Any]:
+        self.table.verify(agent, wrong, self.now)
+        return self.effects()
 
     def expect(self, room: int = 7, request: str = "r") -> list[Any]:
         self.table.expect(request, room, self.now)

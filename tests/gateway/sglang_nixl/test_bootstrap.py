@@ -9,7 +9,7 @@ from contextlib import ExitStack
 import pytest
 
 from headrace.core.types.errors import ConfigError
-from headrace.gateway.sglang_nixl.bootstrap import Bootstrap, BootstrapServer, RankAddress, Setup
+from headrace.gateway.sglang_nixl.bootstrap import FORGOTTEN_S, Bootstrap, BootstrapServer, RankAddress, Setup
 
 HERE = "127.0.0.1"
 REQUIRED = {
@@ -31,9 +31,12 @@ OPTIONAL = {
 }
 
 
+NOW = [1000.0]
+
+
 @pytest.fixture
 def server() -> Iterator[tuple[Bootstrap, int]]:
-    bootstrap = Bootstrap(Setup(page_size=16, kv_cache_dtype="auto"), RankAddress(HERE, 7000))
+    bootstrap = Bootstrap(Setup(), RankAddress(HERE, 7000), clock=lambda: NOW[0])
     running = BootstrapServer(HERE, 0, bootstrap)
     running.start()
     yield bootstrap, running.port
@@ -64,7 +67,8 @@ def test_the_setup_has_the_fields_of_0_5_23_and_no_other(server: tuple[Bootstrap
     assert set(answer) <= REQUIRED | OPTIONAL, "and takes no others"
     sizes = {name: answer[name] for name in ("attn_tp_size", "attn_cp_size", "dp_size", "pp_size")}
     assert set(sizes.values()) == {1}
-    assert (answer["page_size"], answer["kv_cache_dtype"], answer["follow_bootstrap_room"]) == (16, "auto", True)
+    assert (answer["page_size"], answer["kv_cache_dtype"]) == (None, None), "an engine that has others would end"
+    assert answer["follow_bootstrap_room"] is True
     assert answer["decode_allocation_policy"] == "early"
 
 
@@ -83,9 +87,33 @@ def test_health_fails_for_engines_that_have_not_asked_since_the_start_or_are_not
     assert ask(port, "GET", "/health")[0] == 503, "an engine that knew the server before it was started again"
     ask(port, "GET", route())
     assert ask(port, "GET", "/health") == (200, "OK")
+    bootstrap.forget("127.0.0.9")
+    assert ask(port, "GET", "/health")[0] == 200
     bootstrap.forget(HERE)
     assert ask(port, "GET", "/health")[0] == 503
+
+
+def test_one_engine_that_asks_again_does_not_keep_the_others_at_its_address_from_it(
+    server: tuple[Bootstrap, int],
+) -> None:
+    """Each checks every five seconds, and asks again after two failures."""
+    bootstrap, port = server
     ask(port, "GET", route())
+    bootstrap.forget(HERE)
+    failed = {"first": 0, "second": 0}
+    for second in range(1, 25):
+        NOW[0] += 1.0
+        bootstrap.forget(HERE)  # the messages of the one that has not noticed yet
+        for engine, phase in (("first", 1), ("second", 4)):
+            if second % 5 == phase and failed[engine] < 2:
+                status, _ = ask(port, "GET", "/health")
+                failed[engine] = failed[engine] + 1 if status == 503 else 0
+                if failed[engine] == 2:
+                    ask(port, "GET", route())
+        if min(failed.values()) == 2:
+            break
+    assert second == 9, "when the second has seen its second failure"
+    NOW[0] += FORGOTTEN_S
     assert ask(port, "GET", "/health")[0] == 200
 
 

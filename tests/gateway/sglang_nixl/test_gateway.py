@@ -1,11 +1,11 @@
 """`headrace gateway --decode-engine sglang`: a router's requests on one side, the scripted decode side on the other."""
 
 import json
-import socket
 import struct
 from collections.abc import Iterator
 from contextlib import closing
 from itertools import count
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -15,21 +15,36 @@ import pytest
 from headrace.core.types.kv.geometry import ceil_div
 from tests.e2e.harness import Server, pages_in_use, running, wait_until
 from tests.gateway.sglang_nixl.decode_engine import DecodeEngine
-from tests.gateway.sglang_nixl.prefill_side import HOST, MODEL, POISON, arrived, decode_engine, tokens, untouched
+from tests.gateway.sglang_nixl.prefill_side import (
+    HOST,
+    MODEL,
+    POISON,
+    arrived,
+    bootstrap_port,
+    decode_engine,
+    tokens,
+    untouched,
+)
+from tests.gateway.sglang_nixl.server_info import InfoServer
 
 pytestmark = pytest.mark.nixl
 
 PAGE = 16
-ROOMS = count((1 << 61) + 5)
+ROOMS = count((1 << 61) + 5, 1000)  # a body with several choices names those that follow, too
 
 
 @pytest.fixture(scope="module")
-def gateway(server: Server) -> Iterator[tuple[Server, int]]:
-    with socket.socket() as free:
-        free.bind((HOST, 0))
-        port = free.getsockname()[1]
+def info() -> Iterator[InfoServer]:
+    """The engine's HTTP server."""
+    with closing(InfoServer()) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def gateway(server: Server, info: InfoServer) -> Iterator[tuple[Server, int]]:
+    port = bootstrap_port()
     flags = (
-        *("--decode", "http://127.0.0.1:1", "--decode-engine", "sglang", "--sglang-page-size", str(PAGE)),
+        *("--decode", info.url, "--decode-engine", "sglang", "--sglang-page-size", str(PAGE)),
         *("--prefill", server.url, "--bootstrap-port", str(port), "--pool-tokens", "8192"),
     )
     with running(Server(*flags, command="gateway")) as made:
@@ -123,9 +138,50 @@ def test_what_the_prefill_server_refuses_fails_the_room_at_the_decode_engine(
     status, reason = one.status(room)
     assert status == "0"
     assert "nonsense" in reason
-    answer = posted(gateway, "/v1/completions", next(ROOMS), {"prompt": "x", "n": 2})
+    room = next(ROOMS)
+    one.order("room", room=room, pages=[3], aux_index=0)
+    answer = posted(gateway, "/v1/completions", room, {"prompt": "x", "n": 2})
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "n")
+    assert one.status(room) == ("0", answer.json()["error"]["message"])
     assert posted(gateway, "/v1/completions", 0, {"prompt": "x"}).status_code == 400
+
+
+def test_any_model_is_taken_for_the_one_that_is_served(gateway: tuple[Server, int], one: DecodeEngine) -> None:
+    room = next(ROOMS)
+    one.order("room", room=room, pages=list(range(19)), aux_index=0)
+    answer = posted(gateway, "/v1/completions", room, {"prompt": PROMPT, "model": "m"})
+    assert (answer.status_code, one.status(room)) == (200, ("4", ""))
+    answer = posted(gateway, "/v1/completions", next(ROOMS), {"prompt": PROMPT, "model": "m:adapter"})
+    assert (answer.status_code, answer.json()["error"]["code"]) == (404, "model_not_found")
+
+
+def test_an_engine_that_is_started_again_with_other_pages_is_refused(
+    gateway: tuple[Server, int], info: InfoServer, one: DecodeEngine, tmp_path: Path
+) -> None:
+    """Pages of half the size and twice the bytes: their number alone would not tell."""
+    info.info["page_size"] = PAGE // 2
+    with closing(decode_engine(tmp_path, gateway[1], PAGE)) as again:
+        again.memory[:] = POISON
+        again.register()
+        room = next(ROOMS)
+        again.order("room", room=room, pages=list(range(19)), aux_index=0)
+        answer = posted(gateway, "/v1/completions", room, {"prompt": PROMPT})
+        assert (answer.status_code, answer.json()["error"]["code"]) == (502, "unfit")
+        status, reason = again.status(room)
+        assert (status, f"--page-size is {PAGE // 2} " in reason, f"serves {PAGE}" in reason) == ("0", True, True)
+        assert (again.memory == POISON).all()
+    info.info["page_size"] = PAGE
+
+
+def test_an_engine_that_does_not_fit_ends_the_gateway_at_its_start(server: Server) -> None:
+    with closing(InfoServer()) as info:
+        info.info |= {"page_size": 64}
+        flags = ("--decode", info.url, "--decode-engine", "sglang", "--prefill", server.url)
+        gateway = Server(*flags, "--sglang-page-size", "16", "--bootstrap-port", "0", command="gateway")
+        with closing(gateway):
+            assert gateway.ended() == 2, gateway.log
+            assert f"decode engine {info.url}: --page-size is 64 at the decode engine" in gateway.log
+            assert "Traceback" not in gateway.log
 
 
 def test_an_abort_of_the_engine_and_a_router_that_hangs_up(gateway: tuple[Server, int], one: DecodeEngine) -> None:

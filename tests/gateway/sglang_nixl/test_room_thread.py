@@ -19,6 +19,7 @@ from tests.gateway.sglang_nixl import decode_frames
 from tests.gateway.sglang_nixl.room_bench import GEOMETRY
 
 HERE = "127.0.0.1"
+ELSEWHERE = "127.0.0.2"  # another address of this machine, which an engine names although it is at the first one
 LIMIT = 8  # connections without a session
 
 
@@ -28,7 +29,23 @@ def ended() -> dict[str, ErrorInfo | None]:
 
 
 @pytest.fixture
-def thread(ended: dict[str, ErrorInfo | None], monkeypatch: pytest.MonkeyPatch) -> Iterator[RoomThread]:
+def stale() -> list[str]:
+    """Addresses of ranks that have not registered."""
+    return []
+
+
+@pytest.fixture
+def registered() -> list[tuple[str, str]]:
+    return []
+
+
+@pytest.fixture
+def thread(
+    ended: dict[str, ErrorInfo | None],
+    stale: list[str],
+    registered: list[tuple[str, str]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> Iterator[RoomThread]:
     monkeypatch.setattr("headrace.transfer.sockets.connections.max_sessionless", lambda: LIMIT)
     pages = 4
     made = RoomThread(
@@ -40,7 +57,9 @@ def thread(ended: dict[str, ErrorInfo | None], monkeypatch: pytest.MonkeyPatch) 
         make_writer=_no_writer,
         submit=lambda _command: None,
         ended=lambda request, error: ended.update({request: error}),
-        is_allowed=lambda address: address == HERE,
+        is_allowed=lambda address: address in (HERE, ELSEWHERE),
+        unregistered=stale.append,
+        registered=lambda agent, address: registered.append((agent, address)),
     )
     made.start()
     yield made
@@ -72,16 +91,15 @@ def value(thread: RoomThread, name: str) -> float:
 
 
 def taken(thread: RoomThread, push: Any, room: int) -> Callable[[], bool]:
-    """Send an abort, which is counted."""
+    """Ask for a room, which is refused and counted."""
     before = value(thread, "rooms_ended_total")
-    push.send_multipart(decode_frames.abort(room))
+    push.send_multipart(decode_frames.room(room, [], agent="nobody"))
     return lambda: value(thread, "rooms_ended_total") > before
 
 
 def test_idle_connections_give_way_and_a_registered_rank_stays(thread: RoomThread, push: Any) -> None:
     push.send_multipart(decode_frames.registration(kv=()))  # it does not fit, but its connection is known
-    push.send_multipart(decode_frames.abort(1))
-    wait_until(lambda: value(thread, "rooms_ended_total") == 1)
+    wait_until(taken(thread, push, 1))
     with ExitStack() as idle:
         connections = [idle.enter_context(socket.create_connection((HERE, thread.port))) for _ in range(40)]
         wait_until(lambda: value(thread, "connections_closed_total") >= 40 - LIMIT)
@@ -134,3 +152,30 @@ def test_what_is_no_message_ends_nothing(
     assert ended == {}
     assert len(caplog.records) == 1, "one line a minute"
     assert "\x1b" not in caplog.text
+
+
+def test_an_engine_that_has_not_registered_is_known_by_where_its_messages_come_from(
+    thread: RoomThread, push: Any, stale: list[str]
+) -> None:
+    """It asks /health from there, whatever address it names."""
+    push.send_multipart(decode_frames.room(7, [], agent="nobody", host=ELSEWHERE))
+    wait_until(lambda: bool(stale))
+    assert stale == [HERE]
+
+
+def test_a_room_waits_until_its_engine_has_said_how_it_is_set_up(
+    thread: RoomThread, push: Any, ended: dict[str, ErrorInfo | None], registered: list[tuple[str, str]]
+) -> None:
+    thread.expect("r", 7)
+    for _ in range(2):
+        push.send_multipart(decode_frames.registration(host=ELSEWHERE))
+    push.send_multipart(decode_frames.room(7, [1, 2, 3], host=ELSEWHERE))
+    wait_until(taken(thread, push, 8))
+    assert registered == [("agent-1", ELSEWHERE)], "it is asked once"
+    assert ended == {}
+    thread.verified("agent-1", "--page-size is 1")
+    wait_until(lambda: "r" in ended)
+    error = ended["r"]
+    assert error is not None
+    assert (error.code, error.status) == ("unfit", 502)
+    assert "--page-size is 1" in error.message

@@ -337,6 +337,79 @@ def test_a_host_that_registers_ranks_without_end_replaces_its_own() -> None:
     ]
 
 
+def test_rooms_of_an_engine_that_has_not_said_how_it_is_set_up_wait_for_that() -> None:
+    bench = Bench()
+    bench.register(verified=False)
+    bench.expect()
+    bench.target()
+    assert len(bench.hold()) == 1, "the lease"
+    assert bench.verify("another") == []
+    load = only(LoadKv, bench.verify()).id
+    assert bench.verify(wrong="said late") == []
+    assert only(WriteKv, bench.loaded(load)).tokens == 40
+
+
+def test_an_engine_that_is_set_up_otherwise_is_told_so_before_and_after() -> None:
+    bench = Bench()
+    bench.register(verified=False)
+    bench.target()
+    text = "the decode engine cannot be served: --page-size is 1"
+    assert told(bench.verify(wrong="--page-size is 1")) == [(7001, failed(text))]
+    assert ended(bench.expect()) == [("r", "unfit", 502)]
+    [(_, frames)] = told(bench.target(8))
+    assert frames[-1] == text.encode()
+    assert bench.register(agent="restarted", verified=False) == "", "at the same address, and not asked yet"
+    bench.target(9, agent="restarted")
+    bench.expect(9)
+    bench.hold(9)
+    [(_, frames)] = told(bench.wait(300))
+    assert b"does not answer GET /server_info" in frames[-1]
+
+
+def test_all_ranks_of_an_engine_wait_for_what_it_says() -> None:
+    bench = Bench()
+    for rank in (0, 1):
+        bench.register(agent=f"a{rank}", port=7001 + rank, tp_size=2, tp_rank=rank, verified=False)
+        bench.target(agent=f"a{rank}", port=7001 + rank, ranks=2)
+    bench.expect()
+    bench.hold()
+    assert bench.verify("a1") == []
+    assert only(LoadKv, bench.verify("a0"))
+
+
+def counted(bench: Bench) -> dict[str, float]:
+    return {one.labels[0]: one.value for one in bench.table.statistics().samples if one.name == "rooms_ended_total"}
+
+
+def test_a_room_is_counted_once_whatever_is_said_of_it_afterwards() -> None:
+    """An engine sends an ABORT for each room that it was told has failed, from each of its ranks."""
+    bench = Bench()
+    bench.register()
+    for number in range(4):
+        bench.expect(number, f"r{number}")
+        bench.target(number)
+        bench.withdraw(number, f"r{number}")
+        bench.abort(number)
+        bench.abort(number, generation=2)
+    assert counted(bench) == {"failed": 4, "aborted": 0, "handed_over": 0}
+    load = loading(bench)
+    bench.loaded(load)
+    bench.written(load)
+    bench.written(load)
+    bench.abort(7)
+    assert counted(bench) == {"failed": 4, "aborted": 0, "handed_over": 1}
+    bench.abort(8)
+    bench.abort(8)
+    assert counted(bench)["aborted"] == 0, "of which no request has come"
+    bench.expect(8, "late")
+    assert counted(bench)["aborted"] == 1
+    bench.wait(60)
+    loading(bench)
+    bench.abort()
+    bench.abort()
+    assert counted(bench)["aborted"] == 2
+
+
 def test_counters() -> None:
     bench = Bench(RoomLimits())
     load = loading(bench)
@@ -344,6 +417,7 @@ def test_counters() -> None:
     bench.written(load)
     bench.written(load)
     bench.abort(8)
+    bench.expect(8, "late")
     bench.target(9, agent="unknown")
     values = {(one.name, one.labels): one.value for one in bench.table.statistics().samples}
     assert values == {

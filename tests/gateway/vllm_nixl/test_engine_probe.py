@@ -15,9 +15,10 @@ from msgspec.structs import replace
 
 from headrace.core.types.errors import ConfigError
 from headrace.core.types.kv.geometry import Geometry
+from headrace.gateway.engine_http import EngineUnreachable
 from headrace.gateway.vllm_nixl import engine_probe
 from headrace.gateway.vllm_nixl.compatibility import Factors, compatibility_hash
-from headrace.gateway.vllm_nixl.engine_probe import EngineGone, EngineUnreachable, agent_name, probe
+from headrace.gateway.vllm_nixl.engine_probe import EngineGone, agent_name, probe
 from headrace.gateway.vllm_nixl.releases import RELEASES
 from headrace.server.launch.free_port import free_port
 from tests.gateway.vllm_nixl.engines import AGENT, LAYERS, MODEL, agent_blob, engine, metadata
