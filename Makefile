@@ -9,6 +9,8 @@ VLLM_STAMP := $(VLLM)/.ready
 # Releases of vLLM beside the one of requirements/vllm.txt, that test-vllm has behind one gateway with it.
 VLLM_RELEASES ?= 0.31.0 0.33.0
 VLLM_OTHERS := $(foreach release,$(VLLM_RELEASES),$(VLLM)-$(release)/.ready)
+SGLANG := .venv-sglang
+SGLANG_STAMP := $(SGLANG)/.ready
 OPENVINO := .venv-openvino
 OPENVINO_STAMP := $(OPENVINO)/.ready
 NIXL := .venv-nixl
@@ -50,7 +52,7 @@ HOURS ?= 8
 FIRST_SEED ?= 0
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo compiled connector test full test-models faults wheel manifests test-browser test-charts test-clients test-containers test-evaluation test-nixl test-openapi test-prometheus test-ray test-routers test-vllm soak check format audit sbom bench bench-nixl bench-peers clean distclean
+.PHONY: help venv demo compiled connector test full test-models faults wheel manifests test-browser test-charts test-clients test-containers test-evaluation test-nixl test-openapi test-prometheus test-ray test-routers test-sglang test-vllm soak check format audit sbom bench bench-nixl bench-peers clean distclean
 
 help: ## Show this list.
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
@@ -112,6 +114,15 @@ $(VLLM_STAMP): requirements/vllm.txt
 
 $(VLLM)-%/.ready: requirements/vllm-%.txt requirements/make-vllm-release $(VLLM_STAMP)
 	requirements/make-vllm-release $(VLLM) $(VLLM)-$* $*
+	@touch $@
+
+test-sglang: $(NIXL_STAMP) $(SGLANG_STAMP) $(ROUTERS_STAMP) ## Have a stock SGLang, from its package, take its prompts' KV from a prefill server through the gateway.
+	HEADRACE_SGLANG_PYTHON=$(CURDIR)/$(SGLANG)/bin/python HEADRACE_ROUTERS=$(CURDIR)/$(ROUTERS) $(NIXL)/bin/python -m pytest -m sglang tests/gateway
+
+$(SGLANG_STAMP): requirements/sglang.txt
+	$(PYTHON) -m venv $(SGLANG)
+	$(SGLANG)/bin/python -m pip install --require-hashes --no-deps -r requirements/sglang.txt
+	requirements/install-torch $(CURDIR)/$(SGLANG)/bin/python
 	@touch $@
 
 test-routers: venv $(ROUTERS_STAMP) $(DYNAMO_STAMP) ## Run a pair behind each of the PD routers, and as workers of Dynamo, from their packages.
@@ -208,4 +219,4 @@ clean: ## Remove what builds and tests leave behind; keep .venv.
 	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +
 
 distclean: clean ## Remove the virtual environments as well.
-	rm -rf $(VENV) $(AUDIT) $(CLIENTS) $(NIXL) $(RAY) $(ROUTERS) $(DYNAMO) $(VLLM) $(OPENVINO)
+	rm -rf $(VENV) $(AUDIT) $(CLIENTS) $(NIXL) $(RAY) $(ROUTERS) $(DYNAMO) $(SGLANG) $(VLLM) $(OPENVINO)

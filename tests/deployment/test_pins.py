@@ -31,6 +31,7 @@ PEERS = (
     "requirements/openvino.txt",
     "requirements/ray.txt",
     "requirements/routers.txt",
+    "requirements/sglang.txt",
     "requirements/vllm.txt",
     "requirements/vllm-0.31.0.txt",
     "requirements/vllm-0.33.0.txt",
