@@ -41,7 +41,7 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True):
         Flag(
             "decode-engine",
             SERVER,
-            "what the decode engines are; sglang is experimental: it was run against engines on CPUs, never on a GPU",
+            "what the decode engines are; sglang was tested with engines on CPUs, never on a GPU",
         ),
     ] = "vllm"
     sglang_page_size: Annotated[

@@ -1,4 +1,4 @@
-"""A gateway for SGLang decode engines: how it starts, hands over a request, drains and stops. Experimental.
+"""A gateway for SGLang decode engines: how it starts, hands over a request, drains and stops.
 
     router ──body──► rooms expect it ──► prefill server computes and holds ──► rooms load and write ──► answer
        └────body────► decode engine ──room, pages──► rooms ───────────────────────┘
@@ -42,7 +42,7 @@ from headrace.gateway.sglang.decode_hosts import DecodeHosts
 from headrace.gateway.sglang.engine_checks import EngineChecks
 from headrace.gateway.sglang.prefills import PrefillAnswer, PrefillPoster
 from headrace.gateway.sglang_nixl.engine_probe import probe
-from headrace.gateway.sglang_nixl.handover import EXPERIMENTAL, HandoverOptions, KvHandover
+from headrace.gateway.sglang_nixl.handover import TESTED, HandoverOptions, KvHandover
 from headrace.gateway.sglang_nixl.records import RoomLimits
 from headrace.integrations.http_client import bearer, direct_async_client
 from headrace.peer.records import PeerLimits
@@ -115,7 +115,7 @@ class SglangGateway(BaseGateway):
             [
                 f"Headrace {headrace_version()}: gateway for {model.model} and SGLang decode engines "
                 f"({shape.dtype}, pages of {geometry.page_size} tokens)",
-                f"  {EXPERIMENTAL}",
+                f"  {TESTED}",
                 f"  bootstrap  {bootstrap}  (the second value of a router's --prefill URL PORT)",
             ]
         )

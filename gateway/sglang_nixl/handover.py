@@ -18,13 +18,14 @@ from headrace.core.types.kv.geometry import Geometry
 from headrace.gateway.sglang_nixl.bootstrap import Bootstrap, BootstrapServer, RankAddress, Setup
 from headrace.gateway.sglang_nixl.pool_runs import PoolRuns
 from headrace.gateway.sglang_nixl.records import RoomLimits
+from headrace.gateway.sglang_nixl.releases import RELEASES
 from headrace.gateway.sglang_nixl.room_thread import RoomThread
 from headrace.peer.commands import LoadResult
 from headrace.peer.records import PeerLimits
 from headrace.peer.shared_staging import SharedStaging
 from headrace.peer.thread import PeerFailed, PeerThread
 
-EXPERIMENTAL = "experimental: run against SGLang 0.5.23 on a CPU, with KV in host memory, and never on a GPU"
+TESTED = f"tested with SGLang {', '.join(RELEASES)} on CPUs, with KV in host memory, and never on a GPU"
 log = logging.getLogger(__name__)
 
 RESULTS_WAIT_S = 1.0
@@ -72,7 +73,7 @@ class KvHandover:
             from headrace.gateway.sglang_nixl.nixl_writer import NixlRankWriter
         except ImportError as error:
             raise ConfigError(f"SGLang decode engines need NIXL: install headrace[nixl] ({error})") from error
-        log.warning("SGLang decode engines: %s", EXPERIMENTAL)
+        log.warning("SGLang decode engines: %s", TESTED)
         try:
             self.staging = SharedStaging(geometry, PoolRuns(geometry, limits.pages).layout)
         except ValueError as error:

@@ -247,7 +247,7 @@ class RoomTable:
                 message = f"writing to the decode engine has not ended within {self._limits.write_s:g} s"
                 self._end(room, room.error or _failed("timeout", message, 504), now)
             elif room.phase is RoomPhase.WAITING:
-                message = f"{self._missing(room)} bootstrap_room {room.number} within {self._limits.bootstrap_s:g} s"
+                message = f"{self._missing(room)} within {self._limits.bootstrap_s:g} s"
                 self._end(room, _failed(NO_PEER, message, 504), now)
 
     def next_deadline(self) -> float | None:
@@ -298,12 +298,12 @@ class RoomTable:
         return f"room:{number}/{self._serials}"
 
     def _missing(self, room: RoomRecord) -> str:
-        """What a room waits for."""
+        """What has not come for a room."""
         if not room.request:
-            return "no request has come for"
+            return f"no request has come for bootstrap_room {room.number}"
         if not self._unverified.isdisjoint(room.targets):
-            return "the decode engine does not answer GET /server_info, and asks for"
-        return "no decode engine has asked for"
+            return f"the decode engine of bootstrap_room {room.number} has not answered GET /server_info"
+        return f"no decode engine has asked for bootstrap_room {room.number}"
 
     def _begin(self, room: RoomRecord, now: float) -> None:
         """Load the KV, if all of both sides is there."""

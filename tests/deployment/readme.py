@@ -29,6 +29,7 @@ RUN_BY = {
     "make test": TARGET,
     "make test-routers": TARGET,
     "make test-evaluation": TARGET,
+    "make test-sglang": TARGET,
     "make test-vllm": TARGET,
     "make bench": TARGET,
     "make bench-peers": TARGET,

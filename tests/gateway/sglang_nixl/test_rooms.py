@@ -363,7 +363,7 @@ def test_an_engine_that_is_set_up_otherwise_is_told_so_before_and_after() -> Non
     bench.expect(9)
     bench.hold(9)
     [(_, frames)] = told(bench.wait(300))
-    assert b"does not answer GET /server_info" in frames[-1]
+    assert b"has not answered GET /server_info" in frames[-1]
 
 
 def test_all_ranks_of_an_engine_wait_for_what_it_says() -> None:
