@@ -18,7 +18,7 @@ DTYPES = {"half": "float16", "fp16": "float16", "bf16": "bfloat16", "float": "fl
 """Short names of dtypes."""
 
 
-class ServerInfo(msgspec.Struct, frozen=True):
+class EngineSetup(msgspec.Struct, frozen=True):
     """GET /server_info: what is needed of it. The values are those that the engine has worked out of its flags."""
 
     version: str
@@ -31,7 +31,7 @@ class ServerInfo(msgspec.Struct, frozen=True):
     speculative_algorithm: str | None = None
 
 
-def probe(url: str, geometry: Geometry, *, api_key: str = "", allow_untested: bool = False) -> ServerInfo:
+def probe(url: str, geometry: Geometry, *, api_key: str = "", allow_untested: bool = False) -> EngineSetup:
     """Ask an engine how it is set up.
 
     url: of its HTTP server. geometry: of the KV that it would be sent, with the page size that it has to have.
@@ -39,34 +39,34 @@ def probe(url: str, geometry: Geometry, *, api_key: str = "", allow_untested: bo
     ConfigError, naming both values, when it cannot be served.
     """
     try:
-        info: ServerInfo = get_json(url, "/server_info", api_key, ServerInfo, "SGLang")
-        _check(info, geometry, allow_untested)
+        setup: EngineSetup = get_json(url, "/server_info", api_key, EngineSetup, "SGLang")
+        _check(setup, geometry, allow_untested)
     except ConfigError as error:
         raise ConfigError(f"decode engine {url}: {error}") from error
-    return info
+    return setup
 
 
-def _check(info: ServerInfo, geometry: Geometry, allow_untested: bool) -> None:
+def _check(setup: EngineSetup, geometry: Geometry, allow_untested: bool) -> None:
     """Raises ConfigError."""
-    if info.version not in RELEASES and not allow_untested:
+    if setup.version not in RELEASES and not allow_untested:
         raise ConfigError(
-            f"SGLang {info.version}; tested are {', '.join(RELEASES)}. Another release may speak another protocol, "
+            f"SGLang {setup.version}; tested are {', '.join(RELEASES)}. Another release may speak another protocol, "
             "which has no version: --allow-untested tries it"
         )
     wanted = {
-        "--disaggregation-mode": (info.disaggregation_mode, "decode"),
-        "--disaggregation-transfer-backend": (info.disaggregation_transfer_backend, "nixl"),
-        "--page-size": (info.page_size, geometry.page_size),
-        "--pp-size": (info.pp_size, 1),
-        "--speculative-algorithm": (info.speculative_algorithm, None),
+        "--disaggregation-mode": (setup.disaggregation_mode, "decode"),
+        "--disaggregation-transfer-backend": (setup.disaggregation_transfer_backend, "nixl"),
+        "--page-size": (setup.page_size, geometry.page_size),
+        "--pp-size": (setup.pp_size, 1),
+        "--speculative-algorithm": (setup.speculative_algorithm, None),
     }
     for name, (theirs, served) in wanted.items():
         if theirs != served:
             hint = "; --sglang-page-size has to name the engine's" if name == "--page-size" else ""
             raise ConfigError(f"{name} is {theirs} at the decode engine; this gateway serves {served}{hint}")
-    theirs = info.dtype if info.kv_cache_dtype == AUTO else info.kv_cache_dtype
+    theirs = setup.dtype if setup.kv_cache_dtype == AUTO else setup.kv_cache_dtype
     if theirs != AUTO and DTYPES.get(theirs, theirs) != geometry.dtype:
         raise ConfigError(
-            f"its KV is {theirs} (--dtype {info.dtype}, --kv-cache-dtype {info.kv_cache_dtype}), that of the prefill "
+            f"its KV is {theirs} (--dtype {setup.dtype}, --kv-cache-dtype {setup.kv_cache_dtype}), that of the prefill "
             f"servers {geometry.dtype}"
         )

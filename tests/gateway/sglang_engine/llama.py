@@ -1,4 +1,4 @@
-"""A small random Llama without a tokenizer, for what is not about texts: prompts and answers are token ids."""
+"""A small random Llama with SmolLM2's tokenizer, for what is not about texts: prompts and answers are token ids."""
 
 from pathlib import Path
 from typing import Any
@@ -6,11 +6,13 @@ from typing import Any
 import torch
 from transformers import LlamaConfig
 
+from tests.e2e import gold
 from tests.engine.models import Saved, save_model
 
 TOKENS = 12
+IDS = 1000  # that prompts are made of
 CONFIG = LlamaConfig(
-    vocab_size=1000,
+    vocab_size=49152,
     hidden_size=128,
     intermediate_size=256,
     num_hidden_layers=3,
@@ -26,6 +28,7 @@ ENGINE = ("--skip-tokenizer-init",)
 
 
 def made(folder: Path) -> Saved:
+    gold.tokenizer().save_pretrained(folder)
     return save_model(CONFIG, folder)
 
 
@@ -42,7 +45,7 @@ def asked(ids: list[int], tokens: int = TOKENS, **sampling: Any) -> dict[str, An
 
 def prompt(length: int, seed: int = 0) -> list[int]:
     generator = torch.Generator().manual_seed(length + 10_000 * seed)
-    return [int(token) for token in torch.randint(0, CONFIG.vocab_size, (length,), generator=generator)]
+    return [int(token) for token in torch.randint(0, IDS, (length,), generator=generator)]
 
 
 def greedy(model: Saved, ids: list[int], tokens: int = TOKENS) -> list[int]:
