@@ -9,7 +9,7 @@ import signal
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import httpx
@@ -29,6 +29,7 @@ pytestmark = pytest.mark.sglang
 GENERATE = "/generate"
 BOUND_S = 60.0  # the engine's own timeout is 300 s
 NOTICED_S = 90.0  # two checks of the engine's, and what comes after
+SETUP = ("prefill_dp_rank", "prefill_cp_rank", "target_tp_rank", "target_pp_rank")  # all -1: a question for the set-up
 ENGINE_FLAGS = (*ENGINE, "--page-size", str(PAGE))
 
 
@@ -198,17 +199,17 @@ def test_a_gateway_that_is_killed_while_two_engines_know_it(
             waiting = [pool.submit(posted, one.url, site.named(tokens.body())) for one in site.engines]
             wait_until(lambda: open_rooms(site) == 2, 60, "both have asked for their rooms")
             doomed.kill()
-        with gateway_of(site.engines, (prefill,), port=port, http=http) as again:
-            httpx.get(f"http://127.0.0.1:{port}/route", params=dict.fromkeys(SETUP, -1)).raise_for_status()
+        with ExitStack() as stack:
+            with engine.stopped(), second.stopped():  # else they might notice while none listens
+                again = stack.enter_context(gateway_of(site.engines, (prefill,), port=port, http=http))
+                route = f"http://127.0.0.1:{port}/route"
+                httpx.get(route, params=dict.fromkeys(SETUP, -1), trust_env=False).raise_for_status()
             failed = [tokens.until_they_work(again, one) for one in again.engines]
             assert max(failed) > 0, "or the test shows nothing"
             assert [each.result().text for each in waiting if each.result().status_code < 400] == []
             for one in again.engines:
                 tokens.work(again, one)
             again.quiet()
-
-
-SETUP = ("prefill_dp_rank", "prefill_cp_rank", "target_tp_rank", "target_pp_rank")
 
 
 def test_an_engine_that_is_killed_and_what_is_started_in_its_place(
