@@ -146,6 +146,13 @@ def test_what_the_prefill_server_refuses_fails_the_room_at_the_decode_engine(
     assert posted(gateway, "/v1/completions", 0, {"prompt": "x"}).status_code == 400
 
 
+def test_messages_about_rooms_go_to_the_port_after_the_one_that_engines_ask(gateway: tuple[Server, int]) -> None:
+    """So it is the same when the gateway is started again, and notices engines that knew the one before."""
+    names = ("prefill_dp_rank", "prefill_cp_rank", "target_tp_rank", "target_pp_rank")
+    answer = httpx.get(f"http://{HOST}:{gateway[1]}/route", params=dict.fromkeys(names, 0), trust_env=False)
+    assert answer.json() == {"rank_ip": HOST, "rank_port": gateway[1] + 1}
+
+
 def test_any_model_is_taken_for_the_one_that_is_served(gateway: tuple[Server, int], one: DecodeEngine) -> None:
     room = next(ROOMS)
     one.order("room", room=room, pages=list(range(19)), aux_index=0)
