@@ -234,7 +234,8 @@ def test_an_engine_that_is_killed_and_what_is_started_in_its_place(
                 with soon():
                     first_answer, second_answer = site.both(GENERATE, tokens.body(), other)
                 assert (first_answer.status_code, first_answer.json()["error"]["code"]) == (502, "unfit")
-                assert "--page-size is 1 at the decode engine; this gateway serves 16" in second_answer.text
+                assert "a page has 256 bytes" in second_answer.text
+                assert "4096 here (page size 16," in second_answer.text
             assert other.process.poll() is None
         with serving_sglang(llama.folder, *ENGINE_FLAGS, port=victim.port) as again:
             tokens.work(site, again)
