@@ -9,6 +9,7 @@ import psutil
 import pytest
 import torch
 
+from headrace.server.upstream.handoff_params import NO_TRANSFER_HOST
 from tests.e2e import gold
 from tests.engine.models import smollm2
 from tests.gateway.sglang_engine.engine import Sglang, answered
@@ -139,7 +140,8 @@ def test_what_the_engine_has_in_its_radix_cache_is_not_sent(site: Site) -> None:
 
 def test_cached_tokens_are_those_of_the_prefill_server(site: Site) -> None:
     ids = prompt(600, at=4400)
-    answered(site.prefills[0].post("/v1/completions", {"prompt": ids[:500], "max_tokens": 1}))
+    warm_up = {"bootstrap_host": NO_TRANSFER_HOST, "bootstrap_room": 0}  # computed, and sent to no engine
+    answered(site.gateway.post(GENERATE, {**generate(ids[:500], max_new_tokens=1), **warm_up}))
     meta = answered(site.ask(GENERATE, generate(ids)))["meta_info"]
     assert 400 < meta["cached_tokens"] <= 500
 
