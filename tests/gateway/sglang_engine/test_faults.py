@@ -207,8 +207,10 @@ def test_a_gateway_that_is_killed_while_two_engines_know_it(
             failed = [tokens.until_they_work(again, one) for one in again.engines]
             assert max(failed) > 0, "or the test shows nothing"
             assert [each.result().text for each in waiting if each.result().status_code < 400] == []
-            for one in again.engines:
-                tokens.work(again, one)
+            bodies = [tokens.body(200 + 100 * number) for number in range(4)]
+            engines = again.engines * 2
+            answers = pool.map(lambda body, one: answered(again.ask(GENERATE, body, one)), bodies, engines)
+            assert all(map(tokens.right, bodies, answers))
             again.quiet()
 
 
