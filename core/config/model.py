@@ -126,8 +126,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
             "attention",
             MODEL,
             "attention of our own layers on GPUs: by FlashInfer or our Triton kernel, which read KV pages where they "
-            "are, or torch's; auto: flashinfer where headrace[flashinfer] is installed and works, else what is faster "
-            "in a trial at the start",
+            "are, or torch's; auto: flashinfer where headrace[flashinfer] is installed and works, else torch",
         ),
     ] = "auto"
     cuda_graphs: Annotated[

@@ -1,12 +1,10 @@
 """Attention over the paged KV pool: one interface, an implementation per device and dtype.
 
-On a GPU, in 16 bits, keys and values are attended to by the first of these that is there and agrees with plain torch in
-a trial at the start:
-
-    FlashInfer                 reads pages where they are, by kernels for each generation of GPUs
-    the faster in a trial of
-        our Triton kernel      reads pages where they are
-        torch's flash kernel   has them gathered first, unless pages have a multiple of 256 tokens
+On a GPU, in 16 bits, keys and values are attended to by FlashInfer, which reads pages where they are, if it is there
+and agrees with plain torch in a trial at the start; else by torch's flash kernel, which has them gathered first unless
+pages have a multiple of 256 tokens. Our own Triton kernel over pages is slower than that from some thousand tokens on
+(docs/gpu.md), and has to be asked for. Nothing is chosen by its speed: two servers of a fleet that had chosen otherwise
+would give other texts.
 """
 
 import logging
@@ -24,7 +22,7 @@ from headrace.engine.attention.gpu import SdpaPass
 from headrace.engine.attention.latent import LatentSdpaPass, latent_attention
 from headrace.engine.attention.native import NativePass, NativeWork
 from headrace.engine.attention.paged import Attention
-from headrace.engine.attention.trial import attention_seconds, check_agreement
+from headrace.engine.attention.trial import check_agreement
 from headrace.engine.attention.work import MakeWork
 from headrace.engine.kv.pool import KVPool
 from headrace.engine.model.arithmetic import Arithmetic
@@ -66,22 +64,20 @@ def choose_attention(
     made, why = trial.flashinfer(_no_flashinfer(pool, trial.heads), partial(_flashinfer, pool, trial.heads))
     if made is not None:
         return ChosenAttention(made, "FlashInfer")
-    ours, why_not_ours = trial.run("triton", "our Triton kernel", _no_triton(pool, compiled), partial(_triton, pool))
+    if wanted == "triton":
+        ours, _ = trial.run("triton", "our Triton kernel", _no_triton(pool, compiled), partial(_triton, pool))
+        assert ours is not None, "it is an error where it does not work"
+        return ChosenAttention(ours, "our Triton kernel over pages")
     if _on_cpu(pool):
         if kernels is not None:
             return ChosenAttention(partial(NativePass, pool, kernels), "native kernels")
         return ChosenAttention(partial(CpuPass, pool, compute_dtype=dtype if native_units else torch.float32), "torch")
     if dtype == torch.float32:
         return ChosenAttention(partial(SdpaPass, pool), "torch, row by row")
-    if ours is not None and wanted == "triton":
-        return ChosenAttention(ours, f"our Triton kernel over pages ({why})")
     from headrace.engine.attention.varlen import VarlenPass, reads_pages
 
-    flash = partial(VarlenPass, pool)
-    flash_name = f"torch's flash kernel {'over pages' if reads_pages(pool) else 'behind a gather'}"
-    if ours is None:
-        return ChosenAttention(flash, f"{flash_name} ({why}; {why_not_ours})")
-    return trial.faster(ChosenAttention(ours, "our Triton kernel over pages"), ChosenAttention(flash, flash_name), why)
+    where = "over pages" if reads_pages(pool) else "behind a gather"
+    return ChosenAttention(partial(VarlenPass, pool), f"torch's flash kernel {where} ({why})")
 
 
 def choose_latent_attention(
@@ -153,17 +149,6 @@ class _Trial(NamedTuple):
             device = self.pool.tensor.device
             raise ConfigError(f"--attention {option} does not work on {device}: {reason}; write --attention torch")
         return None, f"{name}: {reason}"
-
-    def faster(self, one: ChosenAttention, other: ChosenAttention, why: str) -> ChosenAttention:
-        """The faster one, the first where they are equal or cannot be timed. why: no third."""
-        try:
-            taken = [1e3 * attention_seconds(each.begin, self.pool, self.heads) for each in (one, other)]
-        except torch.OutOfMemoryError:
-            return ChosenAttention(one.begin, f"{one.name} ({why})")
-        if taken[1] < taken[0]:
-            one, other, taken = other, one, taken[::-1]
-        times = f"{taken[0]:.2f} ms in a trial, {other.name} {taken[1]:.2f}"
-        return ChosenAttention(one.begin, f"{one.name} ({times}; {why})")
 
 
 def _on_cpu(pool: KVPool) -> bool:

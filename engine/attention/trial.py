@@ -1,16 +1,14 @@
-"""What an attention is tried with before it is used: whether it agrees with plain torch, and how long it takes."""
+"""What an attention is tried with before it is used: whether it agrees with plain torch."""
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from headrace.engine.attention.paged import Attention, AttentionSpan
-from headrace.engine.device_report import fastest_seconds
 from headrace.engine.kv.pool import KVPool
 
 LARGEST_GAP = 0.1  # between two results: roundings to bfloat16 of values around 1 are far below it
 TRIED_TOKENS = (1, 2, 4, 8, 16)
-TIMED_TOKENS = 2048  # of the chunk that is timed, at most, behind as many
 
 
 def check_agreement(tried: Attention, plain: Attention, pool: KVPool, heads: int) -> None:
@@ -30,19 +28,6 @@ def check_agreement(tried: Attention, plain: Attention, pool: KVPool, heads: int
         gap = (one - other).float().abs().max().item()
         if not gap <= LARGEST_GAP:
             raise RuntimeError(f"its attention differs from torch's by {gap:.2g}")
-
-
-def attention_seconds(begin: Attention, pool: KVPool, heads: int) -> float:
-    """Seconds of the device for the last layer of a chunk behind a prefix of the same length, in the first pages of the
-    pool, which are overwritten; the fastest of some rounds. heads: of queries."""
-    positions = min(2 * TIMED_TOKENS, pool.pages * pool.page_size)
-    pages = np.arange(pool.geometry.pages_for(positions))
-    layer = pool.tensor.shape[1] - 1
-    pool.tensor[: len(pages), layer].normal_()
-    span = AttentionSpan(positions // 2, positions - positions // 2, pages)
-    query, rows = _random(pool, span.count, heads), _random(pool, span.count, pool.blocks_per_layer)
-    running = begin([span])
-    return fastest_seconds(pool.tensor.device, lambda: running.attend(layer, query, rows))
 
 
 def _random(pool: KVPool, rows: int, heads: int) -> Tensor:

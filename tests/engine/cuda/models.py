@@ -225,7 +225,7 @@ def fake_runner(
     """A runner of some layers of a model, in bfloat16. folder: for its config.json. count: of layers. whole: of a model
     that has no other layers, with embedding and output head. halves: for passes that are cut. way: of the exchange
     between two replicas that divide the experts. cuda_graphs: whether a start captures them. attention: that is
-    wanted; each takes equal time."""
+    wanted."""
     model = MODELS[name]
     config = dict(model.config)
     layers = range(model.first, model.first + count)

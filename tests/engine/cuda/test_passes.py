@@ -43,15 +43,14 @@ def test_a_pass_stays_within_its_budget(gpu: FakeGpu, tmp_path: Path, name: str,
 
 @pytest.mark.parametrize("batch", BATCHES)
 @pytest.mark.parametrize("name", ["llama-3.1-8b", "llama-3.3-70b-tp4"])
-def test_torch_gathers_keys_and_values(gpu: FakeGpu, tmp_path: Path, name: str, batch: str) -> None:
-    """A launch of each layer more, and no wait of the host: before its flash kernel."""
+def test_our_kernel_over_pages_gathers_no_keys_and_values(gpu: FakeGpu, tmp_path: Path, name: str, batch: str) -> None:
+    """A launch of each layer less than torch's flash kernel takes, and no wait of the host."""
     budget = BUDGETS[name][batch]
-    cost = pass_cost(gpu, tmp_path, name, BATCHES[batch], "torch")
-    assert (cost.layer_launches, cost.counts.syncs.total()) == (budget["layer"] + 1, 0), cost.counts.described()
-    assert cost.counts.operations()["index_select"] == cost.counts.operations()["_varlen_attn"] == 1
+    cost = pass_cost(gpu, tmp_path, name, BATCHES[batch], "triton")
+    assert (cost.layer_launches, cost.counts.syncs.total()) == (budget["layer"] - 1, 0), cost.counts.described()
     spec, positions = MODELS[name], sum(each.start + each.count for each in BATCHES[batch])
     gathered = 4 * positions * 2 * 128 * spec.config["num_key_value_heads"] // spec.shards  # read, and written
-    assert cost.layer_bytes / 1e6 == pytest.approx(budget["megabytes"] + gathered / 1e6, abs=1.5)
+    assert cost.layer_bytes / 1e6 == pytest.approx(budget["megabytes"] - gathered / 1e6, abs=1.5)
 
 
 def test_every_model_has_a_budget() -> None:
