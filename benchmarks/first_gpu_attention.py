@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from headrace.core.config import AttentionChoice
-from headrace.core.types.errors import HeadraceError
+from headrace.core.types.errors import ConfigError
 from headrace.core.types.kv.geometry import Geometry, ceil_div
 from headrace.engine.attention import choose_attention, choose_latent_attention
 from headrace.engine.attention.latent import LatentPass
@@ -53,7 +53,7 @@ def attention(at: "Minutes") -> None:
             what = f"attention, {tokens:,} tokens{f' behind {prefix:,}' if prefix else ''}, {name}"
             try:
                 at.keep(f"{what}: {at.share(shape.flops, at.time(make()))}")
-            except (RuntimeError, TypeError, HeadraceError) as error:
+            except (RuntimeError, TypeError, ConfigError) as error:
                 at.keep(f"{what}: {str(error).partition(chr(10))[0]}")
     latents(at)
 
@@ -114,7 +114,7 @@ def latents(at: "Minutes") -> None:
             query, new = (_random(at, rows, heads, DEEPSEEK_V3.slot_dim) for heads in (16, 1))
             taken = at.time(partial(running.attend, 0, query, new))
             at.keep(f"{what}: {rows * length * DEEPSEEK_V3.slot_dim * 2 / taken / 1e9:,.0f} GB/s")
-        except (RuntimeError, HeadraceError) as error:
+        except (RuntimeError, ConfigError) as error:
             at.keep(f"{what}: {str(error).partition(chr(10))[0]}")
 
 
