@@ -37,12 +37,12 @@ def flashinfer() -> Iterator[None]:
 @pytest.mark.parametrize("batch", BATCHES)
 @pytest.mark.parametrize("name", ["llama-3.1-8b", "llama-3.3-70b-tp4", "qwen3-30b-a3b"])
 def test_keys_and_values_are_read_where_they_are(gpu: FakeGpu, tmp_path: Path, name: str, batch: str) -> None:
-    """As by our kernel, and in no more launches of a layer."""
+    """A launch of each layer less than with torch's kernel, the gather, and its bytes."""
     budget = BUDGETS[name][batch]
     cost = pass_cost(gpu, tmp_path, name, BATCHES[batch])
-    assert cost.layer_launches == budget["layer"], cost.counts.described()
-    assert cost.pass_launches == budget["rest"] + 4, cost.counts.described()
-    assert round(cost.layer_bytes / 1e6) <= budget["megabytes"]
+    assert cost.layer_launches == budget["layer"] - 1, cost.counts.described()
+    assert cost.pass_launches == budget["rest"] + 1, cost.counts.described()
+    assert round(cost.layer_bytes / 1e6) < budget["megabytes"]
     assert not cost.counts.syncs, cost.counts.described()
     assert cost.counts.operations()["[paged_attention]"] == 1
     assert cost.counts.operations()["index_select"] == 0

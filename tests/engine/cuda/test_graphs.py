@@ -55,8 +55,9 @@ def test_a_pass_takes_a_launch_for_each_graph(gpu: FakeGpu, tmp_path: Path, name
     assert not counts.syncs, counts.described()
     launched = counts.operations()
     assert launched["[graph]"] == LAYERS + 1
-    assert launched["[attend]"] == LAYERS
-    beside = counts.launches.total() - 3 * LAYERS - 1  # the third copies what attention gives
+    assert launched["_varlen_attn"] == LAYERS
+    assert launched["index_select"] == LAYERS, "keys and values are gathered"
+    beside = counts.launches.total() - 4 * LAYERS - 1  # the fourth copies what attention gives
     assert beside <= 14, counts.described()
 
 
