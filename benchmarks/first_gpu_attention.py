@@ -106,13 +106,14 @@ def latents(at: "Minutes") -> None:
         what = f"{rows} rows that attend to {length:,} latents, --attention {wanted}"
         try:
             pool = KVPool(DEEPSEEK_V3.geometry("bfloat16", 16, range(1)), rows * held, str(at.device))
-            chosen = choose_latent_attention(DEEPSEEK_V3, pool, "absorbed", wanted=wanted, heads=16)
+            chosen = choose_latent_attention(DEEPSEEK_V3, pool, "absorbed", (), wanted=wanted, heads=16)
             pool.tensor.normal_()
             spans = [AttentionSpan(length - 1, 1, np.arange(row * held, (row + 1) * held)) for row in range(rows)]
             running = chosen.begin(spans)
             assert isinstance(running, LatentPass)
-            query, new = (_random(at, rows, heads, DEEPSEEK_V3.slot_dim) for heads in (16, 1))
-            taken = at.time(partial(running.attend, 0, query, new))
+            [part] = running.parts
+            assert part.absorbed is not None
+            taken = at.time(partial(part.absorbed.attend, 0, _random(at, rows, 16, DEEPSEEK_V3.slot_dim)))
             at.keep(f"{what}: {rows * length * DEEPSEEK_V3.slot_dim * 2 / taken / 1e9:,.0f} GB/s")
         except (RuntimeError, ConfigError) as error:
             at.keep(f"{what}: {str(error).partition(chr(10))[0]}")

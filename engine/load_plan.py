@@ -90,8 +90,9 @@ class ModelTerms(NamedTuple):
         """Sizes of passes that CUDA graphs are captured of, see NativeDecoder.capture()."""
         spec, on_gpu = self.spec, self.computation.device != "cpu"
         experts = spec.moe.experts if spec.moe is not None else 0
-        shared = part.shard.count > 1 or part.experts not in (None, experts)
-        if not on_gpu or self.engine.cuda_graphs == "off" or spec.library or spec.mla or shared:
+        shards = part.shard.count
+        among_replicas = part.experts not in (None, len(own_experts(experts, shards, part.shard.index)))
+        if not on_gpu or self.engine.cuda_graphs == "off" or spec.library or among_replicas:
             return ()
         return graph_sizes(self.engine.pass_tokens)
 

@@ -135,7 +135,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
             "cuda-graphs",
             MODEL,
             "launch what a GPU computes between attention and attention as one, in passes of up to 1,024 tokens; auto: "
-            "with models whose layers allow it, without --tp",
+            "with models whose layers allow it",
         ),
     ] = "auto"
     mla: Annotated[

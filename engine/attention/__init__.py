@@ -8,10 +8,10 @@ would give other texts.
 """
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from importlib.util import find_spec
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 
@@ -19,11 +19,11 @@ from headrace.core.config import AttentionChoice, MlaForm
 from headrace.core.types.errors import ConfigError
 from headrace.engine.attention.cpu import CpuPass
 from headrace.engine.attention.gpu import SdpaPass
-from headrace.engine.attention.latent import LatentSdpaPass, latent_attention
+from headrace.engine.attention.latent import LatentProjections, LatentSdpa, latent_attention
 from headrace.engine.attention.native import NativePass, NativeWork
 from headrace.engine.attention.paged import Attention
-from headrace.engine.attention.trial import check_agreement
-from headrace.engine.attention.work import MakeWork
+from headrace.engine.attention.trial import Tried, check_agreement
+from headrace.engine.attention.work import MakeWork, PlanWork
 from headrace.engine.kv.pool import KVPool
 from headrace.engine.model.arithmetic import Arithmetic
 from headrace.engine.model.mla_spec import MlaSpec
@@ -34,6 +34,8 @@ FLASHINFER_HEAD_DIMS = (64, 128, 256)  # for which it has kernels on every GPU
 FLASHINFER_LATENTS = (128, 256, 512)  # of latents
 FLASHINFER_KEYS = 64  # of the rotated key beside a latent: its multiples
 FLASHINFER_TILE = 128  # rows of a tile; where one ends within a token's heads, its plans fail for some lengths
+
+Made = TypeVar("Made", bound=Tried)
 
 
 class ChosenAttention(NamedTuple):
@@ -84,18 +86,19 @@ def choose_latent_attention(
     mla: MlaSpec,
     pool: KVPool,
     form: MlaForm,
+    projections: Sequence[LatentProjections],
     *,
     heads: int,
     kernels: Kernels | None = None,
     wanted: AttentionChoice = "auto",
 ) -> ChosenAttention:
-    """The fastest attention over a pool of latents on its device. form: not "auto". heads: of queries. kernels, wanted,
-    errors: as of choose_attention()."""
-    plain = partial(LatentSdpaPass, mla, pool)
+    """The fastest attention over a pool of latents on its device. form: not "auto". projections: of each layer of the
+    pool. heads: of queries. kernels, wanted, errors: as of choose_attention()."""
+    plain = partial(LatentSdpa, mla, pool)
     trial = _Trial(pool, heads, plain, wanted)
     no_latents = "rows in expanded form do not read latents" if form == "expanded" else _no_latents(mla, pool, heads)
     absorbed, why = trial.flashinfer(no_latents, partial(_flashinfer_latents, mla, pool, heads, plain))
-    begin = latent_attention(mla, pool, form, kernels=kernels, absorbed=absorbed)
+    begin = latent_attention(mla, pool, form, projections, kernels=kernels, absorbed=absorbed)
     terms = f"--mla {form}" if absorbed is not None or _on_cpu(pool) else f"--mla {form}; {why}"
     return ChosenAttention(begin, f"{'torch' if absorbed is None else 'FlashInfer'} over latents ({terms})")
 
@@ -118,19 +121,19 @@ class _Trial(NamedTuple):
     pool: KVPool
     heads: int
     """Of queries."""
-    plain: Attention
+    plain: Tried
     """By torch, which others are to agree with."""
     wanted: AttentionChoice
 
-    def flashinfer(self, why_not: str, make: Callable[[], Attention]) -> tuple[Attention | None, str]:
+    def flashinfer(self, why_not: str, make: Callable[[], Made]) -> tuple[Made | None, str]:
         """See run()."""
         if not why_not and find_spec("flashinfer") is None:
             why_not = "it is not installed: pip install 'headrace[flashinfer]'"
         return self.run("flashinfer", "FlashInfer", why_not, make)
 
     def run(
-        self, option: AttentionChoice, name: str, why_not: str, make: Callable[[], Attention]
-    ) -> tuple[Attention | None, str]:
+        self, option: AttentionChoice, name: str, why_not: str, make: Callable[[], Made]
+    ) -> tuple[Made | None, str]:
         """An attention, or None and why not. option: of --attention. why_not: if that is known, else "". Raises
         ConfigError when it is wanted and does not work."""
         if self.wanted not in ("auto", option):
@@ -200,7 +203,7 @@ def _flashinfer(pool: KVPool, heads: int) -> Attention:
     return FlashInfer(pool, heads)
 
 
-def _flashinfer_latents(mla: MlaSpec, pool: KVPool, heads: int, otherwise: Attention) -> Attention:
+def _flashinfer_latents(mla: MlaSpec, pool: KVPool, heads: int, otherwise: PlanWork) -> PlanWork:
     from headrace.engine.attention.flashinfer import FlashInferLatents
 
     return FlashInferLatents(mla, pool, heads, otherwise)

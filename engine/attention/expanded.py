@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from headrace.engine.attention.native import NativeWork
-from headrace.engine.attention.paged import AttentionSpan, SlotWriter, slot_index
+from headrace.engine.attention.paged import AttentionSpan, slot_index
 from headrace.engine.attention.work import PagedRows
 from headrace.engine.kv.pool import KVPool
 from headrace.engine.model.mla_spec import MlaSpec
@@ -38,8 +38,8 @@ class DenseAttention(Protocol):
         ...
 
 
-class ExpandedPass:
-    """Attention of one forward pass over rows in expanded form, row by row, some heads at a time."""
+class ExpandedRows:
+    """Attention of rows of one forward pass in expanded form, row by row, some heads at a time."""
 
     def __init__(self, mla: MlaSpec, pool: KVPool, spans: Sequence[AttentionSpan], dense: DenseAttention) -> None:
         """Prepare the indices of all rows."""
@@ -47,31 +47,31 @@ class ExpandedPass:
         self._pool = pool
         self._spans = spans
         self._dense = dense
-        self._writer = SlotWriter(pool, spans)
         self._slots = [slot_index(pool, [span], prefixes=True) for span in spans]
 
-    def attend(self, layer: int, query: Tensor, latents: Tensor, expand: Expand) -> Tensor:
-        """Write this pass's latents [tokens, 1, slot_dim] to the pool, then attend to each request's positions.
+    def attend(self, layer: int, query: Tensor, expand: Expand) -> Tensor:
+        """Attend to each request's positions, whose latents are in the pool.
 
         layer: counted from the stage's first. query: [tokens, heads, nope_dim + rope_dim], rotated. Returns [tokens,
         heads, value_dim].
         """
-        mla, heads = self._mla, query.shape[1]
-        self._writer.write(layer, latents)
-        output = query.new_empty(len(query), heads, mla.value_dim)
+        attended = []
         first = 0
         for span, slots in zip(self._spans, self._slots, strict=True):
-            tokens = slice(first, first + span.count)
-            rows = self._pool.slots_from(layer).index_select(0, slots)
-            rows = rows.to(query.dtype)
-            for part in self._tiles(heads, rows):
-                expanded = expand(rows[:, : mla.kv_rank], part)
-                some = slice(part.start, part.stop)
-                output[tokens, some] = self._dense.attend(
-                    query[tokens, some], expanded, rows[:, mla.kv_rank :], mla.nope_dim
-                )
+            rows = self._pool.slots_from(layer).index_select(0, slots).to(query.dtype)
+            attended.append(self._row(query[first : first + span.count], rows, expand))
             first += span.count
-        return output
+        return attended[0] if len(attended) == 1 else torch.cat(attended)
+
+    def _row(self, query: Tensor, rows: Tensor, expand: Expand) -> Tensor:
+        """Of one row. rows: latents of all its positions [positions, slot_dim]."""
+        rank, heads = self._mla.kv_rank, query.shape[1]
+        attended = []
+        for tile in self._tiles(heads, rows):
+            some = query[:, tile.start : tile.stop]
+            expanded = expand(rows[:, :rank], tile)
+            attended.append(self._dense.attend(some, expanded, rows[:, rank:], self._mla.nope_dim))
+        return attended[0] if len(attended) == 1 else torch.cat(attended, dim=1)
 
     def _tiles(self, heads: int, rows: Tensor) -> list[range]:
         """Runs of heads whose keys and values fit into TILE_BYTES, or single heads."""

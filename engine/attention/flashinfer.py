@@ -21,7 +21,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from headrace.core.types.kv.geometry import ceil_div
-from headrace.engine.attention.paged import Attention, AttentionPass, AttentionSpan, SlotWriter, held_pages
+from headrace.engine.attention.paged import AttentionPass, AttentionSpan, SlotWriter, held_pages
+from headrace.engine.attention.work import PlanWork, RowWork
 from headrace.engine.kv.pool import KVPool
 from headrace.engine.model.arithmetic import KvSlots
 from headrace.engine.model.mla_spec import MlaSpec
@@ -164,22 +165,22 @@ class FlashInferPass(AttentionPass):
 
 
 class FlashInferLatents(_Planner):
-    """An Attention by FlashInfer over latents in absorbed form (arXiv 2405.04434). Latent and rotated key are views of
-    a slot of the pool: the kernels take the step between pages, and that between slots, from the strides.
+    """PlanWork by FlashInfer over latents in absorbed form (arXiv 2405.04434). Latent and rotated key are views of a
+    slot of the pool: the kernels take the step between pages, and that between slots, from the strides.
 
     The kernels are named. FlashInfer's own choice is made anew for each pass, by its lengths, and would compile others
     while requests wait.
     """
 
-    def __init__(self, mla: MlaSpec, pool: KVPool, heads: int, otherwise: Attention) -> None:
+    def __init__(self, mla: MlaSpec, pool: KVPool, heads: int, otherwise: PlanWork) -> None:
         """heads: of queries. otherwise: attends in passes of more tiles than a plan holds."""
         device = pool.tensor.device
         hopper = device.type == "cuda" and torch.cuda.get_device_properties(device).major == 9
         super().__init__(pool, partial(BatchMLAPagedAttentionWrapper, backend="fa3" if hopper else "fa2"))
         self._mla, self._heads, self._otherwise = mla, heads, otherwise
 
-    def __call__(self, spans: Sequence[AttentionSpan]) -> AttentionPass:
-        """See Attention."""
+    def __call__(self, spans: Sequence[AttentionSpan]) -> RowWork:
+        """See PlanWork."""
         if self._tiles(spans) > MOST_TILES:
             return self._otherwise(spans)
         plan, rows, mla = self._free_plan(), self._rows(spans), self._mla
@@ -195,7 +196,7 @@ class FlashInferLatents(_Planner):
             q_data_type=dtype,
             kv_data_type=dtype,
         )
-        return FlashInferLatentPass(mla, self._pool, spans, plan)
+        return FlashInferLatentWork(mla, self._pool, plan)
 
     def _tiles(self, spans: Sequence[AttentionSpan]) -> int:
         """Into how many its kernels divide the queries of all heads."""
@@ -204,20 +205,17 @@ class FlashInferLatents(_Planner):
         return sum(ceil_div(each, size) for each in rows)
 
 
-class FlashInferLatentPass(AttentionPass):
-    """An AttentionPass by FlashInfer in absorbed form, one kernel call per layer. See LatentRows.absorbed for
-    shapes."""
+class FlashInferLatentWork(RowWork):
+    """RowWork by FlashInfer in absorbed form, one kernel call per layer. See LatentRows.absorbed for shapes."""
 
-    def __init__(self, mla: MlaSpec, pool: KVPool, spans: Sequence[AttentionSpan], plan: _Plan) -> None:
-        """Prepare the indices of what is written. plan: of these rows."""
+    def __init__(self, mla: MlaSpec, pool: KVPool, plan: _Plan) -> None:
+        """plan: of a pass's rows in absorbed form."""
         self._mla = mla
         self._pool = pool
-        self._writer = SlotWriter(pool, spans)
         self._plan = plan
 
-    def attend(self, layer: int, query: Tensor, keys_values: Tensor) -> Tensor:
-        """See AttentionPass. Layers are attended to in their order."""
-        self._writer.write(layer, keys_values)
+    def attend(self, layer: int, query: Tensor, sinks: Tensor | None = None) -> Tensor:
+        """See RowWork. Layers are attended to in their order."""
         attended = query.new_empty(*query.shape[:2], self._mla.kv_rank)
         slots = self._pool.tensor[:, layer, 0, 0]  # [pages, page_size, slot_dim]
         self._plan.run(query=query, kv_cache=slots, out=attended, last=layer == self._pool.tensor.shape[1] - 1)

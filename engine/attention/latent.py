@@ -9,45 +9,64 @@ cheaper expanded, short ones and single tokens absorbed. Results agree up to rou
 must not depend on its chunks, one form takes all rows.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from headrace.core.config import MlaForm
 from headrace.engine.attention.expanded import (
     DenseAttention,
-    ExpandedPass,
+    ExpandedRows,
     NativeDense,
     SdpaDense,
     masked_tiles,
 )
-from headrace.engine.attention.native import NativePass
-from headrace.engine.attention.paged import Attention, AttentionPass, AttentionSpan, SlotWriter, slot_index
+from headrace.engine.attention.native import NativeWork, NativeWriter
+from headrace.engine.attention.paged import AttentionPass, AttentionSpan, SlotWriter, slot_index
+from headrace.engine.attention.work import PagedRows, PlanWork, RowWork
 from headrace.engine.kv.device_copies import place
 from headrace.engine.kv.pool import KVPool
+from headrace.engine.model.arithmetic import KvSlots
 from headrace.engine.model.mla_spec import MlaSpec
 from headrace.engine.native.kernel_calls import Kernels
 
 
-class LatentSdpaPass(AttentionPass):
-    """An AttentionPass in absorbed form by scaled_dot_product_attention, row by row, for GPUs and CPUs without native
-    kernels: latents are keys and values of all heads. See LatentRows.absorbed for shapes."""
+class LatentProjections(Protocol):
+    """Of a layer, per head K [nope_dim, kv_rank] and V [value_dim, kv_rank], in the model's dtype (never in 8 bits)."""
+
+    def absorb(self, query: Tensor) -> Tensor:
+        """query [tokens, heads, nope_dim] → [tokens, heads, kv_rank]: its product with a latent is that with the
+        latent's key."""
+        ...
+
+    def values(self, attended: Tensor) -> Tensor:
+        """Weighted sums of latents [tokens, heads, kv_rank] → those of their values [tokens, heads, value_dim]."""
+        ...
+
+    def expand(self, latents: Tensor, heads: range) -> Tensor:
+        """latents [positions, kv_rank] → [positions, heads, nope_dim + value_dim] of these heads, keys before
+        values."""
+        ...
+
+
+class LatentSdpa(RowWork):
+    """Attention in absorbed form by scaled_dot_product_attention, row by row, for GPUs and CPUs without native kernels:
+    latents are keys and values of all heads. See LatentRows.absorbed for shapes."""
 
     def __init__(self, mla: MlaSpec, pool: KVPool, spans: Sequence[AttentionSpan]) -> None:
         """Prepare the indices of all rows."""
         self._mla = mla
         self._pool = pool
         self._spans = spans
-        self._writer = SlotWriter(pool, spans)
         self._slots = [slot_index(pool, [span], prefixes=True) for span in spans]
 
-    def attend(self, layer: int, query: Tensor, keys_values: Tensor) -> Tensor:
-        """See AttentionPass and LatentRows.absorbed."""
-        self._writer.write(layer, keys_values)
+    def attend(self, layer: int, query: Tensor, sinks: Tensor | None = None) -> Tensor:
+        """See RowWork and LatentRows.absorbed."""
         parts = []
         first = 0
         for span, slots in zip(self._spans, self._slots, strict=True):
@@ -70,58 +89,102 @@ class LatentSdpaPass(AttentionPass):
 class LatentRows(NamedTuple):
     """The rows of a pass that one of the forms takes."""
 
-    tokens: Tensor | None
-    """int64 [rows], of the pass's tokens; None: all of them."""
-    absorbed: AttentionPass | None
-    """query: [tokens, heads, slot_dim], absorbed; keys_values: latents [tokens, 1, slot_dim]. Returns [tokens, heads,
-    kv_rank]."""
-    expanded: ExpandedPass | None
+    tokens: Tensor | slice
+    """Of the pass's tokens: int64 [rows], or consecutive ones."""
+    absorbed: RowWork | None
+    """query: [tokens, heads, slot_dim], absorbed. Returns [tokens, heads, kv_rank]."""
+    expanded: ExpandedRows | None
 
 
 class LatentPass(AttentionPass):
     """Attention of one forward pass, its rows divided by form."""
 
-    def __init__(self, parts: Sequence[LatentRows]) -> None:
-        """parts: together all rows, each row once."""
+    def __init__(
+        self,
+        mla: MlaSpec,
+        parts: Sequence[LatentRows],
+        writer: SlotWriter,
+        projections: Sequence[LatentProjections],
+    ) -> None:
+        """parts: together all rows, each row once. writer: of the latents. projections: of each layer."""
+        self._mla = mla
         self.parts = parts
+        self._writer = writer
+        self._projections = projections
+
+    def slots(self, layer: int) -> KvSlots:
+        """See AttentionPass."""
+        return self._writer.slots(layer)
 
     def attend(self, layer: int, query: Tensor, keys_values: Tensor) -> Tensor:
-        """See LatentRows.absorbed. Raises ValueError for rows of the other form."""
-        only = self.parts[0]
-        if only.absorbed is None or only.tokens is not None:
-            raise ValueError("these rows are attended in expanded form")
-        return only.absorbed.attend(layer, query, keys_values)
+        """See AttentionPass. query: [tokens, heads, nope_dim + rope_dim]; keys_values: not read. Returns [tokens,
+        heads, value_dim]."""
+        if len(self.parts) == 1:
+            return self._attend(layer, query, self.parts[0])
+        attended = query.new_empty(*query.shape[:2], self._mla.value_dim)
+        for part in self.parts:
+            if isinstance(part.tokens, slice):
+                attended[part.tokens] = self._attend(layer, query[part.tokens], part)
+            else:
+                of_part = self._attend(layer, query.index_select(0, part.tokens), part)
+                attended.index_copy_(0, part.tokens, of_part)
+        return attended
+
+    def _attend(self, layer: int, query: Tensor, rows: LatentRows) -> Tensor:
+        projections = self._projections[layer]
+        if rows.expanded is not None:
+            return rows.expanded.attend(layer, query, projections.expand)
+        assert rows.absorbed is not None
+        nope, rotated = query[..., : self._mla.nope_dim], query[..., self._mla.nope_dim :]
+        absorbed = torch.cat((projections.absorb(nope), rotated), dim=-1)
+        return projections.values(rows.absorbed.attend(layer, absorbed))
 
 
 class LatentAttention:
     """Attention over one pool of latents."""
 
-    def __init__(self, mla: MlaSpec, pool: KVPool, form: MlaForm, absorbed: Attention, dense: DenseAttention) -> None:
-        """form: not "auto". absorbed: over the latents as they are. dense: of expanded keys and values."""
+    def __init__(
+        self,
+        mla: MlaSpec,
+        pool: KVPool,
+        form: MlaForm,
+        projections: Sequence[LatentProjections],
+        *,
+        write: Callable[[Sequence[AttentionSpan]], SlotWriter],
+        absorbed: PlanWork,
+        dense: DenseAttention,
+    ) -> None:
+        """form: not "auto". projections: of each layer of the pool. write: of the latents of a pass. absorbed: over
+        the latents as they are. dense: of expanded keys and values."""
         self._mla = mla
         self._pool = pool
         self._form = form
+        self._projections = projections
+        self._write = write
         self._absorbed = absorbed
         self._dense = dense
 
     def __call__(self, spans: Sequence[AttentionSpan]) -> LatentPass:
         """See Attention."""
         expanded = [self._form == "expanded" or (self._form == "length" and self._expands(span)) for span in spans]
-        if len(set(expanded)) < 2:
-            return LatentPass([self._part(spans, None, expanded=any(expanded))])
-        ends = np.cumsum([span.count for span in spans])
+        ends = np.cumsum([0, *(span.count for span in spans)])
         parts = []
-        for form in (False, True):
+        for form in sorted(set(expanded)):
             chosen = [number for number, each in enumerate(expanded) if each == form]
-            rows = np.concatenate([np.arange(ends[number] - spans[number].count, ends[number]) for number in chosen])
-            index = place(rows, self._pool.tensor.device)
-            parts.append(self._part([spans[number] for number in chosen], index, expanded=form))
-        return LatentPass(parts)
+            rows = np.concatenate([np.arange(ends[number], ends[number + 1]) for number in chosen])
+            parts.append(self._part([spans[number] for number in chosen], self._index(rows), expanded=form))
+        return LatentPass(self._mla, parts, self._write(spans), self._projections)
 
-    def _part(self, spans: Sequence[AttentionSpan], index: Tensor | None, *, expanded: bool) -> LatentRows:
+    def _index(self, tokens: NDArray[np.int64]) -> Tensor | slice:
+        first, count = int(tokens[0]), len(tokens)
+        if tokens[-1] - first + 1 == count:  # they ascend
+            return slice(first, first + count)
+        return place(tokens, self._pool.tensor.device)
+
+    def _part(self, spans: Sequence[AttentionSpan], tokens: Tensor | slice, *, expanded: bool) -> LatentRows:
         if expanded:
-            return LatentRows(index, None, ExpandedPass(self._mla, self._pool, spans, self._dense))
-        return LatentRows(index, self._absorbed(spans), None)
+            return LatentRows(tokens, None, ExpandedRows(self._mla, self._pool, spans, self._dense))
+        return LatentRows(tokens, self._absorbed(spans), None)
 
     def _expands(self, span: AttentionSpan) -> bool:
         """Whether the expanded form takes fewer multiplications, per head and layer."""
@@ -140,17 +203,39 @@ def resolve_form(form: MlaForm, device: str) -> MlaForm:
 
 
 def latent_attention(
-    mla: MlaSpec, pool: KVPool, form: MlaForm, *, kernels: Kernels | None = None, absorbed: Attention | None = None
+    mla: MlaSpec,
+    pool: KVPool,
+    form: MlaForm,
+    projections: Sequence[LatentProjections],
+    *,
+    kernels: Kernels | None = None,
+    absorbed: PlanWork | None = None,
 ) -> LatentAttention:
-    """Attention over a pool of latents on its device. kernels: the native ones, where they work. absorbed: of rows in
-    absorbed form; None for torch."""
+    """Attention over a pool of latents on its device. projections: of each layer of the pool. kernels: the native ones,
+    where they work. absorbed: of rows in absorbed form; None for torch."""
     form = resolve_form(form, pool.tensor.device.type)
     if kernels is not None:
-        native = partial(NativePass, pool, kernels, scale=mla.scale, value_width=mla.kv_rank)
-        return LatentAttention(mla, pool, form, native, NativeDense(kernels, mla.scale))
+        rows = PagedRows.of_latents(pool, mla.kv_rank)
+        return LatentAttention(
+            mla,
+            pool,
+            form,
+            projections,
+            write=partial(NativeWriter, pool, kernels),
+            absorbed=partial(NativeWork, kernels, rows=rows, scale=mla.scale),
+            dense=NativeDense(kernels, mla.scale),
+        )
     dense: DenseAttention = SdpaDense(mla.scale)
     if pool.tensor.device.type != "cpu" and pool.tensor.dtype != torch.float32:
         from headrace.engine.attention.varlen import VarlenDense
 
         dense = VarlenDense(mla.scale)
-    return LatentAttention(mla, pool, form, absorbed or partial(LatentSdpaPass, mla, pool), dense)
+    return LatentAttention(
+        mla,
+        pool,
+        form,
+        projections,
+        write=partial(SlotWriter, pool),
+        absorbed=absorbed or partial(LatentSdpa, mla, pool),
+        dense=dense,
+    )

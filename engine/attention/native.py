@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from headrace.core.types.kv.geometry import ceil_div
-from headrace.engine.attention.paged import AttentionPass, AttentionSpan, SlotWriter, first_slots
+from headrace.engine.attention.paged import AttentionPass, AttentionSpan, SlotWriter
 from headrace.engine.attention.work import PagedRows, Ranges, RowWork
 from headrace.engine.kv.pool import KVPool
 from headrace.engine.native.kernel_calls import (
@@ -57,42 +57,39 @@ class Item(NamedTuple):
     partial: int = 0
 
 
+class NativeWriter(SlotWriter):
+    """A SlotWriter by native kernels, for CPU pools of any dtype."""
+
+    def __init__(self, pool: KVPool, kernels: Kernels, spans: Sequence[AttentionSpan]) -> None:
+        """Prepare the indices of the spans' positions."""
+        super().__init__(pool, spans)
+        self._kernels = kernels
+
+    def write(self, layer: int, keys_values: Tensor) -> None:
+        """See SlotWriter."""
+        if self._pool.tensor.dtype == torch.float16:
+            super().write(layer, keys_values)
+            return
+        of_layer = self._first + layer * self._pool.blocks_per_layer * self._pool.page_size
+        self._kernels.write_slots(keys_values, of_layer, self._pool.slots, self._pool.page_size)
+
+
 class NativePass(AttentionPass):
-    """An AttentionPass by native kernels, for CPU pools of any dtype: of keys and values, or of latents that are both.
-    Work items are planned once, for all layers.
+    """An AttentionPass by native kernels, for CPU pools of any dtype. Work items are planned once, for all layers.
 
     Attention is computed in float32, or in bfloat16 where queries and pool are, if there is a kernel for that.
     """
 
-    def __init__(
-        self,
-        pool: KVPool,
-        kernels: Kernels,
-        spans: Sequence[AttentionSpan],
-        *,
-        scale: float = 0.0,
-        value_width: int = 0,
-    ) -> None:
-        """Prepare the records of all rows. pool: on the CPU, of any dtype. scale: of the scores, by default 1 /
-        sqrt(head_dim). value_width: of latents, how much of each is the value."""
-        rows = PagedRows.of_latents(pool, value_width) if value_width else PagedRows.of_pool(pool)
-        self._pool = pool
-        self._kernels = kernels
-        self._spans = spans
-        self._slots = first_slots(pool, spans, prefixes=False)
-        self._work = NativeWork(kernels, spans, rows, scale or 1 / math.sqrt(rows.keys.shape[-1]))
+    def __init__(self, pool: KVPool, kernels: Kernels, spans: Sequence[AttentionSpan]) -> None:
+        """Prepare the records of all rows. pool: on the CPU, of any dtype."""
+        self._writer = NativeWriter(pool, kernels, spans)
+        rows = PagedRows.of_pool(pool)
+        self._work = NativeWork(kernels, spans, rows, 1 / math.sqrt(rows.keys.shape[-1]))
 
     def attend(self, layer: int, query: Tensor, keys_values: Tensor) -> Tensor:
         """See AttentionPass."""
-        self._write(layer, keys_values)
+        self._writer.write(layer, keys_values)
         return self._work.attend(layer, query)
-
-    def _write(self, layer: int, keys_values: Tensor) -> None:
-        if self._pool.tensor.dtype == torch.float16:
-            SlotWriter(self._pool, self._spans).write(layer, keys_values)
-            return
-        of_layer = self._slots + layer * self._pool.blocks_per_layer * self._pool.page_size
-        self._kernels.write_slots(keys_values, of_layer, self._pool.slots, self._pool.page_size)
 
 
 class NativeWork(RowWork):

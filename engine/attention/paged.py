@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -50,6 +50,7 @@ class AttentionSpan:
     """What takes the place of embeddings of image tokens; None for a row without any."""
 
 
+@runtime_checkable
 class AttentionPass(Protocol):
     """Attention of one forward pass over a fixed set of spans; indices shared by all layers are prepared once.
 

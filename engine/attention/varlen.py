@@ -7,6 +7,7 @@ Imported where it is chosen: torch's module takes a second to import, and is not
 """
 
 from collections.abc import Sequence
+from functools import lru_cache
 from inspect import signature
 from typing import Any
 
@@ -28,6 +29,7 @@ CAUSAL = (-1, 0)  # window: all keys to the left; the last query is aligned with
 GROUPED: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in signature(varlen_attn).parameters else {}
 PAGED = {"block_table", "seqused_k", "num_splits"} <= set(signature(varlen_attn).parameters)  # not in torch 2.11
 PAGE_STEP = 256  # tokens; the kernel takes pages of multiples of it
+KEPT_ENDS = 256  # lengths of rows that are kept on the device: those of a pass are the same in all layers
 KERNEL_STEP = 8  # elements; the kernel takes heads of multiples of it
 
 
@@ -101,6 +103,7 @@ class VarlenDense:
     def __init__(self, scale: float) -> None:
         """scale: of the scores."""
         self._scale = scale
+        self._ends = lru_cache(KEPT_ENDS)(lambda count, device: _ends([count], device))
 
     def attend(self, query: Tensor, expanded: Tensor, rotated: Tensor, nope_dim: int) -> Tensor:
         """See DenseAttention."""
@@ -108,7 +111,7 @@ class VarlenDense:
         value_dim, tokens, positions = values.shape[2], len(query), len(keys)
         width = ceil_div(max(keys.shape[2], value_dim), KERNEL_STEP) * KERNEL_STEP
         heads = [_widened(rows, width) for rows in (query, keys, values)]
-        ends = [_ends([count], query.device) for count in (tokens, positions)]
+        ends = [self._ends(count, query.device) for count in (tokens, positions)]
         attended = varlen_attn(
             heads[0],
             heads[1],

@@ -1,7 +1,7 @@
 """Attention over keys and values that are in memory already, in pages, by kernels that are planned once for all layers:
 what SlotPass and RingPass compute with."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -47,6 +47,10 @@ class RowWork(Protocol):
         """query [tokens, heads, width], whose heads are dense → [tokens, heads, value_width]. sinks: one more score of
         each head [heads], which has no value."""
         ...
+
+
+PlanWork = Callable[[Sequence[AttentionSpan]], RowWork]
+"""Plans a pass over rows of one pool, in batch order."""
 
 
 class MakeWork(Protocol):

@@ -263,9 +263,8 @@ def _weights(
 
 
 def _in_float8(part: RankPart) -> int:
-    """Weights that stay in FP8 where they are published so: not those of MLA, whose rows are put into another order."""
-    attention = attention_weights(part.spec, part.shard) if part.spec.mla else 0
-    return linear_count(part) - len(part.layers) * attention
+    """Weights that stay in FP8 where they are published so."""
+    return linear_count(part) - _never_in_8_bits(part)
 
 
 def activation_bytes(part: RankPart, dtype: str, tokens: int, length: int) -> int:
@@ -282,12 +281,14 @@ def activation_bytes(part: RankPart, dtype: str, tokens: int, length: int) -> in
 
 def graph_bytes(part: RankPart, dtype: str, sizes: Sequence[int]) -> int:
     """Memory of CUDA graphs of passes of these sizes, ascending: an estimate from above. What the layers of the largest
-    give, which all share; buffers; and the graphs themselves, one more than there are layers for each size."""
+    give, which all share, where hidden states and sums over shards are in buffers; the other buffers; and the graphs
+    themselves, of each size: one more than there are layers, and for shards two more of each layer."""
     if not sizes:
         return 0
-    buffers = part.spec.hidden_size + 2 * part.spec.heads * part.spec.head_dim
+    buffers = 2 * len(part.shard.heads) * part.spec.head_dim
     shared = ITEM_BYTES[dtype] * sizes[-1] * (_widths(part) + buffers)
-    return shared + len(sizes) * (len(part.layers) + 1) * GRAPH_BYTES
+    of_layer = 3 if part.shard.count > 1 else 1
+    return shared + len(sizes) * (of_layer * len(part.layers) + 1) * GRAPH_BYTES
 
 
 def _widths(part: RankPart) -> int:
@@ -301,7 +302,8 @@ def _widths(part: RankPart) -> int:
     elif "dense" in kinds:
         wide = 3 * len(shard.columns)
     if spec.moe is not None and "moe" in kinds:
-        routed = spec.moe.top_k * (3 * hidden + 2 * spec.moe.intermediate_size)
+        joined = spec.moe.shared_size == spec.moe.intermediate_size  # one more expert, on GPUs
+        routed = (spec.moe.top_k + joined) * (3 * hidden + 2 * spec.moe.intermediate_size)
         wide = max(wide, routed + 3 * spec.moe.shared_size // shard.count)
     return 8 * hidden + wide
 

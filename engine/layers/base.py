@@ -18,13 +18,8 @@ class Rotary(NamedTuple):
 
 
 class AttentionBlock(Protocol):
-    """Projections, rotary embedding and attention of one layer."""
-
-    @property
-    def fixed(self) -> bool:
-        """Whether it queues the same operations for any pass of as many tokens, beside attention itself, and waits for
-        nothing: CUDA graphs can be captured of them."""
-        ...
+    """Projections, rotary embedding and attention of one layer. Beside attention itself it queues the same operations
+    for any pass of as many tokens: CUDA graphs can be captured of them."""
 
     def post(
         self, layer: int, normed: Tensor, rotary: Rotary, attention: AttentionPass, groups: Groups = ()
@@ -47,7 +42,8 @@ class MlpBlock(Protocol):
 
     @property
     def fixed(self) -> bool:
-        """See AttentionBlock."""
+        """Whether it queues the same operations for any pass of as many tokens, waits for nothing and exchanges nothing
+        but sums: CUDA graphs can be captured of them."""
         ...
 
     def steps(self, normed: Tensor, half: int = 0, groups: Groups = (), padding: Tensor | None = None) -> Steps[Tensor]:

@@ -17,6 +17,7 @@ class DenseMlp:
     """
 
     exchanges = False
+    fixed = True
 
     def __init__(
         self, hidden: int, inner: int, read: LayerReader, arithmetic: Arithmetic, columns: range, tp: Collectives
@@ -30,11 +31,6 @@ class DenseMlp:
         down = read.matrix(output, inner, columns=columns)  # [hidden, columns]
         self._gate_up = AdaptedLinear(arithmetic, gate_up, deltas=read.deltas(both, rows=rows))
         self._down = AdaptedLinear(arithmetic, down, deltas=read.deltas(output, columns=columns))
-
-    @property
-    def fixed(self) -> bool:
-        """See MlpBlock. What is summed over shards is not captured."""
-        return self._tp.size == 1
 
     def steps(self, normed: Tensor, half: int = 0, groups: Groups = (), padding: Tensor | None = None) -> Steps[Tensor]:
         """See MlpBlock."""

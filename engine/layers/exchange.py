@@ -20,8 +20,20 @@ from headrace.engine.model.moe_spec import MoeSpec
 class Mixture(Protocol):
     """The parts of a mixture-of-experts layer on one rank."""
 
-    def route(self, x: Tensor) -> ExpertChoice:
-        """Choose the experts of rows [tokens, hidden size]."""
+    @property
+    def grouped(self) -> bool:
+        """Whether experts are computed together, on a GPU, where a row's bits may follow from its place in a pass: what
+        shared experts give may be added before sums over ranks."""
+        ...
+
+    @property
+    def joined(self) -> bool:
+        """Whether the shared experts are one of those that compute() computes."""
+        ...
+
+    def route(self, x: Tensor, shared: slice | None = None) -> ExpertChoice:
+        """Choose the experts of rows [tokens, hidden size]. shared: rows that go to the shared experts, too, where
+        these are joined."""
         ...
 
     def compute(self, x: Tensor, choice: ExpertChoice) -> Tensor:
@@ -32,6 +44,16 @@ class Mixture(Protocol):
     def shared(self, x: Tensor) -> Tensor | None:
         """Results of the shared experts [tokens, hidden size], in the dtype of x; None where there are none."""
         ...
+
+
+def sums_of(x: Tensor, mixture: Mixture, shared: slice) -> Tensor:
+    """Sums over this rank's experts for rows x, and its shared experts' results for some of them."""
+    if mixture.joined:
+        return mixture.compute(x, mixture.route(x, shared))
+    sums = mixture.compute(x, mixture.route(x))
+    if (results := mixture.shared(x[shared])) is not None:
+        sums[shared].add_(results)
+    return sums
 
 
 class Exchange(Protocol):
@@ -73,8 +95,7 @@ class NoExchange:
     def run(self, x: Tensor, mixture: Mixture) -> Steps[Tensor]:
         """See Exchange."""
         yield from ()  # nothing travels
-        sums = mixture.compute(x, mixture.route(x))
-        return sums if (shared := mixture.shared(x)) is None else sums.add_(shared)
+        return sums_of(x, mixture, slice(0, len(x)))
 
 
 def pack(x: Tensor, choice: ExpertChoice, rows: int = 0) -> Tensor:
@@ -117,6 +138,11 @@ class Replicated:
         """See Exchange."""
         if not len(x):
             return x.new_empty(x.shape, dtype=torch.float32)
+        if mixture.grouped:
+            mine = shard_rows(len(x), self._tp.size, self._tp.rank)
+            summed = self._tp.all_reduce(sums_of(x, mixture, mine))
+            yield
+            return summed.wait()
         shared = SharedResults(x, mixture, self._tp)
         summed = self._tp.all_reduce(mixture.compute(x, mixture.route(x)))
         yield

@@ -42,11 +42,6 @@ class GroupedAttention:
         bias = read.vector(output, "bias") if spec.output_bias and shard.first else None  # added once
         self._output = AdaptedLinear(arithmetic, matrix, bias, read.deltas(output, columns=of_query))
 
-    @property
-    def fixed(self) -> bool:
-        """See AttentionBlock. What is summed over shards is not captured."""
-        return self._tp.size == 1
-
     def post(
         self, layer: int, normed: Tensor, rotary: Rotary, attention: AttentionPass, groups: Groups = ()
     ) -> Pending:

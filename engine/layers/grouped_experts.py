@@ -6,13 +6,14 @@ How many rows an expert has is known to the device alone (model/expert_rows.py),
 for any pass.
 """
 
-from collections.abc import Mapping
+from itertools import chain
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from headrace.core.types.errors import ConfigError
-from headrace.engine.model.arithmetic import Arithmetic
+from headrace.engine.model.arithmetic import Arithmetic, Weight
 from headrace.engine.model.expert_choice import ExpertChoice
 from headrace.engine.model.float8 import Float8Weight
 from headrace.engine.model.moe_spec import MoeSpec
@@ -30,15 +31,41 @@ def can_group(moe: MoeSpec, hidden: int, read: LayerReader) -> bool:
     return not read.on_cpu and read.dtype == torch.bfloat16 and aligned
 
 
-class GroupedExperts:
-    """SwiGLU MLPs in bfloat16, of which this rank holds a range, and the count of rows that each has computed."""
+class Expert(NamedTuple):
+    """The matrices of one expert, or of the shared ones that are joined to one."""
 
-    def __init__(self, moe: MoeSpec, hidden: int, own: range, read: LayerReader, arithmetic: Arithmetic) -> None:
-        """Read the weights, expert by expert. own: the experts that this rank holds. Raises ConfigError for a missing
-        or misshapen tensor."""
+    gate_up: Weight
+    """[2 * inner, hidden]"""
+    down: Weight
+    """[hidden, inner]"""
+
+
+class GroupedExperts:
+    """SwiGLU MLPs in bfloat16, of which this rank holds a range, and the count of rows that each has computed.
+
+    Shared experts of the same form are one more, which tokens choose with weight 1.
+    """
+
+    def __init__(
+        self,
+        moe: MoeSpec,
+        hidden: int,
+        own: range,
+        read: LayerReader,
+        arithmetic: Arithmetic,
+        shared: Expert | None = None,
+    ) -> None:
+        """Read the weights, expert by expert. own: the experts that this rank holds. shared: the shared ones, joined to
+        one. Raises ConfigError for a missing or misshapen tensor."""
         self._arithmetic = arithmetic
         self._own = own
-        self._gate_up, self._down = read_stacked(moe, hidden, own, read)
+        also = None
+        if shared is not None and all(map(_alike, read_expert(moe, hidden, own.start, read), shared)):
+            also = shared
+        self._gate_up, self._down = read_stacked(moe, hidden, own, read, also)
+        self.shared = None if also is None else Expert(_last(self._gate_up), _last(self._down))
+        """The shared experts, if they are one of them."""
+        self._number = None if also is None else moe.experts
         self.counts = torch.zeros(len(own), dtype=torch.int64, device=read.device)
         """Rows computed by each own expert, on the device."""
 
@@ -50,35 +77,61 @@ class GroupedExperts:
         """
         if not len(x):
             return torch.zeros_like(x)
-        rows = self._arithmetic.sort_rows(choice.experts, self._own, self.counts)
+        rows = self._arithmetic.sort_rows(choice.experts, self._own, self.counts, self._number)
         taken = self._arithmetic.take_rows(x, rows, choice.experts.shape[1])
         gated = self._arithmetic.gate_rows(self._arithmetic.grouped_linear(taken, self._gate_up, rows), rows)
         results = self._arithmetic.grouped_linear(gated, self._down, rows)
         return self._arithmetic.combine_rows(results, rows, choice)
 
 
-def read_stacked(moe: MoeSpec, hidden: int, own: range, read: LayerReader) -> tuple[Stacked, Stacked]:
-    """Weights of experts: [experts, 2 * inner, hidden] of gate and up, [experts, hidden, inner] of down. Raises
-    ConfigError for a missing or misshapen tensor."""
+def read_expert(moe: MoeSpec, hidden: int, expert: int | None, read: LayerReader) -> Expert:
+    """expert: None for the shared ones. Raises ConfigError for a missing or misshapen tensor."""
     gate, up, down = moe.projections
-    inner = moe.intermediate_size
+    name = f"{moe.module}.shared_experts" if expert is None else f"{moe.module}.experts.{expert}"
+    inner = moe.shared_size if expert is None else moe.intermediate_size
+    gate_up = read.matrix({f"{name}.{gate}": inner, f"{name}.{up}": inner}, hidden)
+    return Expert(gate_up, read.matrix({f"{name}.{down}": hidden}, inner))
 
-    def stack(parts: Mapping[str, int], width: int) -> Stacked:
-        whole: list[Tensor] = []  # of the matrices, or of the values and the scales of those in FP8
-        shared = 0
-        for index, expert in enumerate(own):
-            matrix = read.matrix({f"{moe.module}.experts.{expert}.{name}": rows for name, rows in parts.items()}, width)
-            assert isinstance(matrix, Tensor | Float8Weight), "whole numbers of 8 bits are for CPUs"
-            stored = (matrix,) if isinstance(matrix, Tensor) else (matrix.values, matrix.scales)
-            if not index:
-                whole = [part.new_empty(len(own), *part.shape) for part in stored]
-                shared = 0 if isinstance(matrix, Tensor) else matrix.rows
-            if len(stored) != len(whole):
+
+def read_stacked(
+    moe: MoeSpec, hidden: int, own: range, read: LayerReader, shared: Expert | None = None
+) -> tuple[Stacked, Stacked]:
+    """Weights of experts: [experts, 2 * inner, hidden] of gate and up, [experts, hidden, inner] of down. shared: is put
+    behind them. Raises ConfigError for a missing or misshapen tensor."""
+    each = (read_expert(moe, hidden, expert, read) for expert in own)
+    whole: list[Stacked] = []
+    for index, expert in enumerate(each if shared is None else chain(each, [shared])):
+        if not whole:
+            whole = [_room(len(own) + (shared is not None), matrix) for matrix in expert]
+        for stacked, matrix in zip(whole, expert, strict=True):
+            if isinstance(stacked, Tensor) != isinstance(matrix, Tensor):
                 raise ConfigError(
                     f"layer {read.layer} has experts in FP8 and others; write --compile off, which expands them all"
                 )
-            for all_of_them, part in zip(whole, stored, strict=True):
+            for all_of_them, part in zip(_tensors(stacked), _tensors(matrix), strict=True):
                 all_of_them[index] = part
-        return Float8Weight(whole[0], whole[1], shared) if shared else whole[0]
+    return whole[0], whole[1]
 
-    return stack({gate: inner, up: inner}, hidden), stack({down: hidden}, inner)
+
+def _tensors(weight: Weight) -> tuple[Tensor, ...]:
+    assert isinstance(weight, Tensor | Float8Weight), "whole numbers of 8 bits are for CPUs"
+    return (weight,) if isinstance(weight, Tensor) else (weight.values, weight.scales)
+
+
+def _room(experts: int, weight: Weight) -> Stacked:
+    """For so many weights like this."""
+    made = [part.new_empty(experts, *part.shape) for part in _tensors(weight)]
+    return Float8Weight(made[0], made[1], weight.rows) if isinstance(weight, Float8Weight) else made[0]
+
+
+def _last(stacked: Stacked) -> Weight:
+    if isinstance(stacked, Tensor):
+        return stacked[-1]
+    return stacked._replace(values=stacked.values[-1], scales=stacked.scales[-1])
+
+
+def _alike(one: Weight, other: Weight) -> bool:
+    """Whether weights can be put side by side."""
+    return [(part.shape, part.dtype) for part in _tensors(one)] == [
+        (part.shape, part.dtype) for part in _tensors(other)
+    ]

@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from headrace.engine.collectives.steps import Steps, finish
-from headrace.engine.layers.exchange import Exchange, Mixture, NoExchange
-from headrace.engine.layers.grouped_experts import GroupedExperts, can_group
+from headrace.engine.layers.exchange import Exchange, Mixture, NoExchange, Replicated
+from headrace.engine.layers.grouped_experts import GroupedExperts, can_group, read_expert
 from headrace.engine.layers.lora import Groups
 from headrace.engine.layers.router import Router
 from headrace.engine.model.arithmetic import Arithmetic
@@ -63,17 +63,10 @@ class Experts:
     ) -> None:
         """Read the weights, expert by expert. own: the experts that this rank holds. Raises ConfigError for a missing
         or misshapen tensor."""
-        gate, up, down = moe.projections
-        inner = moe.intermediate_size
         self._arithmetic = arithmetic
         self._own = own
         self._tile_rows = tile_rows
-        self._gate_up = []  # per own expert: [2 * inner, hidden]
-        self._down = []  # [hidden, inner]
-        for expert in own:
-            name = f"{moe.module}.experts.{expert}"
-            self._gate_up.append(read.matrix({f"{name}.{gate}": inner, f"{name}.{up}": inner}, hidden))
-            self._down.append(read.matrix({f"{name}.{down}": hidden}, inner))
+        self._experts = [read_expert(moe, hidden, expert, read) for expert in own]
         self._edges: Tensor | None = None  # own experts' numbers and the next, on the device of the rows
         self.counts = torch.zeros(len(own), dtype=torch.int64)
         """Rows computed by each own expert, on the host."""
@@ -91,8 +84,8 @@ class Experts:
             for first in range(start, stop, self._tile_rows):
                 tile = slice(first, min(first + self._tile_rows, stop))
                 rows = tokens[tile]
-                gated = self._arithmetic.gated_linear(x.index_select(0, rows), self._gate_up[index])
-                result = self._arithmetic.linear(gated, self._down[index]).float()
+                gated = self._arithmetic.gated_linear(x.index_select(0, rows), self._experts[index].gate_up)
+                result = self._arithmetic.linear(gated, self._experts[index].down).float()
                 sums.index_add_(0, rows, result.mul_(weights[tile]))
         return sums
 
@@ -127,10 +120,16 @@ class MoeMlp:
         """Read the weights. hidden: hidden size. exchanges: of the stage, one for each half of passes that are cut; the
         first says which experts to read. Raises ConfigError for a missing or misshapen tensor."""
         self._router = Router(moe, hidden, read, arithmetic)
-        make = GroupedExperts if can_group(moe, hidden, read) else Experts
-        self._experts = make(moe, hidden, exchanges[0].own, read, arithmetic)
+        shared, own = read_expert(moe, hidden, None, read) if moe.shared_size else None, exchanges[0].own
+        self._experts: GroupedExperts | Experts
+        if can_group(moe, hidden, read):
+            self._experts = GroupedExperts(moe, hidden, own, read, arithmetic, shared)
+            shared = self._experts.shared or shared
+        else:
+            self._experts = Experts(moe, hidden, own, read, arithmetic)
+        self._arithmetic = arithmetic
+        self._shared = shared
         self._exchanges = exchanges
-        self._shared = SharedExperts(moe, hidden, read, arithmetic) if moe.shared_size else None
 
     @property
     def counts(self) -> Tensor:
@@ -145,7 +144,7 @@ class MoeMlp:
     @property
     def fixed(self) -> bool:
         """See MlpBlock."""
-        return isinstance(self._experts, GroupedExperts) and isinstance(self._exchanges[0], NoExchange)
+        return self.grouped and isinstance(self._exchanges[0], NoExchange | Replicated)
 
     def forward(self, normed: Tensor) -> Tensor:
         """The result of steps() in a pass that is not cut."""
@@ -157,9 +156,19 @@ class MoeMlp:
         sums = yield from self._exchanges[half].run(normed, mixture)
         return sums.to(normed.dtype)
 
-    def route(self, x: Tensor) -> ExpertChoice:
+    @property
+    def grouped(self) -> bool:
         """See Mixture."""
-        return self._router.route(x)
+        return isinstance(self._experts, GroupedExperts)
+
+    @property
+    def joined(self) -> bool:
+        """See Mixture."""
+        return isinstance(self._experts, GroupedExperts) and self._experts.shared is not None
+
+    def route(self, x: Tensor, shared: slice | None = None) -> ExpertChoice:
+        """See Mixture."""
+        return self._router.route(x, shared)
 
     def compute(self, x: Tensor, choice: ExpertChoice) -> Tensor:
         """See Mixture."""
@@ -169,7 +178,9 @@ class MoeMlp:
         """See Mixture."""
         if self._shared is None:
             return None
-        return self._shared.compute(x) if len(x) else torch.empty_like(x)
+        if not len(x):
+            return torch.empty_like(x)
+        return self._arithmetic.linear(self._arithmetic.gated_linear(x, self._shared.gate_up), self._shared.down)
 
 
 class PaddedMixture:
@@ -180,23 +191,9 @@ class PaddedMixture:
         self._padding = padding
         self._route = mixture.route
         self.compute, self.shared = mixture.compute, mixture.shared
+        self.grouped, self.joined = mixture.grouped, mixture.joined
 
-    def route(self, x: Tensor) -> ExpertChoice:
+    def route(self, x: Tensor, shared: slice | None = None) -> ExpertChoice:
         """See Mixture."""
-        choice = self._route(x)
+        choice = self._route(x, shared)
         return choice._replace(experts=choice.experts.masked_fill(self._padding, NO_EXPERT))
-
-
-class SharedExperts:
-    """Experts that every token goes through, joined to one SwiGLU MLP."""
-
-    def __init__(self, moe: MoeSpec, hidden: int, read: LayerReader, arithmetic: Arithmetic) -> None:
-        """Read the weights. Raises ConfigError for a missing or misshapen tensor."""
-        name, inner = f"{moe.module}.shared_experts", moe.shared_size
-        self._arithmetic = arithmetic
-        self._gate_up = read.matrix({f"{name}.gate_proj": inner, f"{name}.up_proj": inner}, hidden)
-        self._down = read.matrix({f"{name}.down_proj": hidden}, inner)
-
-    def compute(self, x: Tensor) -> Tensor:
-        """Results for rows [tokens, hidden size]."""
-        return self._arithmetic.linear(self._arithmetic.gated_linear(x, self._gate_up), self._down)

@@ -11,6 +11,7 @@ from headrace.core.runtime.progress import PassProgress
 from headrace.core.types.requests.images import ImageInput
 from headrace.engine.attention import choose_attention, choose_latent_attention
 from headrace.engine.attention.paged import Attention, AttentionPass, AttentionSpan, ImageRows
+from headrace.engine.collectives.graphed import GraphedCollectives
 from headrace.engine.collectives.operations import ALONE, Collectives
 from headrace.engine.collectives.steps import Steps, finish, take_turns
 from headrace.engine.dtypes import Precision
@@ -18,6 +19,7 @@ from headrace.engine.kv.pool import KVPool
 from headrace.engine.layers.base import Rotary
 from headrace.engine.layers.exchange import Exchange, NoExchange, begin_pass
 from headrace.engine.layers.graphs import PassGraphs, StageForm, capture_graphs
+from headrace.engine.layers.latent_attention import LatentAttentionBlock
 from headrace.engine.layers.layer import Layer, load_layer
 from headrace.engine.layers.lora import Groups, row_groups
 from headrace.engine.layers.moe import ExpertRows, MoeMlp
@@ -78,6 +80,7 @@ class NativeDecoder:
         self._mla_form, self._kernels, self._native_units = mla_form, kernels, native_units
         self._wanted_attention: AttentionChoice = attention
         self._heads = len(shard.heads)
+        self._tp = tp
         self._attention: Attention | None = None
         self.attention = ""
         """See Decoder."""
@@ -119,10 +122,12 @@ class NativeDecoder:
         """See Decoder. Raises ConfigError when an attention is wanted that does not work here."""
         self._pool = pool
         if self._spec.mla is not None:
+            blocks = [layer.attention for layer in self._layers]
             self._attention, self.attention = choose_latent_attention(
                 self._spec.mla,
                 pool,
                 self._mla_form,
+                [block.projections for block in blocks if isinstance(block, LatentAttentionBlock)],
                 kernels=self._kernels,
                 wanted=self._wanted_attention,
                 heads=self._heads,
@@ -138,16 +143,19 @@ class NativeDecoder:
             )
 
     def capture(self, tokens: int) -> None:
-        """See Decoder: of layers that queue the same for any pass of as many tokens."""
+        """See Decoder: of layers that queue the same for any pass of as many tokens. Raises LinkBroken when another
+        shard is gone."""
         attention, pool = self._attention, self._pool
         assert attention is not None, "attach() comes first"
         assert pool is not None, "attach() comes first"
-        if not all(layer.attention.fixed and layer.mlp.fixed for layer in self._layers):
+        tp = self._tp if isinstance(self._tp, GraphedCollectives) else None
+        if (tp is None and self._tp.size > 1) or not all(layer.mlp.fixed for layer in self._layers):
             return
         spec = self._spec
         device, dtype = torch.device(self._device), self._precision.compute
-        form = StageForm(spec.hidden_size, spec.heads, spec.head_dim, dtype, device, len(self._cos))
-        self._graphs = capture_graphs(self._whole, form, pool, attention, tokens, self.progress.step)
+        values = spec.mla.value_dim if spec.mla else spec.head_dim
+        form = StageForm(spec.hidden_size, self._heads, spec.head_dim, values, dtype, device, len(self._cos))
+        self._graphs = capture_graphs(self._whole, form, pool, attention, tokens, self.progress.step, tp)
 
     def begin(self, tokens: Sequence[int], padded: int, cut: int = 0) -> None:
         """See Decoder and begin_pass()."""

@@ -18,13 +18,13 @@ class Router:
         self._arithmetic = arithmetic
         name = f"{moe.module}.gate"
         weight = read.unquantized(name, (moe.experts, hidden))
-        self._weight = arithmetic.pack(weight.float() if moe.float32_logits else weight)
+        self._weight = arithmetic.pack_float32(weight) if moe.float32_logits else arithmetic.pack(weight)
         self._bias = read.float32(name, "e_score_correction_bias", (moe.experts,)) if moe.choice_bias else None
 
-    def route(self, x: Tensor) -> ExpertChoice:
-        """Choose the experts of rows [tokens, hidden size]."""
+    def route(self, x: Tensor, shared: slice | None = None) -> ExpertChoice:
+        """Choose the experts of rows [tokens, hidden size]. shared: see choose()."""
         if not len(x):
-            shape = (0, self._moe.top_k)
+            shape = (0, self._moe.top_k + (shared is not None))
             return ExpertChoice(x.new_empty(shape, dtype=torch.int64), x.new_empty(shape, dtype=torch.float32))
-        rows = x.float() if self._moe.float32_logits else x
-        return self._arithmetic.choose(self._arithmetic.linear(rows, self._weight), self._moe, self._bias)
+        linear = self._arithmetic.linear_float32 if self._moe.float32_logits else self._arithmetic.linear
+        return self._arithmetic.choose(linear(x, self._weight), self._moe, self._bias, shared)

@@ -30,6 +30,18 @@ class HeadRules(NamedTuple):
     eps: float = 0.0
 
 
+class LatentRules(NamedTuple):
+    """How what one product has made of tokens becomes the latents of a pool (multi-head latent attention)."""
+
+    query_norm: Tensor | None
+    """Weights of the RMSNorm of the queries' latent; None: queries are heads, which have none."""
+    latent_norm: Tensor
+    """The same of the latent that keys and values are made of [kv_rank]."""
+    rope_dim: int
+    """Elements of the key that is rotated, behind the latent."""
+    eps: float
+
+
 class KvSlots(NamedTuple):
     """Where the keys and values of a pass's tokens go in one layer of a pool."""
 
@@ -94,13 +106,48 @@ class Arithmetic(Protocol):
         if slots is not None:
             slots.write(heads[:, rules.query_heads :])
 
-    def choose(self, logits: Tensor, moe: MoeSpec, bias: Tensor | None = None) -> ExpertChoice:
-        """The best k experts by the router's logits. See expert_choice.choose()."""
-        return expert_choice.choose(logits, moe, bias)
+    def rotate_pairs(self, x: Tensor, cos: Tensor, sin: Tensor) -> None:
+        """Rotate x [rows, heads, width] in place as DeepSeek does: element 2i with 2i + 1. Rows and heads may be
+        strided. cos, sin: as for rotate(), which turns the i-th elements of both halves."""
+        rows, heads, width = x.shape
+        pairs = x.view(rows, heads, width // 2, 2)
+        halves = torch.cat(pairs.unbind(-1), dim=-1)  # a copy, of a single pair too
+        self.rotate(halves, cos, sin)
+        pairs.copy_(halves.view(rows, heads, 2, width // 2).transpose(-1, -2))
 
-    def sort_rows(self, experts: Tensor, own: range, counts: Tensor) -> SortedRows:
+    def place_latents(
+        self, joined: Tensor, rules: LatentRules, cos: Tensor, sin: Tensor, slots: KvSlots | None
+    ) -> tuple[Tensor, Tensor]:
+        """joined [tokens, query width + kv_rank + rope_dim] → the queries' part [tokens, query width], and latents
+        [tokens, 1, kv_rank + rope_dim] as a pool holds them: normed, the key rotated in pairs. With slots they are
+        written there, and latents have no meaning. joined may be overwritten."""
+        rank, key_at = len(rules.latent_norm), joined.shape[1] - rules.rope_dim
+        query, latent, key = joined[:, : key_at - rank], joined[:, key_at - rank : key_at], joined[:, key_at:]
+        if rules.query_norm is not None:
+            query = self.add_norm(query, None, rules.query_norm, rules.eps)
+        latents = torch.cat((self.add_norm(latent, None, rules.latent_norm, rules.eps), key), 1)[:, None]
+        self.rotate_pairs(latents[..., rank:], cos, sin)
+        if slots is not None:
+            slots.write(latents)
+        return query, latents
+
+    def pack_float32(self, weight: Tensor) -> Weight:
+        """A weight [out, in], not in 8 bits, for linear_float32()."""
+        return self.pack(weight.float())
+
+    def linear_float32(self, x: Tensor, weight: Weight) -> Tensor:
+        """x [rows, in] @ weight.T → float32 [rows, out], rounded nowhere else. weight: from pack_float32()."""
+        return self.linear(x.float(), weight)
+
+    def choose(
+        self, logits: Tensor, moe: MoeSpec, bias: Tensor | None = None, shared: slice | None = None
+    ) -> ExpertChoice:
+        """The best k experts by the router's logits, and the shared ones. See expert_choice.choose()."""
+        return expert_choice.choose(logits, moe, bias, shared)
+
+    def sort_rows(self, experts: Tensor, own: range, counts: Tensor, shared: int | None = None) -> SortedRows:
         """Rows of a rank's experts, in their order. See expert_rows.sort_rows()."""
-        return expert_rows.sort_rows(experts, own, counts)
+        return expert_rows.sort_rows(experts, own, counts, shared)
 
     def take_rows(self, x: Tensor, rows: SortedRows, k: int) -> Tensor:
         """See expert_rows.take_rows()."""

@@ -21,12 +21,23 @@ class ExpertChoice(NamedTuple):
     """float32 [tokens, k]: factors of the experts' results."""
 
 
-def choose(logits: Tensor, moe: MoeSpec, bias: Tensor | None = None) -> ExpertChoice:
+def choose(logits: Tensor, moe: MoeSpec, bias: Tensor | None = None, shared: slice | None = None) -> ExpertChoice:
     """The best k experts by the router's logits [tokens, experts], which are in the dtype of their product.
 
-    bias: float32 [experts], added to scores for the choice only. A row's result does not depend on the other rows, bit
-    for bit.
+    bias: float32 [experts], added to scores for the choice only. shared: tokens that go to the shared experts, too, as
+    one more expert behind all others, of weight 1; the rest has NO_EXPERT there. A row's result does not depend on the
+    other rows, bit for bit.
     """
+    chosen = _choose(logits, moe, bias)
+    if shared is None:
+        return chosen
+    last = torch.full((len(logits), 1), NO_EXPERT, device=logits.device)
+    last[shared] = moe.experts
+    experts = torch.cat((chosen.experts, last), 1)
+    return ExpertChoice(experts, torch.cat((chosen.weights, torch.ones_like(last, dtype=torch.float32)), 1))
+
+
+def _choose(logits: Tensor, moe: MoeSpec, bias: Tensor | None) -> ExpertChoice:
     scores = _scores(logits.float(), moe)
     eligible = _in_best_groups(scores if bias is None else scores + bias, moe)
     experts = torch.topk(eligible, moe.top_k, dim=-1).indices

@@ -20,7 +20,7 @@ class SortedRows(NamedTuple):
     places: Tensor
     """Integers [tokens * k]: the row of each choice; of other ranks' experts none that has a meaning."""
     ends: Tensor
-    """int32 [experts]: where the rows of each expert end."""
+    """int32 [experts]: where the rows of each expert end; last, if at all, of the shared experts, which are one."""
 
     @property
     def total(self) -> Tensor:
@@ -28,16 +28,20 @@ class SortedRows(NamedTuple):
         return self.ends[-1:]
 
 
-def sort_rows(experts: Tensor, own: range, counts: Tensor) -> SortedRows:
-    """Rows of the experts `own` among the choices int64 [tokens, k], of an expert in the order of tokens. counts: int64
-    [experts], to which each expert's rows are added."""
+def sort_rows(experts: Tensor, own: range, counts: Tensor, shared: int | None = None) -> SortedRows:
+    """Rows of the experts `own` among the choices int64 [tokens, k], of an expert in the order of tokens. shared: the
+    number of one more, behind them. counts: int64 [own experts], to which each expert's rows are added."""
+    held = len(own) + (shared is not None)
     numbers = experts.flatten() - own.start
-    numbers = numbers.masked_fill_((numbers < 0) | (numbers >= len(own)), len(own))
+    others = (numbers < 0) | (numbers >= len(own))
+    numbers = numbers.masked_fill_(others, held)
+    if shared is not None:
+        numbers = numbers.masked_fill_(experts.flatten() == shared, len(own))
     ordered, sources = numbers.sort(stable=True)
     places = torch.empty_like(sources).scatter_(0, sources, torch.arange(len(sources), device=sources.device))
-    each = torch.arange(len(own) + 1, device=ordered.device)
+    each = torch.arange(held + 1, device=ordered.device)
     edges = torch.searchsorted(ordered, each, out_int32=True)
-    counts += edges.diff()
+    counts += edges.diff()[: len(own)]
     return SortedRows(sources, places, edges[1:])
 
 

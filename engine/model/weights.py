@@ -123,18 +123,24 @@ class LayerReader:
         return stored.to(device=self._device, dtype=torch.float32, copy=True)
 
     def matrix(
-        self, parts: Mapping[str, int], width: int, *, rows: Mapping[str, range] = ALL, columns: range | None = None
+        self,
+        parts: Mapping[str, int],
+        width: int,
+        *,
+        rows: Mapping[str, range] = ALL,
+        columns: range | None = None,
+        rounded: bool = False,
     ) -> Weight:
         """Weights [out, in], packed. parts: rows of the whole tensors by name. width: their columns. rows: by name,
-        what to read of them; names that are absent are read whole. columns: only these. Raises ConfigError for a
-        missing or misshapen tensor."""
+        what to read of them; names that are absent are read whole. columns: only these. rounded: to the model's dtype,
+        before they are quantised in 8 bits. Raises ConfigError for a missing or misshapen tensor."""
         if columns == range(width):
             columns = None
         wanted = [_Part(self._name(name, "weight"), (count, width), rows.get(name)) for name, count in parts.items()]
         if self._precision.float8 and (stored := self._in_float8(wanted, columns)) is not None:
             return stored.to(self._device)
         return self._pack(
-            self._in_8_bits(wanted, columns)
+            self._in_8_bits(wanted, columns, rounded)
             if self._precision.int8
             else self._fused(self._precision.held, wanted, columns)
         )
@@ -175,10 +181,8 @@ class LayerReader:
         or to reorder. Raises ConfigError when it is missing or misshapen."""
         return self._checkpoint.read(f"{self._prefix}.{name}", shape).to(self._precision.model)
 
-    def packed(self, weight: Tensor, *, int8: bool = True) -> Weight:
-        """Weights [out, in] made of what tensor() returned, packed. int8: in 8 bits, if linear layers are."""
-        if int8 and self._precision.int8:
-            return self._pack(quantize(weight))
+    def packed(self, weight: Tensor) -> Weight:
+        """Weights [out, in] made of what tensor() returned, packed; never in 8 bits."""
         # Packed weights are held in the dtype of computation, and with linear layers in 8 bits all are packed.
         dtype = self._precision.compute if self._precision.int8 else self._precision.held
         return self._pack(weight.to(device=self._device, dtype=dtype, copy=True))
@@ -187,13 +191,15 @@ class LayerReader:
         """What tensor() returned, in the dtype of computation, not packed."""
         return values.to(device=self._device, dtype=self._precision.compute, copy=True)
 
-    def _in_8_bits(self, parts: list[_Part], columns: range | None) -> Weight:
+    def _in_8_bits(self, parts: list[_Part], columns: range | None, rounded: bool) -> Weight:
         read = self._checkpoint
-        stored = [read.read_int8(part.name, (part.shape[0], part.shape[1]), part.rows, columns) for part in parts]
-        found = [part for part in stored if part is not None]
-        if len(found) == len(parts):
-            return join(found)
-        return join([quantize(read.read(part.name, part.shape, part.rows, columns)) for part in parts])
+        if not rounded:
+            stored = [read.read_int8(part.name, (part.shape[0], part.shape[1]), part.rows, columns) for part in parts]
+            found = [part for part in stored if part is not None]
+            if len(found) == len(parts):
+                return join(found)
+        wide = [read.read(part.name, part.shape, part.rows, columns) for part in parts]
+        return join([quantize(each.to(self._precision.model) if rounded else each) for each in wide])
 
     def _in_float8(self, parts: list[_Part], columns: range | None) -> Float8Weight | None:
         """None where a part is stored otherwise."""

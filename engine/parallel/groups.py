@@ -34,6 +34,7 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore  # public in
 
 from headrace.core.config import Links, StageConfig
 from headrace.core.types.ranks.layout import Layout
+from headrace.engine.collectives.graphed import GraphedCollectives
 from headrace.engine.collectives.host_staged import HostStaged
 from headrace.engine.collectives.operations import Alone, Collectives, LinkBroken
 from headrace.engine.collectives.shared_memory import on_one_machine
@@ -114,6 +115,8 @@ def join_groups(config: StageConfig, device: torch.device) -> Groups:
     groups = groups._replace(staged=staged, watch=watch)
     if way == "device":
         groups = _add_hidden_groups(groups, layout, rank, making)
+    if layout.tp > 1 and way == "device":
+        groups = groups._replace(tp=GraphedCollectives(groups.tp))
     if layout.tp > 1 and way == "host":
         groups = groups._replace(tp=on_one_machine(groups.tp, timeout_s))
     return groups if config.member is None else _add_vote_groups(groups, config, making)

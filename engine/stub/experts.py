@@ -111,6 +111,8 @@ class StubExperts:
 class StubMixture:
     """A Mixture whose results are small integers. Rows are bytes, as float32 [rows, ROW]."""
 
+    grouped = joined = False
+
     def __init__(self, moe: MoeSpec, own: range, clock: StubTime, seconds: float) -> None:
         """own: experts of this rank. seconds: that they take for a tile."""
         self._moe = moe
@@ -118,7 +120,7 @@ class StubMixture:
         self._clock = clock
         self._seconds = seconds
 
-    def route(self, x: Tensor) -> ExpertChoice:
+    def route(self, x: Tensor, shared: slice | None = None) -> ExpertChoice:
         """See Mixture."""
         first = _words(x) % np.uint64(self._moe.experts)
         order = np.arange(self._moe.top_k)

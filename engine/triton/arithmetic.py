@@ -1,4 +1,4 @@
-"""Layer arithmetic by the kernels of kernels.py: one launch for each operation, two for products in FP8."""
+"""Layer arithmetic by Triton kernels: one launch for each operation, two for products in FP8."""
 
 from collections.abc import Callable
 from typing import Any
@@ -7,16 +7,16 @@ import torch
 import triton
 from torch import Tensor
 
-from headrace.engine.model.arithmetic import HeadRules, KvSlots, TorchArithmetic, Weight
+from headrace.engine.model.arithmetic import HeadRules, KvSlots, LatentRules, TorchArithmetic, Weight
 from headrace.engine.model.expert_choice import SMALLEST_SUM, ExpertChoice
 from headrace.engine.model.expert_rows import SortedRows
 from headrace.engine.model.float8 import BLOCK, Float8Weight
 from headrace.engine.model.moe_spec import MoeSpec
-from headrace.engine.triton import kernels
+from headrace.engine.triton import kernels, latents
 
 TILE = 2048  # elements of a row that one program computes at most, where it need not have all
 HEAD_TILE = 2048  # elements of heads that one program turns
-PLACES = 1024  # choices whose rows one program places
+PLACES = 4096  # choices that one program looks at together, for those of its expert
 PRODUCT_TILE = 128  # rows and columns of a product in FP8 that one program computes
 FEW_ROWS = 64  # rows of it where there are no more, on the average of experts
 
@@ -76,31 +76,75 @@ class TritonArithmetic(TorchArithmetic):
             ROWS=tile, BLOCK=half,
         )  # fmt: skip
 
-    def choose(self, logits: Tensor, moe: MoeSpec, bias: Tensor | None = None) -> ExpertChoice:
+    def rotate_pairs(self, x: Tensor, cos: Tensor, sin: Tensor) -> None:
+        """See Arithmetic."""
+        tokens, heads, width = x.shape
+        block = triton.next_power_of_2(width // 2)
+        tile = max(1, min(triton.next_power_of_2(heads), HEAD_TILE // (2 * block)))
+        if tokens:
+            launch(
+                latents.rotate_pairs, (tokens, triton.cdiv(heads, tile)), x, cos, sin, heads, x.stride(0), x.stride(1),
+                HALF=width // 2, ROWS=tile, BLOCK=block,
+            )  # fmt: skip
+
+    def place_latents(
+        self, joined: Tensor, rules: LatentRules, cos: Tensor, sin: Tensor, slots: KvSlots | None
+    ) -> tuple[Tensor, Tensor]:
+        """See Arithmetic."""
+        (tokens, width), rank = joined.shape, len(rules.latent_norm)
+        slot, normed = rank + rules.rope_dim, rules.query_norm is not None
+        query = joined.new_empty(tokens, width - slot) if normed else joined[:, :-slot]
+        made = joined.new_empty(0 if slots else tokens, 1, slot)
+        if tokens:
+            launch(
+                latents.place_latents, (tokens, 1 + normed), joined, query, slots.slots if slots else made, cos, sin,
+                rules.query_norm if normed else joined, rules.latent_norm, slots.first if slots else joined, rules.eps,
+                QUERY=width - slot, RANK=rank, HALF=rules.rope_dim // 2, NORMED=normed, PLACED=slots is not None,
+                QUERY_BLOCK=triton.next_power_of_2(width - slot), RANK_BLOCK=triton.next_power_of_2(rank),
+                BLOCK=triton.next_power_of_2(rules.rope_dim // 2),
+            )  # fmt: skip
+        return query, made
+
+    def pack_float32(self, weight: Tensor) -> Tensor:
+        """See Arithmetic. The weight itself: products are summed in float32."""
+        return weight
+
+    def linear_float32(self, x: Tensor, weight: Weight) -> Tensor:
+        """See Arithmetic."""
+        assert isinstance(weight, Tensor), "routers are not in 8 bits"
+        if x.dtype == torch.float32 or x.device.type == "cpu":
+            return super().linear(x.float(), weight)
+        return torch.mm(x, weight.T, out_dtype=torch.float32)
+
+    def choose(
+        self, logits: Tensor, moe: MoeSpec, bias: Tensor | None = None, shared: slice | None = None
+    ) -> ExpertChoice:
         """See Arithmetic. Of equal scores the first."""
-        tokens, count = logits.shape
-        experts = torch.empty(tokens, moe.top_k, dtype=torch.int64, device=logits.device)
-        weights = torch.empty(tokens, moe.top_k, dtype=torch.float32, device=logits.device)
+        (tokens, count), k = logits.shape, moe.top_k + (shared is not None)
+        experts = torch.empty(tokens, k, dtype=torch.int64, device=logits.device)
+        weights = torch.empty(tokens, k, dtype=torch.float32, device=logits.device)
         if tokens:
             launch(
                 kernels.choose, (tokens,), logits, logits if bias is None else bias, experts, weights,
                 logits.stride(0), moe.scaling, SMALLEST_SUM if moe.scores == "sigmoid" else 0.0,
+                shared.start if shared else 0, shared.stop if shared else 0,
                 EXPERTS=count, K=moe.top_k, GROUPS=moe.groups, TOP_GROUPS=moe.top_groups,
                 TWO_BEST=moe.group_score == "two best", SIGMOID=moe.scores == "sigmoid", BIASED=bias is not None,
-                NORMALIZED=moe.normalized, ROUNDED=moe.rounded_weights, BLOCK=triton.next_power_of_2(count),
-                K_BLOCK=triton.next_power_of_2(moe.top_k), GROUP_BLOCK=triton.next_power_of_2(moe.groups), num_warps=1,
+                NORMALIZED=moe.normalized, ROUNDED=moe.rounded_weights, SHARED=shared is not None,
+                BLOCK=triton.next_power_of_2(count), K_BLOCK=triton.next_power_of_2(moe.top_k),
+                GROUP_BLOCK=triton.next_power_of_2(moe.groups), num_warps=1,
             )  # fmt: skip
         return ExpertChoice(experts, weights)
 
-    def sort_rows(self, experts: Tensor, own: range, counts: Tensor) -> SortedRows:
+    def sort_rows(self, experts: Tensor, own: range, counts: Tensor, shared: int | None = None) -> SortedRows:
         """See Arithmetic."""
-        ordered, order = experts.flatten().sort(stable=True)
-        total = len(order)
-        sources, places = (torch.empty(total, dtype=torch.int32, device=order.device) for _ in range(2))
-        ends = torch.empty(len(own), dtype=torch.int32, device=order.device)
+        total, held = experts.numel(), len(own) + (shared is not None)
+        sources, places = (torch.empty(total, dtype=torch.int32, device=experts.device) for _ in range(2))
+        ends = torch.empty(held, dtype=torch.int32, device=experts.device)
         launch(
-            kernels.place_rows, (triton.cdiv(max(total, len(own)), PLACES),), ordered, order, counts, ends, sources,
-            places, total, total.bit_length(), own.start, EXPERTS=len(own), BLOCK=PLACES,
+            kernels.place_rows, (held,), experts.contiguous(), counts, ends, sources, places, total, own.start,
+            -1 if shared is None else shared, OWN=len(own), SHARED=shared is not None,
+            BLOCK=min(PLACES, triton.next_power_of_2(total)), num_warps=8,
         )  # fmt: skip
         return SortedRows(sources, places, ends)
 

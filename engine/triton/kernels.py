@@ -100,11 +100,11 @@ def place_heads(
     tl.store(heads + low_at + HALF, high, mask=kept)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first", "last"])
 def choose(
-    logits, bias, experts, weights, step, scaling, smallest,
+    logits, bias, experts, weights, step, scaling, smallest, first, last,
     EXPERTS: tl.constexpr, K: tl.constexpr, GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr, TWO_BEST: tl.constexpr,
-    SIGMOID: tl.constexpr, BIASED: tl.constexpr, NORMALIZED: tl.constexpr, ROUNDED: tl.constexpr,
+    SIGMOID: tl.constexpr, BIASED: tl.constexpr, NORMALIZED: tl.constexpr, ROUNDED: tl.constexpr, SHARED: tl.constexpr,
     BLOCK: tl.constexpr, K_BLOCK: tl.constexpr, GROUP_BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The best K experts of a token, and their weights. Grid: (tokens). See expert_choice.choose()."""
@@ -155,43 +155,57 @@ def choose(
         of_chosen = of_chosen / (total + smallest)
     if ROUNDED:
         of_chosen = of_chosen.to(kind).to(tl.float32)
-    tl.store(experts + row * K + number, chosen.to(tl.int64), mask=number < K)
-    tl.store(weights + row * K + number, of_chosen * scaling, mask=number < K)
+    of_token = row * (K + SHARED)
+    tl.store(experts + of_token + number, chosen.to(tl.int64), mask=number < K)
+    tl.store(weights + of_token + number, of_chosen * scaling, mask=number < K)
+    if SHARED:
+        goes = (row >= first) & (row < last)
+        tl.store(experts + of_token + K, tl.where(goes, EXPERTS, -1).to(tl.int64))
+        tl.store(weights + of_token + K, 1.0)
 
 
-@triton.jit
-def count_below(ordered, total, values, bits):
-    """How many elements of ordered [total], which ascends, are below each of values. bits: of total."""
-    found = tl.zeros_like(values)
-    for each in range(bits):
-        probe = found + (1 << (bits - 1 - each))
-        inside = probe <= total
-        below = tl.load(ordered + probe - 1, mask=inside, other=0).to(tl.int32) < values
-        found = tl.where(inside & below, probe, found)
-    return found
-
-
-@triton.jit(do_not_specialize=["total", "bits"])  # they differ from pass to pass
+@triton.jit(do_not_specialize=["total"])  # it differs from pass to pass
 def place_rows(
-    ordered, order, counts, ends, sources, places, total, bits, first_expert, EXPERTS: tl.constexpr, BLOCK: tl.constexpr
+    experts, counts, ends, sources, places, total, first_expert, shared,
+    OWN: tl.constexpr, SHARED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Where the rows of a rank's experts are, by what sort() made of choices. Grid: (tiles of choices or experts).
+    """Where the rows of a rank's experts are, which are counted and placed by one program each, in the order of tokens.
+    Grid: (OWN experts, and the shared one where SHARED, whose number is shared).
 
-    ends: of each expert's rows; sources: the choice of each row; places: the row of each choice, negative or beyond the
-    last for experts of other ranks. counts: rows of each expert, added to."""
-    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    begin = tl.max(count_below(ordered, total, tl.full([BLOCK], 0, tl.int32) + first_expert, bits), 0)
-    there = at < total
-    choice = tl.load(order + at, mask=there, other=0).to(tl.int32)
-    tl.store(sources + at - begin, choice, mask=there & (at >= begin))
-    tl.store(places + choice, at - begin, mask=there)
-    if tl.program_id(0) * BLOCK < EXPERTS:
-        lower = count_below(ordered, total, first_expert + at, bits)
-        upper = count_below(ordered, total, first_expert + at + 1, bits)
-        owned = at < EXPERTS
-        tl.store(ends + at, upper - begin, mask=owned)
-        before = tl.load(counts + at, mask=owned, other=0)
-        tl.store(counts + at, before + (upper - lower).to(tl.int64), mask=owned)
+    experts: of all choices [total]. ends: of each expert's rows; sources: the choice of each row; places: the row of
+    each choice, negative for experts of other ranks. counts: rows of each expert, added to."""
+    mine = tl.program_id(0)
+    at = tl.arange(0, BLOCK)
+    before = mine * 0  # a number of Triton's
+    own = mine * 0
+    for begin in range(0, total, BLOCK):
+        there = begin + at < total
+        number = tl.load(experts + begin + at, mask=there, other=-1).to(tl.int32)
+        local = number - first_expert
+        held = (local >= 0) & (local < OWN) & there
+        if SHARED:
+            local = tl.where((number == shared) & there, OWN, local)
+            held = held | ((number == shared) & there)
+        before += tl.sum((held & (local < mine)).to(tl.int32), 0)
+        own += tl.sum((held & (local == mine)).to(tl.int32), 0)
+    tl.store(ends + mine, before + own)
+    if mine < OWN:
+        tl.store(counts + mine, tl.load(counts + mine) + own.to(tl.int64))
+    for begin in range(0, total, BLOCK):
+        there = begin + at < total
+        number = tl.load(experts + begin + at, mask=there, other=-1).to(tl.int32)
+        local = number - first_expert
+        held = (local >= 0) & (local < OWN) & there
+        if SHARED:
+            local = tl.where((number == shared) & there, OWN, local)
+            held = held | ((number == shared) & there)
+        chosen = held & (local == mine)
+        row = before + tl.cumsum(chosen.to(tl.int32), 0) - 1
+        tl.store(sources + row, begin + at, mask=chosen)
+        tl.store(places + begin + at, row, mask=chosen)
+        if mine == 0:
+            tl.store(places + begin + at, tl.zeros([BLOCK], tl.int32) - 1, mask=there & (held == 0))
+        before += tl.sum(chosen.to(tl.int32), 0)
 
 
 @triton.jit

@@ -56,6 +56,8 @@ def resolve(config: Config, memory_bytes: int = 0) -> Resolved:
         )
     elsewhere = memory_bytes > 0
     config = _with_chunk(config, resolve_device(config.model.device, elsewhere=elsewhere))
+    if config.group.links == "host" and config.scheduler.tp > 1:  # whose sums the host waits for
+        config = msgspec.structs.replace(config, engine=msgspec.structs.replace(config.engine, cuda_graphs="off"))
     terms = model_terms(config.model, config.engine, elsewhere=elsewhere)
     spec, device, dtype = terms.spec, terms.computation.device, terms.computation.dtype
     layers = _layers(config, spec)

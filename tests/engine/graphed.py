@@ -11,6 +11,7 @@ from headrace.core.config import EngineConfig, ModelConfig
 from headrace.engine import runner
 from headrace.engine.attention import ChosenAttention
 from headrace.engine.attention.gpu import SdpaPass
+from headrace.engine.collectives.operations import ALONE, Collectives
 from headrace.engine.kv.pool import KVPool
 from headrace.engine.layers import moe, native_decoder
 from headrace.engine.layers.exchange import NoExchange
@@ -28,11 +29,19 @@ def _by_sdpa(pool: KVPool, **_: object) -> ChosenAttention:
     return ChosenAttention(partial(SdpaPass, pool), "")
 
 
-def make(folder: Path, arithmetic: Arithmetic | None = None, *, halves: int = 0, grouped: bool = True) -> ModelRunner:
+def make(
+    folder: Path,
+    arithmetic: Arithmetic | None = None,
+    *,
+    halves: int = 0,
+    grouped: bool = True,
+    tp: Collectives = ALONE,
+) -> ModelRunner:
     """As on a GPU in float32: keys and values are placed before attention, and experts are grouped. halves: exchanges
-    for passes that are cut."""
+    for passes that are cut. tp: the shards, of which this is the first."""
     model = ModelConfig(model=str(folder), dtype="float32", device="cpu")
-    plan = plan_rank(model, EngineConfig(kv_pages=PAGES, page_size=PAGE_SIZE, threads=1), LONGEST)
+    engine = EngineConfig(kv_pages=PAGES, page_size=PAGE_SIZE, threads=1, mla="length")
+    plan = plan_rank(model, engine, LONGEST, tp=tp.size)
     experts = plan.terms.spec.moe.experts if plan.terms.spec.moe else 0
     with (
         patch.object(runner, "choose_arithmetic", lambda *_: arithmetic or TorchArithmetic()),
@@ -41,7 +50,7 @@ def make(folder: Path, arithmetic: Arithmetic | None = None, *, halves: int = 0,
         ),
         patch.object(moe, "can_group", lambda *_: grouped),
     ):
-        return ModelRunner(plan, exchanges=[NoExchange(experts) for _ in range(halves)])
+        return ModelRunner(plan, exchanges=[NoExchange(experts) for _ in range(halves)], tp=tp)
 
 
 def decoder(made: ModelRunner) -> NativeDecoder:

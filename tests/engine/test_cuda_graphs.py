@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from unittest.mock import patch
 
 import numpy as np
@@ -9,19 +10,21 @@ import pytest
 import torch
 from torch import Tensor
 
-from headrace.core.config import EngineConfig, ModelConfig
 from headrace.core.messages.orders import PlanRow
 from headrace.core.types.ranks.coordinate import Agreement
-from headrace.engine.layers import graphs, native_decoder
-from headrace.engine.load_plan import plan_rank
+from headrace.engine import runner
+from headrace.engine.collectives.graphed import GraphedCollectives
+from headrace.engine.collectives.operations import Alone, Collectives, Done, LinkBroken
+from headrace.engine.layers import exchange, graphs, native_decoder
+from headrace.engine.layers.graphs import PassGraphs
 from headrace.engine.model.arithmetic import TorchArithmetic
 from headrace.engine.runner import ModelRunner
 from tests.engine.graphed import LONGEST, PAGE_SIZE, PAGES, captured, check_same, decoder, make
-from tests.engine.models import Prompt, Saved, random_tokens
+from tests.engine.models import LATENTS, Prompt, Saved, random_tokens
 from tests.engine.recorded_graphs import Device
 
 MOST = 100  # tokens of the largest pass that has graphs: of 1, 2, 4 … 64 and 128
-MODELS = ["llama", "llama-bias", "qwen2", "qwen3", "qwen3-moe"]
+MODELS = ["llama", "llama-bias", "qwen2", "qwen3", "qwen3-moe", *LATENTS]
 
 
 def mixed_passes(seed: int) -> Iterator[list[PlanRow]]:
@@ -102,12 +105,103 @@ def test_some_passes_have_no_graphs(saved: Callable[[str], Saved], device: Devic
 
 
 @pytest.mark.parametrize("name", ["deepseek-v3", "qwen3-moe"])
-def test_some_models_have_none(saved: Callable[[str], Saved], device: Device, name: str) -> None:
-    """Latents, and experts that wait for how many rows each of them has."""
-    made = make(saved(name).folder, grouped=False) if name != "deepseek-v3" else None
-    if made is None:
-        model = ModelConfig(model=str(saved(name).folder), dtype="float32", device="cpu")
-        made = ModelRunner(plan_rank(model, EngineConfig(kv_pages=PAGES, page_size=PAGE_SIZE, threads=1), LONGEST))
+def test_experts_that_wait_for_how_many_rows_each_of_them_has(
+    saved: Callable[[str], Saved], device: Device, name: str
+) -> None:
+    made = make(saved(name).folder, grouped=False)
+    decoder(made).capture(MOST)
+    assert decoder(made)._graphs is None
+    assert not device.captured
+
+
+class Twice(Alone):
+    """The first of two shards, beside one that computes the same."""
+
+    size = 2
+
+    def __init__(self) -> None:
+        self.rows: list[int] = []
+        """Of each sum."""
+        self.well = True
+        """What the other shard says of its graphs."""
+        self.gone_after = 1 << 30
+        """Sums after which the other shard is gone."""
+
+    def all_reduce(self, x: Tensor) -> Done:
+        if x.dtype == torch.int64:  # numbers that each rank gives in its place
+            return Done(torch.stack((x[0], x[0] if self.well else torch.zeros_like(x[0]))))
+        if len(self.rows) >= self.gone_after:
+            raise LinkBroken("the other shard is gone")
+        self.rows.append(len(x))
+        return Done(x + x)
+
+
+def shard(folder: Path, tp: Collectives) -> ModelRunner:
+    with patch.object(runner, "check_equal_sums", lambda *_: None):
+        return make(folder, tp=tp)
+
+
+SHARDED = ["llama", "qwen3-moe", "deepseek-v3"]
+
+
+@pytest.mark.parametrize("name", SHARDED)
+def test_shards_sum_between_graphs(
+    saved: Callable[[str], Saved], device: Device, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same rows as without graphs, as the other shard may do."""
+    # Which tokens' shared experts are a shard's follows from the padding; of two that compute the same it makes sums.
+    monkeypatch.setattr(exchange, "shard_rows", lambda tokens, *_: slice(0, tokens))
+    groups = [Twice(), Twice()]
+    plain, graphed = shard(saved(name).folder, groups[0]), shard(saved(name).folder, GraphedCollectives(groups[1]))
+    plain.pool.tensor.fill_(torch.nan)
+    captured(graphed, MOST)
+    for rows in mixed_passes(1):
+        before = device.replays
+        for group in groups:
+            group.rows.clear()
+        check_same(graphed.forward(rows), plain.forward(rows))
+        check_same(graphed.pool.tensor, plain.pool.tensor)
+        assert groups[0].rows == groups[1].rows
+        tokens = sum(row.count for row in rows)
+        assert device.replays - before == (10 if tokens <= 128 else 0), "three layers"
+
+
+def test_a_shard_that_is_gone_breaks_a_pass_through_graphs(saved: Callable[[str], Saved], device: Device) -> None:
+    group = Twice()
+    made = shard(saved("llama").folder, GraphedCollectives(group))
+    captured(made, 16)
+    group.gone_after = len(group.rows) + 4  # the embedding's, and in the second layer
+    with pytest.raises(LinkBroken, match="is gone"):
+        made.forward([Prompt(1, random_tokens(9, 1), [3, 4], PAGE_SIZE).row(0, 9)])
+
+
+def test_a_shard_that_is_gone_while_graphs_are_tried(saved: Callable[[str], Saved], device: Device) -> None:
+    group = Twice()
+    made = shard(saved("llama").folder, GraphedCollectives(group))
+    group.gone_after = len(group.rows) + 2
+    with pytest.raises(LinkBroken):
+        decoder(made).capture(16)
+
+
+def test_shards_have_graphs_together_or_not_at_all(
+    saved: Callable[[str], Saved], device: Device, caplog: pytest.LogCaptureFixture
+) -> None:
+    group = Twice()
+    made = shard(saved("llama").folder, GraphedCollectives(group))
+    agree = PassGraphs._agreed
+
+    def captured_here(graphs: PassGraphs, well: bool) -> bool:
+        group.well = device.open is None and not device.captured
+        return agree(graphs, well)
+
+    with patch.object(PassGraphs, "_agreed", captured_here):
+        [warning] = warnings_of(made, caplog)
+    assert warning == "passes run without CUDA graphs: RuntimeError: another shard cannot capture them"
+    assert decoder(made)._graphs is None
+
+
+def test_shards_whose_sums_the_host_waits_for_have_none(saved: Callable[[str], Saved], device: Device) -> None:
+    made = shard(saved("llama").folder, Twice())
     decoder(made).capture(MOST)
     assert decoder(made)._graphs is None
     assert not device.captured

@@ -221,7 +221,7 @@ def publish(folder: Path, model: Any, form: Published) -> None:
     tensors, stored = load_file(path), {}
     own = model.state_dict()
     for name, weight in tensors.items():
-        if not name.endswith("_proj.weight"):
+        if not name.endswith(("_proj.weight", "_proj_with_mqa.weight")):
             stored[name] = weight
             continue
         parts, expected = form.make(weight)

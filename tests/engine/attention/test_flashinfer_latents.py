@@ -15,8 +15,9 @@ from headrace.core.config import AttentionChoice, MlaForm
 from headrace.core.types.errors import ConfigError
 from headrace.engine import attention
 from headrace.engine.attention import choose_latent_attention
-from headrace.engine.attention.latent import LatentSdpaPass
-from headrace.engine.attention.paged import Attention, AttentionSpan
+from headrace.engine.attention.latent import LatentSdpa
+from headrace.engine.attention.paged import AttentionSpan, SlotWriter
+from headrace.engine.attention.work import PlanWork
 from headrace.engine.kv.pool import KVPool
 from headrace.engine.model.mla_spec import MlaSpec
 from tests.engine.attention import fake_flashinfer
@@ -33,19 +34,20 @@ def make_pool(mla: MlaSpec, page_size: int, dtype: str = "bfloat16", pages: int 
     return pool
 
 
-def run(begin: Attention, mla: MlaSpec, spans: list[AttentionSpan], dtype: torch.dtype) -> list[torch.Tensor]:
+def run(begin: PlanWork, mla: MlaSpec, pool: KVPool, spans: list[AttentionSpan]) -> list[torch.Tensor]:
     """Outputs per layer of the spans' prefixes, one after the other, and then of the spans together."""
     generator = torch.Generator().manual_seed(2)
     prefixes = [AttentionSpan(0, span.start, span.pages) for span in spans if span.start]
     outputs = []
     for rows in (*([each] for each in prefixes), spans):
-        running = begin(rows)
+        running, writer = begin(rows), SlotWriter(pool, rows)
         for layer in range(LAYERS):
             tokens = sum(span.count for span in rows)
             query, latents = (
                 torch.randn(tokens, heads, mla.slot_dim, generator=generator).bfloat16() for heads in (HEADS, 1)
             )
-            outputs.append(running.attend(layer, query.to(dtype), latents.to(dtype)))
+            writer.write(layer, latents)
+            outputs.append(running.attend(layer, query.to(pool.tensor.dtype)))
     return outputs
 
 
@@ -58,13 +60,13 @@ def test_latents_are_attended_to_as_by_torch(shapes: list[tuple[int, int]], page
     spans = make_spans(shapes, page_size, PAGES - 2, seed=len(shapes))
     held = [AttentionSpan(each.start, each.count, np.append(each.pages, np.full(more, PAGES - 1))) for each in spans]
     low, high = make_pool(SMALL, page_size), make_pool(SMALL, page_size, "float32")
-    plain = partial(LatentSdpaPass, SMALL)
+    plain = partial(LatentSdpa, SMALL)
     with fake_flashinfer.installed():
         from headrace.engine.attention.flashinfer import FlashInferLatents
 
-        found = run(FlashInferLatents(SMALL, low, HEADS, partial(plain, low)), SMALL, held, torch.bfloat16)
+        found = run(FlashInferLatents(SMALL, low, HEADS, partial(plain, low)), SMALL, low, held)
         assert fake_flashinfer.made
-    for one, other in zip(found, run(partial(plain, high), SMALL, spans, torch.float32), strict=True):
+    for one, other in zip(found, run(partial(plain, high), SMALL, high, spans), strict=True):
         torch.testing.assert_close(one.float(), other, atol=1e-5, rtol=2**-8)  # one rounding, at the end
     torch.testing.assert_close(low.tensor.float(), high.tensor, equal_nan=True, atol=0, rtol=0)
 
@@ -89,7 +91,7 @@ def choose(
     """A pool on the CPU is taken for one on a GPU."""
     pool = make_pool(mla, 16, dtype, pages=4)
     with patch.object(attention, "_on_cpu", lambda _: False):
-        return choose_latent_attention(mla, pool, form, wanted=wanted, heads=heads)
+        return choose_latent_attention(mla, pool, form, (), wanted=wanted, heads=heads)
 
 
 def test_it_is_chosen_where_it_is_installed(caplog: pytest.LogCaptureFixture) -> None:

@@ -41,10 +41,31 @@ def attend(attention: LatentAttention, cuts: list[int], query: torch.Tensor, lat
     pages = np.random.default_rng(1).permutation(PAGES)
     parts = []
     for start, end in zip([0, *cuts], [*cuts, len(query)], strict=True):
-        [part] = attention([AttentionSpan(start, end - start, pages)]).parts
+        attending = attention([AttentionSpan(start, end - start, pages)])
+        attending.slots(1).write(latents[start:end])
+        [part] = attending.parts
         assert part.absorbed is not None
-        parts.append(part.absorbed.attend(1, query[start:end], latents[start:end]))
+        parts.append(part.absorbed.attend(1, query[start:end]))
     return torch.cat(parts)
+
+
+class Projections:
+    """LatentProjections of a weight [heads, nope_dim + value_dim, kv_rank]."""
+
+    def __init__(self, weight: torch.Tensor, nope_dim: int) -> None:
+        self.tiles: list[int] = []
+        """Numbers of heads whose keys and values were made."""
+        self._weight, self._keys, self._values = weight, weight[:, :nope_dim], weight[:, nope_dim:]
+
+    def absorb(self, query: torch.Tensor) -> torch.Tensor:
+        return torch.einsum("thm,hmc->thc", query, self._keys)
+
+    def values(self, attended: torch.Tensor) -> torch.Tensor:
+        return torch.einsum("thc,hvc->thv", attended, self._values)
+
+    def expand(self, latents: torch.Tensor, heads: range) -> torch.Tensor:
+        self.tiles.append(len(heads))
+        return torch.einsum("pc,hdc->phd", latents, self._weight[heads.start : heads.stop])
 
 
 @pytest.mark.parametrize("wide", WIDTHS)
@@ -53,8 +74,8 @@ def attend(attention: LatentAttention, cuts: list[int], query: torch.Tensor, lat
 @pytest.mark.usefixtures("two_threads")
 def test_native_latents_equal_torch(mla: MlaSpec, heads: int, length: int, dtype: str, wide: bool) -> None:
     query, latents = normal(length, heads, mla.slot_dim), normal(length, 1, mla.slot_dim, seed=1).bfloat16().float()
-    fast = latent_attention(mla, make_pool(mla, dtype), "absorbed", kernels=native(wide))
-    plain = latent_attention(mla, make_pool(mla, dtype), "absorbed")
+    fast = latent_attention(mla, make_pool(mla, dtype), "absorbed", (), kernels=native(wide))
+    plain = latent_attention(mla, make_pool(mla, dtype), "absorbed", ())
     found = attend(fast, [length // 3], query, latents)
     assert found.shape == (length, heads, mla.kv_rank)
     torch.testing.assert_close(found, attend(plain, [length // 2, length - 1], query, latents), atol=2e-5, rtol=2e-5)
@@ -68,13 +89,13 @@ def test_bits_do_not_depend_on_chunks_and_threads(wide: bool) -> None:
     query, latents = normal(length, 4, SMALL.slot_dim), normal(length, 1, SMALL.slot_dim, seed=1)
     for dtype in ("float32", "bfloat16"):
         whole = attend(
-            latent_attention(SMALL, make_pool(SMALL, dtype), "absorbed", kernels=native(wide)), [], query, latents
+            latent_attention(SMALL, make_pool(SMALL, dtype), "absorbed", (), kernels=native(wide)), [], query, latents
         )
         for cuts in ([2199], [1, 2, 1000, 2100, 2101], list(range(100, 2200, 100))):
-            attention = latent_attention(SMALL, make_pool(SMALL, dtype), "absorbed", kernels=native(wide))
+            attention = latent_attention(SMALL, make_pool(SMALL, dtype), "absorbed", (), kernels=native(wide))
             assert torch.equal(attend(attention, cuts, query, latents), whole)
         torch.set_num_threads(1)
-        attention = latent_attention(SMALL, make_pool(SMALL, dtype), "absorbed", kernels=native(wide))
+        attention = latent_attention(SMALL, make_pool(SMALL, dtype), "absorbed", (), kernels=native(wide))
         assert torch.equal(attend(attention, [2198], query, latents), whole)
         torch.set_num_threads(2)
 
@@ -89,27 +110,44 @@ def test_both_forms_are_the_same(mla: MlaSpec, tile_heads: int, kernels: bool, m
     monkeypatch.setattr(expanded, "TILE_BYTES", tile_heads * both)  # some tokens at a time, too, without kernels
     weight = normal(heads, mla.nope_dim + mla.value_dim, mla.kv_rank) / mla.kv_rank**0.5
     query, latents = normal(start + count, heads, mla.query_dim), normal(start + count, 1, mla.slot_dim, seed=1)
-    tiles: list[int] = []
-
-    def expand(rows: torch.Tensor, some: range) -> torch.Tensor:
-        tiles.append(len(some))
-        return torch.einsum("pc,hdc->phd", rows, weight[some.start : some.stop])
-
     pages = np.random.default_rng(1).permutation(PAGES)
-    attention = latent_attention(mla, make_pool(mla), "expanded", kernels=native(True) if kernels else None)
-    for first, tokens in ((0, start), (start, count)):
-        [part] = attention([AttentionSpan(first, tokens, pages)]).parts
-        assert part.expanded is not None
-        rows = slice(first, first + tokens)
-        tiles.clear()
-        found = part.expanded.attend(1, query[rows], latents[rows], expand)
-    assert max(tiles) == tile_heads
-    absorb = torch.einsum("thm,hmc->thc", query[..., : mla.nope_dim], weight[:, : mla.nope_dim])
-    absorbed = torch.cat((absorb, query[..., mla.nope_dim :]), dim=-1)
-    other = latent_attention(mla, make_pool(mla), "absorbed", kernels=native(True) if kernels else None)
-    sums = attend(other, [start], absorbed, latents)[start:]
-    expected = torch.einsum("thc,hvc->thv", sums, weight[:, mla.nope_dim :])
-    torch.testing.assert_close(found, expected, atol=5e-5, rtol=5e-5)
+    made = Projections(weight, mla.nope_dim)
+    found = []
+    for form in ("expanded", "absorbed"):
+        attention = latent_attention(mla, make_pool(mla), form, [made, made], kernels=native(True) if kernels else None)
+        for first, tokens in ((0, start), (start, count)):
+            rows = slice(first, first + tokens)
+            made.tiles[:] = made.tiles if form == "absorbed" else []
+            attending = attention([AttentionSpan(first, tokens, pages)])
+            attending.slots(1).write(latents[rows])
+            result = attending.attend(1, query[rows], latents[rows])
+        found.append(result)
+    assert max(made.tiles) == tile_heads
+    torch.testing.assert_close(found[0], found[1], atol=5e-5, rtol=5e-5)
+
+
+@pytest.mark.parametrize("order", [[0, 1, 2, 3], [1, 3, 0, 2], [3, 1, 2, 0]])
+def test_rows_of_both_forms_in_any_order(order: list[int]) -> None:
+    """Each as by itself: rows of a form one behind the other, or not."""
+    heads, counts = 3, [30, 40, 1, 1]
+    made = Projections(normal(heads, SMALL.nope_dim + SMALL.value_dim, SMALL.kv_rank), SMALL.nope_dim)
+    query, latents = normal(200, heads, SMALL.query_dim), normal(200, 1, SMALL.slot_dim, seed=1)
+    pages = np.random.default_rng(1).permutation(PAGES)
+
+    def attended(numbers: list[int]) -> list[torch.Tensor]:
+        attention = latent_attention(SMALL, pool, "length", [made])
+        spans = [AttentionSpan(4, counts[number], pages[10 * number : 10 * number + 10]) for number in numbers]
+        rows = torch.cat([torch.arange(50 * number, 50 * number + counts[number]) for number in numbers])
+        attending = attention(spans)
+        attending.slots(0).write(latents[rows])
+        found = attending.attend(0, query[rows], latents[rows])
+        return list(found.split([counts[number] for number in numbers]))
+
+    pool = make_pool(SMALL)
+    pool.tensor.fill_(1)
+    together = attended(order)
+    for number, found in zip(order, together, strict=True):
+        torch.testing.assert_close(found, attended([number])[0], atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("mla", [MLA, SMALL])
@@ -128,7 +166,7 @@ def test_the_flash_kernel_of_gpus_gets_padded_values(mla: MlaSpec, count: int) -
 def test_the_form_by_length_is_the_one_with_fewer_products() -> None:
     """170 tokens behind a very long prefix, as the sizes of DeepSeek-V2 and -V3 say; any number without one."""
     pool = make_pool(MLA)
-    attention = latent_attention(MLA, pool, "length")
+    attention = latent_attention(MLA, pool, "length", ())
     pages = np.zeros(1_000_000 // PAGE_SIZE + 100, np.int64)
 
     def expands(start: int, count: int) -> bool:

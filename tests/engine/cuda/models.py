@@ -18,12 +18,13 @@ from headrace.core.types import packed
 from headrace.core.types.requests.request import SamplingParams
 from headrace.engine import device, runner
 from headrace.engine.attention import triton_work
+from headrace.engine.collectives.graphed import GraphedCollectives
 from headrace.engine.collectives.operations import ALONE, Collectives, Done
-from headrace.engine.layers import native_decoder
+from headrace.engine.layers import graphs, native_decoder
 from headrace.engine.layers.exchange import Exchange, NoExchange, make_exchange
 from headrace.engine.load_plan import model_terms
 from headrace.engine.model import arithmetic
-from headrace.engine.model.arithmetic import HeadRules, KvSlots, TorchArithmetic, Weight
+from headrace.engine.model.arithmetic import HeadRules, KvSlots, LatentRules, TorchArithmetic, Weight
 from headrace.engine.model.expert_choice import ExpertChoice
 from headrace.engine.model.expert_plan import Way, own_experts
 from headrace.engine.model.expert_rows import SortedRows
@@ -169,14 +170,32 @@ class _Fused(TorchArithmetic):
         with self._gpu.as_one("place_heads", 2 * heads.nbytes + cos.nbytes):
             TorchArithmetic().place_heads(heads, rules, cos, sin, slots)
 
-    def choose(self, logits: Tensor, moe: MoeSpec, bias: Tensor | None = None) -> ExpertChoice:
-        with self._gpu.as_one("choose", logits.nbytes + len(logits) * moe.top_k * 12):
-            return super().choose(logits, moe, bias)
+    def rotate_pairs(self, x: Tensor, cos: Tensor, sin: Tensor) -> None:
+        with self._gpu.as_one("rotate_pairs", 2 * x.nbytes + cos.nbytes):
+            TorchArithmetic().rotate_pairs(x, cos, sin)
 
-    def sort_rows(self, experts: Tensor, own: range, counts: Tensor) -> SortedRows:
-        ordered, _ = experts.flatten().sort(stable=True)
-        with self._gpu.as_one("place_rows", 2 * ordered.nbytes + len(ordered) * 8):
-            return super().sort_rows(experts, own, counts)
+    def place_latents(
+        self, joined: Tensor, rules: LatentRules, cos: Tensor, sin: Tensor, slots: KvSlots | None
+    ) -> tuple[Tensor, Tensor]:
+        with self._gpu.as_one("place_latents", 2 * joined.nbytes + cos.nbytes):
+            return TorchArithmetic().place_latents(joined, rules, cos, sin, slots)
+
+    def pack_float32(self, weight: Tensor) -> Tensor:
+        return weight
+
+    def linear_float32(self, x: Tensor, weight: Weight) -> Tensor:
+        assert isinstance(weight, Tensor)
+        return torch.mm(x, weight.T, out_dtype=torch.float32)
+
+    def choose(
+        self, logits: Tensor, moe: MoeSpec, bias: Tensor | None = None, shared: slice | None = None
+    ) -> ExpertChoice:
+        with self._gpu.as_one("choose", logits.nbytes + len(logits) * moe.top_k * 12):
+            return super().choose(logits, moe, bias, shared)
+
+    def sort_rows(self, experts: Tensor, own: range, counts: Tensor, shared: int | None = None) -> SortedRows:
+        with self._gpu.as_one("place_rows", 2 * experts.nbytes + experts.numel() * 8):
+            return super().sort_rows(experts, own, counts, shared)
 
     def take_rows(self, x: Tensor, rows: SortedRows, k: int) -> Tensor:
         with self._gpu.as_one("take_rows", self._rows(2 * k * x.nbytes)):
@@ -232,7 +251,7 @@ def fake_runner(
     if whole:
         config["num_hidden_layers"], layers = layers.stop, range(layers.stop)
     (folder / "config.json").write_text(json.dumps(config))
-    group: Collectives = OneShard(model.shards) if model.shards > 1 else ALONE
+    group: Collectives = GraphedCollectives(OneShard(model.shards)) if model.shards > 1 else ALONE
     with ExitStack() as stack:
         for patched in (
             patch.object(device, "_gpus", lambda: 8),
@@ -241,6 +260,7 @@ def fake_runner(
             patch.object(runner, "fingerprint", lambda *_: "fake"),
             patch.object(runner, "check_equal_sums", lambda *_: None),
             patch.object(runner, "least", lambda _, value, __: value),
+            patch.object(graphs, "least", lambda _, value, __: value),
             patch.object(runner, "choose_arithmetic", lambda *_: _Fused(gpu, 1 / model.shards)),
             patch.object(triton_work, "launch", _attend),
             gpu,

@@ -237,11 +237,11 @@ def test_flashinfer_is_planned_where_it_is_tried(
         ("llama", {}, "cuda:0", 1, None, True),
         ("llama", {"cuda_graphs": "off"}, "cuda:0", 1, None, False),
         ("llama", {}, "cpu", 1, None, False),
-        ("llama", {}, "cuda:0", 2, None, False),
+        ("llama", {}, "cuda:0", 2, None, True),
         ("qwen3-moe", {}, "cuda:0", 1, None, True),
         ("qwen3-moe", {}, "cuda:0", 1, 8, True),
         ("qwen3-moe", {}, "cuda:0", 1, 4, False),
-        ("deepseek-v3", {}, "cuda:0", 1, None, False),
+        ("deepseek-v3", {}, "cuda:0", 1, None, True),
     ],
 )
 def test_graphs_are_planned_where_they_are_captured(

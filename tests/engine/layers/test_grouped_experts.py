@@ -7,14 +7,19 @@ from msgspec.structs import replace
 from torch import Tensor
 
 from headrace.core.types.errors import ConfigError
+from headrace.engine.collectives.operations import Collectives
+from headrace.engine.collectives.steps import finish
 from headrace.engine.dtypes import Precision
+from headrace.engine.layers import moe as moe_module
+from headrace.engine.layers.exchange import NoExchange, Replicated
 from headrace.engine.layers.grouped_experts import GroupedExperts, read_stacked
-from headrace.engine.layers.moe import Experts
+from headrace.engine.layers.moe import Experts, MoeMlp
 from headrace.engine.model import arithmetic
 from headrace.engine.model.arithmetic import TorchArithmetic
 from headrace.engine.model.expert_choice import NO_EXPERT, ExpertChoice, choose
 from headrace.engine.model.float8 import BLOCK, Float8Weight
 from headrace.engine.model.weights import LayerReader
+from tests.engine.collectives.threads import run_ranks
 from tests.engine.layers.mixtures import SPECS, RandomWeights
 
 HIDDEN = 32
@@ -66,6 +71,43 @@ def test_rows_are_counted_over_passes_and_none_are_for_no_expert() -> None:
     for _ in range(2):
         experts.compute(x, choice)
     assert experts.counts.tolist() == [2 * int((choice.experts == expert).sum()) for expert in range(4)]
+
+
+SHARED = {
+    "one of them": replace(SPECS["deepseek-v3"], intermediate_size=16, shared_size=16),
+    "wider": replace(SPECS["deepseek-v2"], intermediate_size=16, shared_size=32),
+}
+
+
+@pytest.mark.parametrize("shards", [1, 2, 3])
+@pytest.mark.parametrize("tokens", [1, 2, 65])
+@pytest.mark.parametrize("name", SHARED)
+def test_shared_experts_are_added_before_ranks_are_summed(
+    name: str, tokens: int, shards: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As one more expert where they are alike. Each token's are computed by one rank."""
+    moe = SHARED[name]
+    x = rows_and_choice(tokens)[0]
+    padding = torch.zeros(tokens, 1, dtype=torch.bool)
+    padding[1::3] = True
+    plain = MoeMlp(moe, HIDDEN, reader(torch.float32), TorchArithmetic(), (NoExchange(moe.experts),))
+    expected = plain.forward(x.float())
+    monkeypatch.setattr(moe_module, "can_group", lambda *_: True)  # as on a GPU
+
+    def work(tp: Collectives) -> tuple[Tensor, Tensor, Tensor, bool]:
+        exchange = Replicated(moe.experts, tp) if shards > 1 else NoExchange(moe.experts)
+        made = MoeMlp(moe, HIDDEN, reader(torch.bfloat16), TorchArithmetic(), (exchange,))
+        whole, counts = made.forward(x), made.counts.clone()
+        return whole, counts, finish(made.steps(x, padding=padding)), made.joined
+
+    results = run_ranks(shards, work)
+    scale = float(expected.abs().max())
+    known = ~padding[:, 0]
+    for whole, _, padded, joined in results:
+        assert joined == (name == "one of them")
+        torch.testing.assert_close(whole.float(), expected, atol=0.03 * scale, rtol=0)
+        torch.testing.assert_close(padded[known].float(), expected[known], atol=0.03 * scale, rtol=0)
+    assert torch.equal(torch.cat([counts for _, counts, _, _ in results]), plain.counts)
 
 
 def test_no_tokens() -> None:

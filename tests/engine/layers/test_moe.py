@@ -96,8 +96,10 @@ def test_the_experts_of_a_model_are_those_that_transformers_chooses(
     ]
     chosen: list[torch.Tensor] = []
 
-    def noted(logits: torch.Tensor, moe: MoeSpec, bias: torch.Tensor | None = None) -> ExpertChoice:
-        choice = choose(logits, moe, bias)
+    def noted(
+        logits: torch.Tensor, moe: MoeSpec, bias: torch.Tensor | None = None, shared: slice | None = None
+    ) -> ExpertChoice:
+        choice = choose(logits, moe, bias, shared)
         chosen.append(choice.experts.sort(-1).values)
         return choice
 

@@ -55,10 +55,12 @@ def test_ways_are_made_of_groups() -> None:
 class AllToFirst:
     """A mixture whose router sends every token to the experts of the first rank."""
 
+    grouped = joined = False
+
     def __init__(self, mixture: MoeMlp) -> None:
         self._mixture = mixture
 
-    def route(self, x: torch.Tensor) -> ExpertChoice:
+    def route(self, x: torch.Tensor, shared: slice | None = None) -> ExpertChoice:
         """See Mixture."""
         return ExpertChoice(torch.tensor([[0, 1]]).expand(len(x), 2), torch.ones(len(x), 2))
 

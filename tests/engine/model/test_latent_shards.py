@@ -49,7 +49,7 @@ def test_ranks_together_say_what_one_says(
         geometry: Geometry = mla.geometry("float32", 16, range(1))
         pool = KVPool(geometry, 8)
         pool.tensor.fill_(0)
-        attention = latent_attention(mla, pool, form)
+        attention = latent_attention(mla, pool, form, [block.projections])
         found = []
         for start, end in ((0, 30), (30, LENGTH)):
             rows = slice(start, end)

@@ -14,6 +14,7 @@ from headrace.core.config import EngineConfig, Links, ModelConfig, StageConfig, 
 from headrace.core.types.ranks.external import ExternalMember
 from headrace.core.types.ranks.layout import Layout
 from headrace.engine.collectives import torch_collectives
+from headrace.engine.collectives.graphed import GraphedCollectives
 from headrace.engine.collectives.host_staged import HostStaged
 from headrace.engine.collectives.operations import LinkBroken
 from headrace.engine.collectives.torch_collectives import TorchCollectives
@@ -121,7 +122,8 @@ def test_a_world_of_gpus_is_bound_to_its_device_and_leaves_errors_to_us(fake: To
     assert set(fake.timeouts.values()) == {2 * TIMEOUT_S}
     assert fake.errors_left
     assert found.watch is not None
-    assert isinstance(found.tp, TorchCollectives)
+    assert isinstance(found.tp, GraphedCollectives)
+    assert isinstance(found.tp._group, TorchCollectives)
 
 
 def test_hidden_states_between_gpus_have_a_group_for_each_two_ranks(fake: Torch) -> None:

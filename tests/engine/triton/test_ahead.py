@@ -14,7 +14,7 @@ from headrace.engine.attention import triton_work
 from headrace.engine.attention.paged import AttentionSpan
 from headrace.engine.attention.triton_work import TritonWork
 from headrace.engine.attention.work import PagedRows, Ranges
-from headrace.engine.model.arithmetic import HeadRules, KvSlots
+from headrace.engine.model.arithmetic import HeadRules, KvSlots, LatentRules
 from headrace.engine.model.expert_choice import ExpertChoice
 from headrace.engine.model.expert_rows import SortedRows
 from headrace.engine.model.float8 import Float8Weight
@@ -47,10 +47,19 @@ def experts(arithmetic: TritonArithmetic) -> None:
     choice = ExpertChoice(empty(TOKENS, 8, dtype=torch.int64), empty(TOKENS, 8, dtype=torch.float32))
     sources = empty(TOKENS * 8, dtype=torch.int32)
     rows = SortedRows(sources, sources, empty(32, dtype=torch.int32))
-    arithmetic.sort_rows(choice.experts, range(32, 64), empty(32, dtype=torch.int64))
+    arithmetic.sort_rows(choice.experts, range(32, 64), empty(32, dtype=torch.int64), 256)
     arithmetic.take_rows(empty(TOKENS, 7168), rows, 8)
     arithmetic.gate_rows(empty(TOKENS * 8, 4096), rows)
     arithmetic.combine_rows(empty(TOKENS * 8, 7168), rows, choice)
+
+
+def latents(arithmetic: TritonArithmetic, query_rank: int, query: int) -> None:
+    """query: heads."""
+    turns = empty(TOKENS, 1, 64, dtype=torch.float32)
+    slots = KvSlots(empty(4096, 576), empty(TOKENS, dtype=torch.int64), PAGE_SIZE, print)
+    rules = LatentRules(empty(query_rank) if query_rank else None, empty(512), 64, 1e-6)
+    arithmetic.place_latents(empty(TOKENS, (query_rank or query * 192) + 576), rules, turns, turns, slots)
+    arithmetic.rotate_pairs(empty(TOKENS, query, 192)[..., 128:], turns, turns)
 
 
 CASES: dict[str, Callable[[TritonArithmetic], object]] = {
@@ -61,9 +70,11 @@ CASES: dict[str, Callable[[TritonArithmetic], object]] = {
     "heads of Qwen3 30B-A3B": lambda made: place(made, 32, 4, normed=True),
     "choice of Qwen3 30B-A3B": lambda made: made.choose(empty(TOKENS, 128), QWEN),
     "choice of DeepSeek V3": lambda made: made.choose(
-        empty(TOKENS, 256, dtype=torch.float32), DEEPSEEK, empty(256, dtype=torch.float32)
+        empty(TOKENS, 256, dtype=torch.float32), DEEPSEEK, empty(256, dtype=torch.float32), slice(256, 512)
     ),
     "experts of DeepSeek V3": experts,
+    "latents of DeepSeek V3": lambda made: latents(made, 1536, 16),
+    "latents of DeepSeek V2 Lite": lambda made: latents(made, 0, 16),
 }
 
 

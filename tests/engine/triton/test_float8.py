@@ -6,11 +6,19 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import (
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 from headrace.core.config import EngineConfig, ModelConfig
 from headrace.engine import runner
 from headrace.engine.layers import moe
+from headrace.engine.layers.latent_attention import LatentAttentionBlock
 from headrace.engine.load_plan import plan_rank
 from headrace.engine.model.arithmetic import TorchArithmetic
 from headrace.engine.model.float8 import BLOCK, Float8Weight
@@ -23,11 +31,20 @@ SIZES: dict[str, Any] = {
     "num_key_value_heads": 2, "head_dim": 64, "vocab_size": 199, "tie_word_embeddings": False,
 }  # fmt: skip
 
+LATENT_SIZES: dict[str, Any] = {
+    "q_lora_rank": 128, "kv_lora_rank": 128, "qk_nope_head_dim": 24, "qk_rope_head_dim": 8, "v_head_dim": 32,
+    "num_key_value_heads": 4, "n_routed_experts": 8, "n_group": 2, "topk_group": 1, "num_experts_per_tok": 2,
+    "moe_intermediate_size": 128, "n_shared_experts": 1, "first_k_dense_replace": 1,
+}  # fmt: skip
+
 
 def weights_of(decoder: Any) -> Iterator[object]:
     for layer in decoder._layers:
-        yield layer.attention._qkv.weight
-        yield layer.attention._output.weight
+        attention = layer.attention
+        if isinstance(attention, LatentAttentionBlock):
+            yield from (attention._first, attention._query_b, attention._output)
+        else:
+            yield from (attention._qkv.weight, attention._output.weight)
         if isinstance(layer.mlp, moe.MoeMlp):
             yield from (layer.mlp._experts._gate_up, layer.mlp._experts._down)
         else:
@@ -45,17 +62,19 @@ def make(folder: Path, arithmetic: TorchArithmetic, monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize("form", ["fp8-blocks", "fp8-tensor", "fp8-channel"])
-@pytest.mark.parametrize("experts", [False, True])
+@pytest.mark.parametrize("kind", ["dense", "experts", "latents"])
 def test_products_in_float8(
-    experts: bool, form: str, tmp_path: Path, interpreted: TorchArithmetic, monkeypatch: pytest.MonkeyPatch
+    kind: str, form: str, tmp_path: Path, interpreted: TorchArithmetic, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     torch.manual_seed(1)
-    if experts:
+    if kind == "latents":
+        model = DeepseekV3ForCausalLM(DeepseekV3Config(**SIZES | LATENT_SIZES)).eval()
+    elif kind == "experts":
         config = Qwen3MoeConfig(**SIZES, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=128)
         model = Qwen3MoeForCausalLM(config).eval()
-        monkeypatch.setattr(moe, "can_group", lambda *_: True)  # as on a GPU
     else:
         model = Qwen3ForCausalLM(Qwen3Config(**SIZES)).eval()
+    monkeypatch.setattr(moe, "can_group", lambda *_: True)  # as on a GPU
     monkeypatch.setattr(published, "BLOCK", BLOCK)
     config_of = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [BLOCK, BLOCK]}}
     published.publish(tmp_path, model, published.PUBLISHED[form])

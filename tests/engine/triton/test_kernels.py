@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 from torch import Tensor
 
-from headrace.engine.model.arithmetic import HeadRules, KvSlots, TorchArithmetic
+from headrace.engine.model.arithmetic import HeadRules, KvSlots, LatentRules, TorchArithmetic
 from headrace.engine.model.expert_choice import NO_EXPERT, ExpertChoice
 from headrace.engine.model.float8 import BLOCK, Float8Weight
 from tests.engine.layers.mixtures import SPECS
@@ -75,9 +75,7 @@ def test_heads_are_normed_turned_and_placed(
     width, page_size, pages = 2 * half, 4, 8
     weights = [normal(width, seed=seed + each, dtype=dtype) for each in range(2)] if normed else [None, None]
     rules = HeadRules(query, kv, weights[0], weights[1], 1e-6)
-    angles = normal(tokens, 1, half, seed=seed + 2)
-    cos = torch.cat((angles.cos(), angles.cos()), -1)
-    sin = torch.cat((-angles.sin(), angles.sin()), -1)
+    cos, sin = turns(tokens, half, seed + 2)
     heads = normal(tokens, query + 2 * kv, width, seed=seed + 3, dtype=dtype)
     found = expected = heads
     pools = []
@@ -110,6 +108,76 @@ def kv_slots(pool: Tensor, tokens: int, kv: int, page_size: int, seed: int, padd
     return KvSlots(pool, first, page_size, write)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@given(
+    tokens=st.integers(0, 7), rank=st.sampled_from([0, 24, 100]), heads=st.integers(1, 9), latent=st.integers(3, 70),
+    rope=st.sampled_from([2, 12, 64]), seed=st.integers(0, 99), placed=st.booleans(), padding=st.integers(0, 3),
+)  # fmt: skip
+@FEW
+def test_latents_are_normed_turned_and_placed(
+    interpreted: TorchArithmetic, dtype: torch.dtype, tokens: int, rank: int, heads: int, latent: int, rope: int,
+    seed: int, placed: bool, padding: int,
+) -> None:  # fmt: skip
+    """With a latent of queries of this rank, or heads of them, which are turned, too."""
+    page_size, width, nope = 4, latent + rope, 6
+    query_width = rank or heads * (nope + rope)
+    query_norm = normal(rank, seed=seed, dtype=dtype) if rank else None
+    rules = LatentRules(query_norm, normal(latent, seed=seed + 1, dtype=dtype), rope, 1e-6)
+    joined = normal(tokens, query_width + width, seed=seed + 2, dtype=dtype)
+    cos, sin = turns(tokens, rope // 2, seed + 3)
+    results = []
+    for arithmetic in (interpreted, PLAIN):
+        pool = torch.full((8 * page_size, width), torch.nan, dtype=dtype)
+        slots = latent_slots(pool, tokens, page_size, seed, padding) if placed else None
+        query, made = arithmetic.place_latents(joined.clone(), rules, cos, sin, slots)
+        if not rank:
+            of_heads = query.unflatten(1, (heads, -1))
+            arithmetic.rotate_pairs(of_heads[..., nope:], cos, sin)
+        results.append((query, pool if placed else made))
+    assert results[0][0].shape == (tokens, query_width)
+    for found, expected in zip(*results, strict=True):
+        torch.testing.assert_close(found, expected, atol=CLOSE[dtype], rtol=CLOSE[dtype], equal_nan=True)
+    assert not placed or results[0][1].isnan().any(), "slots of no token are left alone"
+
+
+def test_pairs_turn_as_halves_in_another_order(interpreted: TorchArithmetic) -> None:
+    """As complex numbers, as DeepSeek's own code has them."""
+    x, angles = normal(5, 3, 8, seed=1), normal(5, 1, 4, seed=2)
+    cos, sin = angles.cos(), angles.sin()
+    expected = torch.view_as_real(torch.view_as_complex(x.view(5, 3, 4, 2)) * torch.complex(cos, sin)).flatten(-2)
+    for arithmetic in (interpreted, PLAIN):
+        found = x.clone()
+        arithmetic.rotate_pairs(found, torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1))
+        check_close(found, expected, torch.float32)
+
+
+def test_the_pair_of_one_row_turns_where_it_is() -> None:
+    """Whose halves are in their order already."""
+    joined = normal(1, 8 + 2, seed=1)
+    expected = joined[:, 8:] @ torch.tensor([[0.6, 0.8], [-0.8, 0.6]])
+    PLAIN.rotate_pairs(joined[:, None, 8:], torch.tensor([[0.6, 0.6]]), torch.tensor([[-0.8, 0.8]]))
+    check_close(joined[:, 8:], expected, torch.float32)
+
+
+def turns(tokens: int, half: int, seed: int) -> tuple[Tensor, Tensor]:
+    """cos and sin as of rotary_tables."""
+    angles = normal(tokens, 1, half, seed=seed)
+    return torch.cat((angles.cos(), angles.cos()), -1), torch.cat((-angles.sin(), angles.sin()), -1)
+
+
+def latent_slots(pool: Tensor, tokens: int, page_size: int, seed: int, padding: int) -> KvSlots:
+    """As kv_slots(), one slot for each token."""
+    pages = torch.randperm(len(pool) // page_size, generator=torch.Generator().manual_seed(seed))
+    positions = torch.arange(3, 3 + tokens)
+    first = pages[positions // page_size] * page_size + positions % page_size
+    first[max(0, tokens - padding) :] = -1
+
+    def write(rows: Tensor) -> None:
+        pool[first[first >= 0]] = rows[first >= 0, 0]
+
+    return KvSlots(pool, first, page_size, write)
+
+
 MIXTURES = {
     "softmax": SPECS["qwen3"],
     "60 of them": replace(SPECS["qwen3"], experts=60, top_k=4, normalized=False, scaling=2.5),
@@ -123,16 +191,19 @@ MIXTURES = {
 
 
 @pytest.mark.parametrize("name", MIXTURES)
-@given(tokens=st.integers(1, 6), seed=st.integers(0, 99), dtype=st.sampled_from([torch.float32, torch.float16]))
+@given(
+    tokens=st.integers(1, 6), seed=st.integers(0, 99), dtype=st.sampled_from([torch.float32, torch.float16]),
+    shared=st.sampled_from([None, slice(0, 6), slice(1, 3), slice(2, 2)]),
+)  # fmt: skip
 @FEW
 def test_experts_are_chosen(
-    interpreted: TorchArithmetic, name: str, tokens: int, seed: int, dtype: torch.dtype
+    interpreted: TorchArithmetic, name: str, tokens: int, seed: int, dtype: torch.dtype, shared: slice | None
 ) -> None:
     moe, generator = MIXTURES[name], torch.Generator().manual_seed(seed)
     bias = normal(moe.experts, seed=seed) if moe.choice_bias else None
     # No two are equal, of which either may be chosen.
     logits = torch.stack([torch.randperm(moe.experts, generator=generator) for _ in range(tokens)]) / 16
-    found, expected = (each.choose(logits.to(dtype), moe, bias) for each in (interpreted, PLAIN))
+    found, expected = (each.choose(logits.to(dtype), moe, bias, shared) for each in (interpreted, PLAIN))
     assert torch.equal(found.experts, expected.experts)
     check_close(found.weights, expected.weights, dtype)
 
@@ -150,20 +221,25 @@ def test_what_is_no_number_chooses_experts_that_there_are(interpreted: TorchArit
 
 
 @pytest.mark.parametrize("own", [range(16), range(5), range(4, 9), range(11, 16)])
-@given(tokens=st.integers(1, 300), seed=st.integers(0, 99), nowhere=st.booleans())
+@given(tokens=st.integers(1, 300), seed=st.integers(0, 99), nowhere=st.booleans(), shared=st.booleans())
 @FEW
-def test_rows_of_experts(interpreted: TorchArithmetic, own: range, tokens: int, seed: int, nowhere: bool) -> None:
+def test_rows_of_experts(
+    interpreted: TorchArithmetic, own: range, tokens: int, seed: int, nowhere: bool, shared: bool
+) -> None:
     k, width = 3, 40
     generator = torch.Generator().manual_seed(seed)
     experts = torch.stack([torch.randperm(16, generator=generator)[:k] for _ in range(tokens)])
     if nowhere:
         experts = experts.masked_fill_(torch.rand(experts.shape, generator=generator) < 0.5, NO_EXPERT)
+    if shared:
+        last = torch.where(torch.arange(tokens) < tokens // 2, 16, NO_EXPERT)
+        experts, k = torch.cat((experts, last[:, None]), 1), k + 1
     choice = ExpertChoice(experts, torch.rand(tokens, k, generator=generator))
     x = normal(tokens, width, seed=seed, dtype=torch.bfloat16)
     found, expected = [], []
     for arithmetic, results in ((interpreted, found), (PLAIN, expected)):
         counts = torch.ones(len(own), dtype=torch.int64)
-        rows = arithmetic.sort_rows(experts, own, counts)
+        rows = arithmetic.sort_rows(experts, own, counts, 16 if shared else None)
         total = int(rows.total)
         taken = arithmetic.take_rows(x, rows, k)
         gated = arithmetic.gate_rows(torch.cat((taken, taken), 1), rows)

@@ -16,7 +16,7 @@ from headrace.engine.layers import native_decoder
 from headrace.engine.load_plan import plan_rank
 from headrace.engine.model.arithmetic import Arithmetic, TorchArithmetic
 from headrace.engine.runner import ModelRunner
-from tests.engine.models import GREEDY, Prompt, Saved, random_tokens, reported_logprobs
+from tests.engine.models import GREEDY, LATENTS, Prompt, Saved, random_tokens, reported_logprobs
 
 
 def make(folder: Path, arithmetic: Arithmetic, monkeypatch: pytest.MonkeyPatch) -> ModelRunner:
@@ -43,7 +43,7 @@ def plans() -> list[list[PlanRow]]:
     ]
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3", "qwen3-moe"])
+@pytest.mark.parametrize("name", ["llama", "qwen3", "qwen3-moe", *LATENTS])
 def test_same_tokens(
     saved: Callable[[str], Saved], interpreted: TorchArithmetic, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
