@@ -25,13 +25,18 @@ BEHIND_ROUTERS: dict[tuple[str, str], dict[str, str]] = {
     ("dynamo", COMPLETIONS): {
         **dict.fromkeys(("prompt_logprobs", "echo"), "dropped"),
         **NOT_OF_DYNAMO,
-        **dict.fromkeys(("response_format", "best_of"), "refused with 400"),
+        **dict.fromkeys(
+            ("response_format", "best_of", "max_completion_tokens", "return_token_ids"), "refused with 400"
+        ),
         "logprobs": "differs",  # in how tokens that are no text are written
     },
     ("dynamo", CHAT): {
         **dict.fromkeys(("prompt_logprobs", "parallel_tool_calls"), "dropped"),
         **NOT_OF_DYNAMO,
-        **dict.fromkeys(("continue_final_message", "include_reasoning", "separate_reasoning"), "refused with 400"),
+        **dict.fromkeys(
+            ("continue_final_message", "include_reasoning", "separate_reasoning", "return_token_ids"),
+            "refused with 400",
+        ),
         **dict.fromkeys(("logprobs", "tools", "tool_choice"), "differs"),
     },
 }
