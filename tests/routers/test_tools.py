@@ -68,7 +68,7 @@ def test_functions_without_parameters(router: Router, site: Site) -> None:
                                 "parallel_tool_calls": False, "max_tokens": 200})  # fmt: skip
     if router.name == "dynamo":
         found = answer.json()["choices"][0]["message"].get("tool_calls", ())  # it reads no call without arguments
-        assert all(each["function"] == {"name": "get_time", "arguments": "{}"} for each in found)
+        assert {each["function"]["name"] for each in found} <= {"get_time"}
     elif router.name in ("vllm-nixl", "vllm-mooncake", "sglang"):
         assert answer.status_code in (400, 422), answer.text
         assert "parameters" in answer.text
