@@ -113,8 +113,7 @@ class Starter:
         state, replica = self._state, self._replica
         if request.decodes_here and len(replica.queues.decoding) >= state.config.max_running:
             return False
-        lacking = replica.cache.pages_for(request.target) - request.queued.expected_cached // state.config.page_size
-        if lacking > replica.cache.free + replica.cache.cached or not self._allowed(request):
+        if replica.pages_lacking(request) > 0 or not self._allowed(request):
             return False
         return self._lease(request, now)
 

@@ -49,7 +49,7 @@ class Preemption:
         if first is None or first.gives_way or first.to_fetch:
             return
         queues.look_up(first, now)
-        lacking = _lacking(replica, first) - sum(map(_pages, queues.preempting.values()))
+        lacking = replica.pages_lacking(first) - sum(map(_pages, queues.preempting.values()))
         if not 0 < lacking <= held.pages:
             return
         victims: list[Request] = []
@@ -107,13 +107,6 @@ class Preemption:
 
 def _pages(request: Request) -> int:
     return 0 if request.lease is None else len(request.lease.pages)
-
-
-def _lacking(replica: Replica, request: Request) -> int:
-    """Pages that are neither free nor cached, of those that a request needs beside its cached ones."""
-    cache = replica.cache
-    needed = cache.pages_for(request.target) - request.queued.expected_cached // cache.page_size
-    return needed - cache.free - cache.cached
 
 
 def _repeatable(request: Request) -> bool:

@@ -116,6 +116,13 @@ class Replica:
         waiting = len(self.queues.policy) / (1 - rho)
         return DECODING_WEIGHT * self.queues.requests[Phase.GENERATING] + waiting
 
+    def pages_lacking(self, request: Request) -> int:
+        """Pages that are neither free nor cached, of those that a request needs beside its prompt's cached ones, as it was
+        last looked up; 0 or less for none."""
+        cache = self.cache
+        needed = cache.pages_for(request.target) - request.queued.expected_cached // cache.page_size
+        return needed - cache.free - cache.cached
+
     def load_with(self, load: Load, seconds: bool) -> float:
         """What is left to compute with this load added: predicted seconds, or tokens."""
         found = self.queues.load.plus(load)

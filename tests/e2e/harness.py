@@ -1,9 +1,10 @@
 """Real servers as child processes, for end-to-end tests."""
 
 import re
+import signal
 import time
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, closing, contextmanager
+from contextlib import AbstractContextManager, closing, contextmanager, suppress
 from typing import Any
 
 import httpx
@@ -92,6 +93,20 @@ def pair(prefill_flags: tuple[str, ...] = (), decode_flags: tuple[str, ...] = ()
         running(decode),
     ):
         yield prefill, decode
+
+
+@contextmanager
+def stopped(server: Server) -> Iterator[None]:
+    """All processes of a server, as a debugger or a freezer stops them; they go on afterwards unless they are dead."""
+    processes = [psutil.Process(server.process.pid), *server.children()]
+    for process in processes:
+        process.send_signal(signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        for process in processes:
+            with suppress(psutil.NoSuchProcess):
+                process.send_signal(signal.SIGCONT)
 
 
 def pages_in_use(server: Server) -> float:

@@ -4,17 +4,14 @@ The stub model's texts show every wrong page (engine/stub/runner.py); they are c
 alone, or with those before something went wrong.
 """
 
-import signal
-from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import closing, contextmanager, suppress
+from contextlib import closing
 from pathlib import Path
 
 import httpx
-import psutil
 import pytest
 
-from tests.e2e.harness import Server, pages_in_use, pair, running, serving, wait_until
+from tests.e2e.harness import Server, pages_in_use, pair, running, serving, stopped, wait_until
 from tests.e2e.models import SIZES, StubOracle
 
 MODEL = f"{SIZES},us_per_token=400"
@@ -53,20 +50,6 @@ def pool_of(decode: Server) -> Path:
     lines = Path(f"/proc/{decode.child('headrace.engine.stage').pid}/maps").read_text().splitlines()
     mapped = {int(line.split()[4]) for line in lines if "/dev/shm/" in line}
     return next(path for path in Path("/dev/shm").glob("headrace-kv-*") if path.stat().st_ino in mapped)
-
-
-@contextmanager
-def stopped(server: Server) -> Iterator[None]:
-    """All processes of a server, as a debugger or a freezer stops them; they go on afterwards unless they are dead."""
-    processes = [psutil.Process(server.process.pid), *server.children()]
-    for process in processes:
-        process.send_signal(signal.SIGSTOP)
-    try:
-        yield
-    finally:
-        for process in processes:
-            with suppress(psutil.NoSuchProcess):
-                process.send_signal(signal.SIGCONT)
 
 
 @pytest.mark.full

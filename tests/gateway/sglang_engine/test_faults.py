@@ -4,8 +4,6 @@ The right tokens or a clear error within a bound at both sides, engine and gatew
 as long as a test needs: the prefill server is stopped (SIGSTOP) meanwhile.
 """
 
-import contextlib
-import signal
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -13,11 +11,10 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import httpx
-import psutil
 import pytest
 
 from headrace.server.launch.free_port import free_port
-from tests.e2e.harness import Server, running, serving, wait_until
+from tests.e2e.harness import Server, running, serving, stopped, wait_until
 from tests.engine.models import Saved
 from tests.gateway.sglang_engine.engine import Sglang, answered, serving_sglang
 from tests.gateway.sglang_engine.llama import ENGINE, asked, greedy, prefill_flags, prompt
@@ -43,20 +40,6 @@ def engine(llama: Saved) -> Iterator[Sglang]:
 def prefill(llama: Saved) -> Iterator[Server]:
     with serving(*prefill_flags(llama)) as made:
         yield made
-
-
-@contextmanager
-def stopped(server: Server) -> Iterator[None]:
-    """It gets no processor meanwhile."""
-    processes = [psutil.Process(server.process.pid), *server.children()]
-    for process in processes:
-        process.send_signal(signal.SIGSTOP)
-    try:
-        yield
-    finally:
-        for process in processes:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                process.send_signal(signal.SIGCONT)
 
 
 @contextmanager
