@@ -117,7 +117,7 @@ class Replica:
         return DECODING_WEIGHT * self.queues.requests[Phase.GENERATING] + waiting
 
     def pages_lacking(self, request: Request) -> int:
-        """Pages that are neither free nor cached, of those that a request needs beside its prompt's cached ones, as it was
+        """Pages neither free nor cached, of those that a request needs beside its prompt's cached ones, as it was
         last looked up; 0 or less for none."""
         cache = self.cache
         needed = cache.pages_for(request.target) - request.queued.expected_cached // cache.page_size
