@@ -75,7 +75,9 @@ class Admission:
         length = packed_length(submit.prompt)
         load = Load.between(cached, length)
         prediction = replica.predictor.predict(submit.terms.priority, submit.terms.slo_ttft_s, load, cached, now)
-        return LocalForecast(prediction.ttft_s, replica.costs.load_s(load), replica.delayed(now), cached / length)
+        work_s = replica.costs.load_s(load)
+        delayed = replica.delayed(prediction, work_s, now)
+        return LocalForecast(prediction.ttft_s, work_s, delayed, cached / length)
 
     def _bind(self, submit: Submit) -> Binding:
         """The replica of a new request. One whose peer has not reserved is bound again once it has."""

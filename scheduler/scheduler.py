@@ -146,12 +146,12 @@ class Scheduler:
         """Leading tokens of a packed prompt whose KV the prefix cache of a replica holds now."""
         return max(replica.cache.cached_positions(prompt, salt) for replica in self._state.replicas)
 
-    def load(self, now: float) -> tuple[float, tuple[float, float], bool, tuple[tuple[int, float], ...], float]:
+    def load(self, now: float) -> tuple[float, tuple[float, float], bool, tuple[tuple[int, float, float], ...]]:
         """Predicted seconds of computing what is admitted and not planned, the cost per squared token and per token by
-        which they are predicted, whether both are to be trusted, how long prompts would wait (State.waits), and how
-        many requests one would delay."""
+        which they are predicted, whether both are to be trusted, and how long prompts would wait and how many requests
+        one would delay (State.waits)."""
         state, costs = self._state, self._state.replicas[0].costs
-        return state.unplanned_s, costs.per_token, state.costs_trusted, state.waits(now), state.delayed(now)
+        return state.unplanned_s, costs.per_token, state.costs_trusted, state.waits(now)
 
     def handle(self, event: Event, now: float) -> list[Effect]:
         """Take in one event; return what is to be done about it."""

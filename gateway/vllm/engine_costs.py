@@ -17,6 +17,7 @@ import msgspec
 from headrace.core.messages.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KvEventMessage
 from headrace.core.types.packed import ITEM_BYTES, pack
 from headrace.core.types.requests.remote_prefill import LocalForecast
+from headrace.scheduler.costs.decoding_load import DecodingLoad
 from headrace.scheduler.kv.cache_events import page_digest, root_digest, short
 from headrace.server.routing.holders import HolderIndex
 from headrace.server.routing.replica_router import page_names
@@ -39,6 +40,8 @@ class EngineCounts(msgspec.Struct, frozen=True):
     """Seconds that requests were being prefilled, added up."""
 
     prefills: float = 0.0
+    ended: float = 0.0
+    """Requests that have ended."""
 
     @classmethod
     def parse(cls, text: str) -> "EngineCounts":
@@ -53,6 +56,7 @@ class EngineCounts(msgspec.Struct, frozen=True):
             "computed_tokens": "prompt_tokens_by_source",
             "prefill_s": "request_prefill_time_seconds_sum",
             "prefills": "request_prefill_time_seconds_count",
+            "ended": "request_success",
         }
         return cls(**{field: found.get(name, 0.0) for field, name in names.items()})
 
@@ -65,15 +69,17 @@ class EngineCost:
         self._rate = rate
         self._counts: EngineCounts | None = None
         self._tokens = self._seconds = self._prefills = 0.0
+        self._decoding = DecodingLoad()
         self._index = HolderIndex()
         self._digests: dict[int, bytes] = {}  # by the engine's own name of a block: the digest that names it here
 
-    def take(self, text: str) -> None:
+    def take(self, text: str, now: float) -> None:
         """Note what GET /metrics says; "" if it has not answered."""
         if not text:
             return
         counts = EngineCounts.parse(text)
         before, self._counts = self._counts, counts
+        self._decoding.changed(counts.running, 0.0 if before is None else max(0.0, counts.ended - before.ended), now)
         if before is None or counts.prefills < before.prefills:
             return  # it was started again
         tokens, prefills = counts.computed_tokens - before.computed_tokens, counts.prefills - before.prefills
@@ -122,7 +128,7 @@ class EngineCost:
         return LocalForecast(
             self._counts.waiting * mean_s + work_s,
             work_s,
-            self._counts.running + self._counts.waiting,
+            self._decoding.delayed(work_s, now) + self._counts.waiting,
             cached / len(tokens),
         )
 

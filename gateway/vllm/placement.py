@@ -75,5 +75,5 @@ class PrefillPlacement:
         while True:
             for engine in self._engines.all:
                 if engine.up:
-                    self._costs[engine.url].take(await engine.client.metrics())
+                    self._costs[engine.url].take(await engine.client.metrics(), self._clock.now())
             await asyncio.sleep(LOOK_S)

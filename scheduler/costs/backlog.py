@@ -7,6 +7,7 @@ policy orders by within a level, in eighths:
     slo    with an objective: size = its seconds; the others behind them: size = seconds of work left
 """
 
+from collections import Counter
 from collections.abc import Callable
 from math import exp
 from typing import NamedTuple, TypeVar
@@ -66,11 +67,17 @@ class Backlog:
     def __init__(self) -> None:
         self._buckets: dict[Level, dict[int, Load]] = {}
         self._levels: dict[Level, Load] = {}
+        self._requests: Counter[Rank] = Counter()
 
     def move(self, old: Rank, taken: Load, new: Rank, added: Load) -> None:
         """A request that counted with some load under one rank counts under another."""
         self._add(old, NOTHING.minus(taken))
         self._add(new, added)
+        self._requests[old] -= taken != NOTHING
+        self._requests[new] += added != NOTHING
+        for rank in (old, new):
+            if not self._requests[rank]:
+                del self._requests[rank]
 
     def ahead(self, rank: Rank) -> Load:
         """What goes before a request that arrives with this rank: all that is not behind it."""
@@ -82,6 +89,10 @@ class Backlog:
             if bucket <= rank.bucket:
                 found = found.plus(load)
         return found
+
+    def behind(self, rank: Rank) -> int:
+        """Requests that a request which arrives with this rank goes before."""
+        return sum(requests for each, requests in self._requests.items() if each > rank)
 
     def total(self) -> Load:
         """All of it."""
@@ -101,7 +112,7 @@ class Backlog:
 
 
 class ArrivingWork:
-    """The share of the time that arriving work takes, by rank: exponential averages over TAU_S."""
+    """What arrives, by rank: seconds of work per second, a share of the time, or requests. Averages over TAU_S."""
 
     def __init__(self) -> None:
         self._buckets: dict[Level, dict[int, _Average]] = {}
@@ -118,6 +129,16 @@ class ArrivingWork:
         rank, too. May be above 1."""
         own = self.own_level(rank, now, equal=equal)
         return self.before_level(rank.level, now) + sum(share for _, share in own)
+
+    def from_rank_on(self, rank: Rank, now: float) -> float:
+        """What arrives with this rank or one that goes behind it."""
+        later = sum((average.at(now) for level, average in self._levels.items() if level > rank.level), 0.0)
+        own = self._buckets.get(rank.level, {}).items()
+        return later + sum(average.at(now) for bucket, average in own if bucket >= rank.bucket)
+
+    def total(self, now: float) -> float:
+        """What arrives, whatever its rank."""
+        return sum((average.at(now) for average in self._levels.values()), 0.0)
 
     def before_level(self, level: Level, now: float) -> float:
         """Share of the time that arrivals of the levels before this one take."""

@@ -148,9 +148,9 @@ def _gauges(state: State, integrity_errors: int, now: float) -> Iterator[Sample]
     squared_token, token = first.costs.per_token
     yield Sample("prefill_cost_seconds", token, ("token",))
     yield Sample("prefill_cost_seconds", squared_token, ("squared_token",))
-    for tokens, wait_s in state.waits(now):
+    for tokens, wait_s, delayed in state.waits(now):
         yield Sample("predicted_wait_seconds", wait_s, (str(tokens),))
-    yield Sample("delayed_requests", state.delayed(now))
+        yield Sample("delayed_requests", delayed, (str(tokens),))
     yield Sample("cost_model_trusted", float(state.costs_trusted))
     yield Sample("cost_model_stale", float(any(replica.costs.stale for replica in replicas)))
     yield Sample("kv_pages", sum(replica.cache.free for replica in replicas), ("free",))

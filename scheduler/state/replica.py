@@ -21,6 +21,7 @@ from headrace.core.types.packed import packed_length
 from headrace.core.types.requests.images import ImageInput
 from headrace.scheduler.costs.backlog import rank_of
 from headrace.scheduler.costs.cost_model import CostModel, Load
+from headrace.scheduler.costs.decoding_load import DecodingLoad
 from headrace.scheduler.kv.cache_events import CacheEventLog
 from headrace.scheduler.kv.copy_table import CopyTable
 from headrace.scheduler.kv.kv_cache import KvCache
@@ -31,15 +32,9 @@ from headrace.scheduler.requests.phase import Phase
 from headrace.scheduler.requests.record import Request
 from headrace.scheduler.state.events import Effects
 from headrace.scheduler.state.plan_table import PlanTable
-from headrace.scheduler.state.ttft_prediction import TtftPredictor
+from headrace.scheduler.state.ttft_prediction import Prediction, TtftPredictor
 from headrace.scheduler.telemetry.bubbles import Bubbles
 from headrace.scheduler.telemetry.measurements import Measurements
-
-DECODING_WEIGHT = 1.5
-"""Requests that a decoding one counts as: kept for longer, it makes the passes of those that come later longer, too."""
-
-EVERYTHING = Load.between(0, 1 << 20)
-"""Of a prompt before which all others go that are not more urgent."""
 
 RUNNING = (Phase.RUNNING, Phase.FETCHING, Phase.GENERATING)
 
@@ -97,6 +92,9 @@ class Replica:
         )
         self.plans = PlanTable(self.first_stage)
         self.predictor = TtftPredictor(config, self.costs, self.queues.backlog, self.queues.policy, self.plans)
+        self.decoding = DecodingLoad()
+        """The requests that decode, now and on average."""
+
         self.held = HeldPages(self.cache, config.hold_percent)
         self.bubbles = Bubbles(self.ranks, metrics.counters)
 
@@ -109,12 +107,10 @@ class Replica:
         """Requests that have pages and have not ended."""
         return sum(self.queues.requests[phase] for phase in RUNNING)
 
-    def delayed(self, now: float) -> float:
-        """Requests whose next token would come later by the time that another prompt takes: those that decode, prompts
-        that wait or are half done, and those that are expected to arrive until these are done."""
-        rho = self.predictor.predict(0, None, EVERYTHING, 0, now).rho
-        waiting = len(self.queues.policy) / (1 - rho)
-        return DECODING_WEIGHT * self.queues.requests[Phase.GENERATING] + waiting
+    def delayed(self, prediction: Prediction, work_s: float, now: float) -> float:
+        """Requests whose next token comes later by so many seconds of work on a prompt: other prompts, and those that
+        decode meanwhile."""
+        return prediction.delayed + self.decoding.delayed(work_s, now)
 
     def pages_lacking(self, request: Request) -> int:
         """Pages neither free nor cached, of those that a request needs beside its prompt's cached ones, as it was

@@ -104,7 +104,10 @@ class State:
     def enter(self, request: Request, phase: Phase, now: float) -> None:
         """Move a request to another phase and its queue, and measure the phase that it leaves."""
         left, since = request.phase, request.since
-        self.of(request).queues.move(request, phase, now)
+        replica = self.of(request)
+        replica.queues.move(request, phase, now)
+        if Phase.GENERATING in (left, phase):
+            replica.decoding.changed(replica.queues.requests[Phase.GENERATING], left is Phase.GENERATING, now)
         self.metrics.phase_left(request, left, since, now, self.peer_of(request))
 
     def of(self, request: Request) -> Replica:
@@ -146,20 +149,19 @@ class State:
         """Every replica's cost model predicts seconds, and has been right of late."""
         return all(replica.costs.trusted for replica in self.replicas)
 
-    def waits(self, now: float) -> tuple[tuple[int, float], ...]:
-        """Prompt tokens, and predicted seconds that a prompt of as many, none of them cached, would wait if it came now
-        without a priority or an objective: at the replica where it waits least."""
+    def waits(self, now: float) -> tuple[tuple[int, float, float], ...]:
+        """Prompt tokens; predicted seconds that a prompt of as many, none of them cached, would wait if it came now
+        without a priority or an objective, at the replica where it waits least; and how many requests it would delay
+        there."""
         found = []
         for tokens in WAIT_TOKENS:
-            predictions = [
-                replica.predictor.predict(0, None, Load.between(0, tokens), 0, now) for replica in self.replicas
-            ]
-            found.append((tokens, round(max(0.0, min(each.ttft_s - each.alone_s for each in predictions)), 6)))
+            load, best = Load.between(0, tokens), (float("inf"), 0.0)
+            for replica in self.replicas:
+                prediction = replica.predictor.predict(0, None, load, 0, now)
+                delayed = replica.delayed(prediction, replica.costs.load_s(load), now)
+                best = min(best, (max(0.0, prediction.ttft_s - prediction.alone_s), delayed))
+            found.append((tokens, round(best[0], 6), round(best[1], 3)))
         return tuple(found)
-
-    def delayed(self, now: float) -> float:
-        """Requests that a prompt would delay which came now, at the replica where it delays the fewest."""
-        return round(min(replica.delayed(now) for replica in self.replicas), 3)
 
     @property
     def phases(self) -> dict[Phase, int]:

@@ -18,12 +18,17 @@ from math import ceil
 from typing import NamedTuple
 
 from headrace.core.config import SchedulerConfig
-from headrace.scheduler.costs.backlog import ArrivingWork, Backlog, lower_edge, rank_of
+from headrace.scheduler.costs.backlog import ArrivingWork, Backlog, Rank, lower_edge, rank_of
 from headrace.scheduler.costs.cost_model import CostModel, Load
 from headrace.scheduler.state.plan_table import PlanTable
 
 RHO_LIMIT = 0.9
 """Above a load of 1 no time is long enough: predictions and retry times are for this load."""
+
+
+REDIRECTED_RHO = 0.5
+"""The most that later arrivals are taken to make a queue longer where it is asked whom a prompt delays: while it lasts,
+clients that compare costs send theirs elsewhere."""
 
 
 class Prediction(NamedTuple):
@@ -37,6 +42,10 @@ class Prediction(NamedTuple):
 
     queued_s: float
     """Seconds of all the work that is queued or running."""
+
+    delayed: float
+    """Requests whose first token comes later by the seconds of its work: those that wait and go behind it, and those
+    that are expected to, until nothing waits."""
 
     rho: float
     """Share of the time that arrivals take which are ranked as this one or before it: by so much slower a queue of them
@@ -65,6 +74,7 @@ class TtftPredictor:
         self._reserved = ceil(self._chunk * self._reserve)  # tokens of a pass for the oldest request
         self._arriving = ArrivingWork()
         self._offered = ArrivingWork()  # the refused included
+        self._requests = ArrivingWork()  # in requests a second
 
     def predict(self, priority: int, objective_s: float | None, load: Load, start: int, now: float) -> Prediction:
         """Predict for a request that arrives. load: what is to be computed of it, from position start on."""
@@ -94,6 +104,7 @@ class TtftPredictor:
             ttft_s=rounded(max(running_s, fill_s) + wait_s + last_s),
             alone_s=rounded(fill_s + work_s + last_s),
             queued_s=rounded(running_s + total_s),
+            delayed=self._delayed(rank, running_s + total_s + work_s, now),
             rho=round(min(self._offered.share(rank, now, equal=True), RHO_LIMIT), 6),
         )
 
@@ -107,6 +118,12 @@ class TtftPredictor:
             self._offered.add(rank, seconds, now)
             if admitted:
                 self._arriving.add(rank, seconds, now)
+                self._requests.add(rank, 1.0, now)
+
+    def _delayed(self, rank: Rank, busy_s: float, now: float) -> float:
+        """Requests that work of this rank delays. busy_s: seconds of all that is to be computed, with it."""
+        rho = min(self._arriving.total(now), REDIRECTED_RHO)
+        return rounded(self._backlog.behind(rank) + self._requests.from_rank_on(rank, now) * busy_s / (1 - rho))
 
     def _fills_up(self) -> bool:
         """Whether the last pass of a prompt is filled up with others."""

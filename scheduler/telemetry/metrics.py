@@ -94,8 +94,10 @@ CATALOG = (
     MetricSpec(
         "delayed_requests",
         "gauge",
-        "Requests that a prompt which came now would delay: those that decode, prompts that wait, and those that are "
-        "expected to come until these are done.",
+        "Requests that a prompt of so many tokens, none of them cached, would delay if it came now: those that decode "
+        "while it is computed, prompts that wait behind it, and those that are expected to come until these are done.",
+        ("tokens",),
+        tuple((str(tokens),) for tokens in WAIT_TOKENS),
     ),
     MetricSpec(
         "cost_model_trusted",

@@ -32,22 +32,20 @@ class LoadReport(msgspec.Struct, frozen=True):
     trusted: bool = False
     """Both are seconds, and were right of late. Until a plan was computed there, they compare with each other alone."""
 
-    waits: Sequence[tuple[int, float]] = ()
-    """Prompt tokens, ascending, and predicted seconds that a prompt of as many, none cached, would wait there. A policy
-    may have short prompts wait less."""
+    waits: Sequence[tuple[int, float, float]] = ()
+    """Prompt tokens, ascending; predicted seconds that a prompt of as many, none cached, would wait there; and how many
+    requests it would delay. A policy may have short prompts go before long ones."""
 
-    delayed: float = 0.0
-    """Requests that a prompt would delay there."""
-
-    def wait_s(self, tokens: int) -> float:
-        """Predicted seconds that a prompt of so many uncached tokens would wait: between those of the two nearest
-        lengths."""
+    def wait(self, tokens: int) -> tuple[float, float]:
+        """Predicted seconds that a prompt of so many uncached tokens would wait, and how many requests it would delay:
+        between those of the two nearest lengths."""
         if not self.waits:
-            return self.queued_seconds
-        for (short, less), (long, more) in pairwise(self.waits):
+            return self.queued_seconds, 0.0
+        for (short, *less), (long, *more) in pairwise(self.waits):
             if tokens <= long:
-                return less + (more - less) * max(0, tokens - short) / (long - short)
-        return self.waits[-1][1]
+                part = max(0, tokens - short) / (long - short)
+                return less[0] + (more[0] - less[0]) * part, less[1] + (more[1] - less[1]) * part
+        return self.waits[-1][1:]
 
 
 class Work(NamedTuple):
@@ -125,8 +123,10 @@ class ReplicaLoad:
         if self._is_old(now):
             delayed = len(self._open) - 1.0
         else:
-            queued_s += self.report.wait_s(sent.work.tokens) - self.report.queued_seconds
-            delayed = self.report.delayed + len(self._unreported) - 1
+            wait_s, delayed = self.report.wait(sent.work.tokens)
+            left_s = max(0.0, wait_s - (now - self._reported_at))  # it has gone on computing since
+            queued_s += left_s - self.report.queued_seconds
+            delayed += sum(each.work.tokens > sent.work.tokens for each in self._unreported.values())
         handoff_s = self.handoffs.seconds(sent.work.tokens)
         return RemoteForecast(max(0.0, queued_s), work_s, handoff_s, max(0.0, delayed))
 

@@ -25,6 +25,7 @@ log = logging.getLogger(__name__)
 
 POLL_S = 1.0
 Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e9)]
+Tokens = Annotated[int, msgspec.Meta(ge=1, le=1 << 30)]
 
 
 class ReportedLoad(msgspec.Struct, frozen=True):
@@ -33,10 +34,10 @@ class ReportedLoad(msgspec.Struct, frozen=True):
     queued_seconds: Seconds
     seconds_per_squared_token: Seconds
     seconds_per_token: Annotated[float, msgspec.Meta(gt=0, le=1e9)]
-    delayed_requests: Annotated[float, msgspec.Meta(ge=0, le=1e9)] = 0.0
-    """Requests that a prompt would delay there."""
-    wait_seconds: dict[Annotated[int, msgspec.Meta(ge=1, le=1 << 30)], Seconds] = {}
+    wait_seconds: dict[Tokens, Seconds] = {}
     """Seconds that a prompt of so many uncached tokens would wait."""
+    delayed_requests: dict[Tokens, Annotated[float, msgspec.Meta(ge=0, le=1e9)]] = {}
+    """Requests that it would delay."""
     trusted: bool = False
     """These are seconds, and were right of late; False of servers of earlier versions, which do not say."""
 
@@ -72,6 +73,7 @@ class ServerWatch:
         self._clock = clock
         self._ask = ask
         self._down = down
+        self._understood = True
 
     async def until_down(self) -> None:
         """Report to the router until the server is down."""
@@ -81,7 +83,7 @@ class ServerWatch:
             if news is None:
                 return
             async with self._following(news):
-                while news is not None and news.load is not None and not down.done():
+                while news is not None and not down.done():
                     await asyncio.wait((down,), timeout=POLL_S)
                     news = await self._poll(down, news.instance)
                 await down
@@ -93,7 +95,7 @@ class ServerWatch:
         while not down.done():
             asked_at = self._clock.now()
             try:
-                news = _decode(await self._ask())
+                news = self._decode(await self._ask())
             except HeadraceError as error:
                 log.debug("load of prefill server %s: %s", self._host, error.info.message)
                 await asyncio.wait((down,), timeout=POLL_S)
@@ -105,13 +107,24 @@ class ServerWatch:
             return news
         return None
 
+    def _decode(self, content: bytes) -> ServerNews:
+        """Without what cannot be understood, which is logged once: a server is used all the same."""
+        try:
+            return msgspec.json.decode(content, type=ServerNews)
+        except NO_MESSAGE as error:
+            if self._understood:
+                self._understood = False
+                log.warning("GET /v1/handoff has a load or KV events that are not understood: %s", error)
+            return ServerNews()
+
     def _tell(self, news: ServerNews, asked_at: float) -> None:
         if news.page_size is not None:
             self._router.paged(self._number, news.page_size)
         if news.load is not None:
             load, cost = news.load, (news.load.seconds_per_squared_token, news.load.seconds_per_token)
-            waits = sorted(load.wait_seconds.items())
-            report = LoadReport(load.queued_seconds, cost, load.trusted, waits, load.delayed_requests)
+            delayed = load.delayed_requests
+            waits = [(tokens, wait_s, delayed.get(tokens, 0.0)) for tokens, wait_s in sorted(load.wait_seconds.items())]
+            report = LoadReport(load.queued_seconds, cost, load.trusted, waits)
             self._router.reported(self._number, report, asked_at, self._clock.now())
 
     @contextlib.asynccontextmanager
@@ -132,12 +145,3 @@ class ServerWatch:
         finally:
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
-
-
-def _decode(content: bytes) -> ServerNews:
-    """Without what cannot be understood: a server is used all the same."""
-    try:
-        return msgspec.json.decode(content, type=ServerNews)
-    except NO_MESSAGE as error:
-        log.warning("GET /v1/handoff has a load or KV events that are not understood: %s", error)
-        return ServerNews()

@@ -10,6 +10,7 @@ from headrace.core.messages.kv_events import AllBlocksCleared, BlockRemoved, Blo
 from headrace.core.types.requests.remote_prefill import PREFILL_REASONS, LocalForecast
 from headrace.gateway.vllm import placement
 from headrace.gateway.vllm.engine_costs import EngineCost, dearest
+from headrace.scheduler.costs.decoding_load import WEIGHT
 from headrace.server.upstream import server_watch
 from tests.gateway.site import HANDOFF, Site, gateway_site
 from tests.server.fakes import in_loop
@@ -41,41 +42,41 @@ def metrics(
 def known(**counts: float) -> EngineCost:
     """An engine that was seen to compute 1,000 tokens in 0.5 s, as two prompts."""
     cost = EngineCost(PAGE)
-    cost.take(metrics())
-    cost.take(metrics(tokens=1000, seconds=0.5, prefills=2, **counts))
+    cost.take(metrics(), 0.0)
+    cost.take(metrics(tokens=1000, seconds=0.5, prefills=2, **counts), 0.0)
     return cost
 
 
 def test_the_speed_is_learnt_from_what_the_engine_computes() -> None:
     cost = EngineCost(PAGE)
     assert cost.forecast(range(100), "", 0.0) is None
-    cost.take(metrics(tokens=5000, seconds=99.0, prefills=10))
+    cost.take(metrics(tokens=5000, seconds=99.0, prefills=10), 0.0)
     assert cost.forecast(range(100), "", 0.0) is None, "nothing is known of when that was"
-    cost.take(metrics(tokens=6000, seconds=99.5, prefills=12))
+    cost.take(metrics(tokens=6000, seconds=99.5, prefills=12), 0.0)
     found = cost.forecast(range(100), "", 0.0)
     assert found is not None
     assert found.work_s == found.ttft_s == pytest.approx(0.05)
-    cost.take(metrics(tokens=6010, seconds=109.5, prefills=22))
+    cost.take(metrics(tokens=6010, seconds=109.5, prefills=22), 0.0)
     assert cost.forecast(range(100), "", 0.0) == found, "prompts of one token, whose KV was handed over, say nothing"
-    cost.take(metrics(tokens=7, seconds=0.1, prefills=1))
+    cost.take(metrics(tokens=7, seconds=0.1, prefills=1), 0.0)
     assert cost.forecast(range(100), "", 0.0) == found, "it was started again"
-    cost.take("")
+    cost.take("", 0.0)
     assert cost.forecast(range(100), "", 0.0) == found, "it did not answer"
 
 
 def test_who_waits_and_runs_there_counts() -> None:
     found = known(running=7, waiting=2).forecast(range(100), "", 0.0)
     assert found is not None
-    assert found.delayed == 9
+    assert found.delayed == 7 * WEIGHT + 2
     assert found.ttft_s == pytest.approx(0.05 + 2 * 0.25), "two prompts like those before"
 
 
 def test_a_rate_that_is_given_is_not_learnt() -> None:
     cost = EngineCost(PAGE, rate=100.0)
     assert cost.forecast(range(50), "", 0.0) is None, "the engine has said nothing yet"
-    cost.take(metrics(running=1))
+    cost.take(metrics(running=1), 0.0)
     found = cost.forecast(range(50), "", 0.0)
-    assert found == LocalForecast(0.5, 0.5, 1.0, 0.0)
+    assert found == LocalForecast(0.5, 0.5, WEIGHT, 0.0)
 
 
 def stored(names: list[int], parent: int | None, tokens: list[int], **fields: object) -> BlockStored:

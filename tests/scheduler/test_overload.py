@@ -161,5 +161,5 @@ def test_predictions_are_compared_with_what_came() -> None:
 
 
 def test_the_time_to_retry_is_bounded() -> None:
-    assert Prediction(1.0, 1.0, 1.0, 0.0).retry_after_s(0.5) == 0.5
-    assert Prediction(1.0, 1.0, 1.0, RHO_LIMIT).retry_after_s(0.5) == pytest.approx(5.0)
+    assert Prediction(1.0, 1.0, 1.0, 0.0, rho=0.0).retry_after_s(0.5) == 0.5
+    assert Prediction(1.0, 1.0, 1.0, 0.0, rho=RHO_LIMIT).retry_after_s(0.5) == pytest.approx(5.0)

@@ -10,7 +10,7 @@ gateways and the simulator ask decide(); who asks says what the seconds are.
 
 Many decode servers read the same report of a prefill server's queue, which is up to a second old. If all of them
 compared by one threshold they would all send, and then none. So each request has a threshold of its own, within
-SPREAD of PREFERENCE: as a queue grows, a growing share of the prompts stays.
+SPREAD of 1: as a queue grows, a growing share of the prompts stays.
 
 What a prefill server takes is known from prompts that it computes. One that was slow once would be avoided for ever:
 now and then a prompt that loses little goes there, too.
@@ -25,10 +25,6 @@ PrefillReason = Literal["cheaper_there", "unknown_cost", "probe", "cheaper_here"
 """Why a prompt was computed there or here."""
 
 PREFILL_REASONS: tuple[PrefillReason, ...] = get_args(PrefillReason)
-PREFERENCE = 1.5
-"""The cost there, in costs here, from which the mean request is computed here. Requests that come while a prompt is
-computed here are delayed, too, and not counted. Chosen in simulation (docs/scheduling.md)."""
-
 SPREAD = 0.2
 """Share by which thresholds differ: predictions of cost models that are not stale may be wrong by as much."""
 
@@ -39,7 +35,7 @@ CACHED_SHARE = 0.5
 PROBE_S = 30.0
 """Seconds without a prompt of ours after which a prefill server gets one though it is dearer there."""
 
-PROBE_COST_S = 1.0
+PROBE_COST_S = 0.2
 """Seconds that such a prompt may lose."""
 
 
@@ -113,6 +109,6 @@ def decide(
 
 
 def threshold_of(rid: str) -> float:
-    """The threshold of a request: PREFERENCE, give or take SPREAD of it, spread evenly over request ids."""
+    """The threshold of a request: 1, give or take SPREAD, spread evenly over request ids."""
     digest = blake2b(rid.encode("utf-8", "surrogatepass"), digest_size=4).digest()
-    return PREFERENCE * (1 - SPREAD + 2 * SPREAD * int.from_bytes(digest, "big") / 0xFFFFFFFF)
+    return 1 - SPREAD + 2 * SPREAD * int.from_bytes(digest, "big") / 0xFFFFFFFF

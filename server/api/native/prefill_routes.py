@@ -206,20 +206,22 @@ def _kv_events(config: KvEventsConfig) -> dict[str, Any] | None:
 
 def _load(stats: Stats) -> dict[str, Any] | None:
     """The work that waits, and what tokens cost; None before the scheduler has said so. trusted: they are seconds.
-    wait_seconds: of prompts of so many uncached tokens."""
+    wait_seconds, delayed_requests: of prompts of so many uncached tokens."""
     values = {(sample.name, *sample.labels): sample.value for sample in stats.samples}
     fields = {
         "queued_seconds": ("unplanned_seconds",),
         "seconds_per_squared_token": ("prefill_cost_seconds", "squared_token"),
         "seconds_per_token": ("prefill_cost_seconds", "token"),
-        "delayed_requests": ("delayed_requests",),
     }
     found = {field: values.get(key) for field, key in fields.items()}
     if None in found.values():
         return None
     trusted = bool(values.get(("cost_model_trusted",)))
-    waits = {key[1]: value for key, value in values.items() if key[0] == "predicted_wait_seconds"}
-    return {**found, "trusted": trusted, "wait_seconds": waits}
+    waits, delayed = (
+        {key[1]: value for key, value in values.items() if key[0] == name}
+        for name in ("predicted_wait_seconds", "delayed_requests")
+    )
+    return {**found, "trusted": trusted, "wait_seconds": waits, "delayed_requests": delayed}
 
 
 async def _request(model: ServedModel, config: ServerConfig, client: str, body: PrefillBody) -> GenerationRequest:

@@ -6,7 +6,6 @@ from msgspec.structs import replace
 
 from headrace.core.types.requests.remote_prefill import (
     CACHED_SHARE,
-    PREFERENCE,
     PREFILL_REASONS,
     PROBE_COST_S,
     PROBE_S,
@@ -91,10 +90,10 @@ def test_a_server_that_got_no_prompt_for_long_gets_one_that_loses_little(
 def test_thresholds_are_spread_evenly_so_that_a_share_of_prompts_stays() -> None:
     """Servers that read one stale report do not all decide alike: as its queue grows, more and more prompts stay."""
     found = sorted(threshold_of(f"request-{number}") for number in range(2000))
-    assert PREFERENCE * (1 - SPREAD) <= found[0] < found[-1] <= PREFERENCE * (1 + SPREAD)
+    assert 1 - SPREAD <= found[0] < found[-1] <= 1 + SPREAD
     here = LocalForecast(1.0, 0.0, 0, 0.0)
     for quarter in (0.25, 0.5, 0.75):
-        there = RemoteForecast(PREFERENCE * (1 - SPREAD + 2 * SPREAD * quarter), 0.0)
+        there = RemoteForecast(1 - SPREAD + 2 * SPREAD * quarter, 0.0)
         kept = sum(not decide(here, there, threshold).remote for threshold in found) / len(found)
         assert abs(kept - quarter) < 0.05
     assert threshold_of("a") == threshold_of("a")

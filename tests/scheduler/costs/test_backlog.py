@@ -39,6 +39,7 @@ def test_sums_equal_those_over_all_requests(moves: list[tuple[int, Rank, Load]],
         if rank.level < asked.level or (rank.level == asked.level and rank.bucket <= asked.bucket):
             ahead = ahead.plus(load)
     assert (backlog.ahead(asked), backlog.total()) == (ahead, total)
+    assert backlog.behind(asked) == sum(rank > asked for rank, load in known.values() if load != NOTHING)
     for old, counted in known.values():
         backlog.move(old, counted, UNRANKED, NOTHING)
     assert backlog.total() == NOTHING
@@ -100,4 +101,8 @@ def test_shares_are_those_of_what_arrives() -> None:
     assert work.share(large, 3000) == pytest.approx(exact[small])
     assert work.share(large, 3000, equal=True) == pytest.approx(exact[small] + exact[large])
     assert work.share(later, 3000) == pytest.approx(exact[small] + exact[large])
+    assert work.from_rank_on(later, 3000) == pytest.approx(exact[later])
+    assert work.from_rank_on(large, 3000) == pytest.approx(exact[large] + exact[later])
+    assert work.from_rank_on(small, 3000) == pytest.approx(sum(exact.values()))
+    assert work.total(3000) == pytest.approx(sum(exact.values()))
     assert work.share(large, 3000 + TAU_S) == pytest.approx(exact[small] / exp(1))

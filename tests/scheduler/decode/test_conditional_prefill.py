@@ -1,5 +1,6 @@
 """--remote cost at a decode server's scheduler: prompts that are computed here though a prefill server was chosen."""
 
+import pytest
 from msgspec.structs import replace
 
 from headrace.core.messages.frontend import RemovePrefill
@@ -7,6 +8,8 @@ from headrace.core.messages.orders import Forward, PrepareReceive
 from headrace.core.messages.replies import PrefillDecided, RequestFailed, Tokens
 from headrace.core.types.requests.remote_prefill import PREFILL_REASONS, PrefillDecision, RemoteForecast
 from headrace.core.types.requests.request import DecodeHere, FetchFrom
+from headrace.scheduler.costs.backlog import TAU_S
+from headrace.scheduler.state.ttft_prediction import REDIRECTED_RHO
 from headrace.scheduler.telemetry.metrics import WAIT_TOKENS
 from tests.scheduler.bench import Bench, none, only
 
@@ -85,10 +88,9 @@ def test_a_request_that_decodes_here_is_worth_as_much_as_one_that_waits() -> Non
 
 def test_a_queue_here_sends_prompts_away() -> None:
     bench = measured()
-    found = [ask(bench, f"r{number}", list(range(20 * number, 20 * number + 20)), 1.0).remote for number in range(8)]
-    assert not found[0]
-    assert found[-1]
-    assert found == sorted(found), "once the queue is long enough all go"
+    found = [ask(bench, f"r{number}", list(range(20 * number, 20 * number + 20)), 1.0).remote for number in range(20)]
+    assert found[:3] == [False] * 3
+    assert found[-5:] == [True] * 5, "once the queue is long enough all go"
 
 
 def test_routes_that_are_not_to_be_compared_are_as_they_were() -> None:
@@ -122,15 +124,15 @@ def test_what_stays_here_needs_no_session_and_outlives_the_prefill_server() -> N
 
 
 def test_a_server_that_was_slow_once_is_tried_again() -> None:
-    """One prompt that loses less than a second, every half a minute. The first comparison begins that time."""
+    """One prompt that loses less than 0.2 s, every half a minute. The first comparison begins that time."""
     bench = measured()
     found = []
     for number in range(100):
-        found.append(ask(bench, f"r{number}", [number, 1], 0.5, max_tokens=1).reason)
+        found.append(ask(bench, f"r{number}", [number, 1], 0.15, max_tokens=1).reason)
         work(bench)
         bench.wait(1.0)
     assert [number for number, reason in enumerate(found) if reason == "probe"] == [30, 60, 90]
-    assert ask(bench, "long", [101, 1], 2.0).reason == "cheaper_here", "it would lose more"
+    assert ask(bench, "long", [101, 1], 0.5).reason == "cheaper_here", "it would lose more"
 
 
 def test_short_prompts_are_told_to_wait_less_under_srpt_and_as_long_under_fcfs() -> None:
@@ -143,3 +145,22 @@ def test_short_prompts_are_told_to_wait_less_under_srpt_and_as_long_under_fcfs()
         assert found == sorted(found)
         assert found[-1] >= 50.0
         assert found[0] == (0.0 if policy == "srpt" else found[-1])
+
+
+def test_a_prompt_is_told_to_delay_those_that_go_behind_it() -> None:
+    """Under srpt a short one goes before the five that wait; under fcfs none. Those to come are as many under both."""
+    for policy, behind in (("srpt", [5.0, 0.0]), ("fcfs", [0.0, 0.0])):
+        bench = measured(policy=policy, kv_pages=4096, max_model_len=100_000, policy_reserve=0.0)
+        ends = (str(WAIT_TOKENS[0]), str(WAIT_TOKENS[-1]))
+        assert [bench.metric("delayed_requests", tokens) for tokens in ends] == [0.0, 0.0]
+        for number in range(5):
+            bench.submit(f"r{number}", [number] * 1000, route=DecodeHere())
+        short, long = (bench.metric("delayed_requests", tokens) for tokens in ends)
+        arriving = 5 / TAU_S * 50 / (1 - min(50 / TAU_S, REDIRECTED_RHO))
+        assert short >= behind[0] + arriving
+        assert long >= behind[1] + (arriving if policy == "fcfs" else 0.0)
+        assert (short > long) == (policy == "srpt")
+        bench.wait(1000.0)
+        assert bench.metric("delayed_requests", ends[0]) == pytest.approx(behind[0], abs=0.01), (
+            "none is to come any more"
+        )

@@ -215,7 +215,8 @@ async def test_decode_servers_learn_what_they_choose_a_server_by(tokenizer: Toke
             Sample("prefill_cost_seconds", 1e-4, ("token",)),
             Sample("prefill_cost_seconds", 3e-10, ("squared_token",)),
             Sample("cost_model_trusted", 1.0),
-            Sample("delayed_requests", 2.0),
+            Sample("delayed_requests", 2.0, ("64",)),
+            Sample("delayed_requests", 0.5, ("65536",)),
             Sample("predicted_wait_seconds", 0.5, ("64",)),
             Sample("predicted_wait_seconds", 9.0, ("65536",)),
         )
@@ -226,7 +227,7 @@ async def test_decode_servers_learn_what_they_choose_a_server_by(tokenizer: Toke
         assert found["kv_events"] == {"port": 5557, "replay_port": 5558, "topic": "kv"}
         costs = {"seconds_per_token": 1e-4, "seconds_per_squared_token": 3e-10}
         assert found["load"] == {"queued_seconds": 2.5, **costs, "trusted": True} | {
-            "delayed_requests": 2.0,
+            "delayed_requests": {"64": 2.0, "65536": 0.5},
             "wait_seconds": {"64": 0.5, "65536": 9.0},
         }
 

@@ -59,7 +59,7 @@ def test_a_forecast_is_of_the_queue_before_the_prompt_of_what_is_not_cached_and_
     later = router.choose(PROMPT, "", [0], 1.0)
     found = router.forecast(later, 1.0)
     assert found is not None
-    assert found.queued_s == pytest.approx(2.4), "the one before counts, which no report has"
+    assert found.queued_s == pytest.approx(1.4), "a second of it is done; the one before counts, which no report has"
     assert found.work_s == pytest.approx(0.016), "its pages are there by then"
 
 
@@ -84,9 +84,10 @@ def test_of_a_stale_report_the_costs_are_kept_and_not_the_queue() -> None:
 
 
 def test_short_prompts_wait_less_where_the_policy_says_so() -> None:
-    report = LoadReport(60.0, COST, True, ((64, 0.5), (256, 2.5), (1024, 50.0)))
-    assert [report.wait_s(tokens) for tokens in (1, 64, 160, 256, 1024, 9999)] == [0.5, 0.5, 1.5, 2.5, 50.0, 50.0]
-    assert LoadReport(60.0, COST, True).wait_s(1) == 60.0, "of earlier versions the whole queue counts"
+    report = LoadReport(60.0, COST, True, ((64, 0.5, 8.0), (256, 2.5, 4.0), (1024, 50.0, 1.0)))
+    found = [report.wait(tokens) for tokens in (1, 64, 160, 256, 1024, 9999)]
+    assert found == [(0.5, 8.0), (0.5, 8.0), (1.5, 6.0), (2.5, 4.0), (50.0, 1.0), (50.0, 1.0)]
+    assert LoadReport(60.0, COST, True).wait(1) == (60.0, 0.0), "of earlier versions the whole queue counts"
     router = ReplicaRouter(1, random.Random(0))
     router.reported(0, report, 0.0, 0.0)
     before = router.choose(pack(range(1000, 1160)), "", [0], 0.0)
