@@ -61,6 +61,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 LOOPBACK = "127.0.0.1"
+FIRST_COST_TOKENS = 256
 
 
 def serve(config: Config, memory: Sequence[str]) -> int:
@@ -244,7 +245,7 @@ def _template(config: Config) -> StageConfig:
         transfer=config.transfer,
         credits=config.scheduler.credits,
         stage_timeout_s=config.scheduler.stage_timeout_s,
-        measure_tokens=config.scheduler.chunk_tokens if _needs_cost(config) else 0,
+        measure_tokens=_measured_tokens(config),
         log_level=config.server.log_level,
         log_format=config.server.log_format,
         role=config.server.role,
@@ -255,6 +256,11 @@ def _template(config: Config) -> StageConfig:
     )
 
 
-def _needs_cost(config: Config) -> bool:
-    """Whether stages measure what computing costs before they serve: a decode server may have no other occasion."""
-    return config.scheduler.chunking == "dynamic" or (config.server.role, config.server.remote) == ("decode", "cost")
+def _measured_tokens(config: Config) -> int:
+    """Length of the chunks by which stages measure what computing costs before they serve; 0: they do not. A decode
+    server that compares costs may have no other occasion; short ones do, as what it computes then corrects them."""
+    if config.scheduler.chunking == "dynamic":
+        return config.scheduler.chunk_tokens
+    if (config.server.role, config.server.remote) == ("decode", "cost"):
+        return min(config.scheduler.chunk_tokens, FIRST_COST_TOKENS)
+    return 0
