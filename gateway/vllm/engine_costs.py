@@ -24,8 +24,7 @@ from headrace.server.routing.replica_router import page_names
 
 LEAST_TOKENS = 64  # of the mean prompt that an engine has computed between two looks; shorter ones say little
 FORGETTING = 0.8  # weight of a look when the next one comes
-_SAMPLE = re.compile(r"^vllm:(\w+?)(?:_total)?(\{[^}\n]*\})? ([0-9.e+-]+)$", re.MULTILINE)
-_COMPUTED = 'source="local_compute"'
+_SAMPLE = re.compile(r"^vllm:(\w+?)(?:_total)?(?:\{[^}\n]*\})? ([0-9.e+-]+)$", re.MULTILINE)
 
 
 class EngineCounts(msgspec.Struct, frozen=True):
@@ -33,30 +32,28 @@ class EngineCounts(msgspec.Struct, frozen=True):
 
     running: float = 0.0
     waiting: float = 0.0
-    computed_tokens: float = 0.0
-    """Prompt tokens that were neither cached nor handed over, since its start."""
+    ended: float = 0.0
+    """Requests that have ended since its start."""
 
     prefill_s: float = 0.0
-    """Seconds that requests were being prefilled, added up."""
+    """Seconds that these were being prefilled, added up."""
 
-    prefills: float = 0.0
-    ended: float = 0.0
-    """Requests that have ended."""
+    computed_tokens: float = 0.0
+    """Their prompts' tokens that were neither cached nor handed over. (vLLM's prompt_tokens_by_source has those of
+    prompts that are being computed, too.)"""
 
     @classmethod
     def parse(cls, text: str) -> "EngineCounts":
         """From Prometheus' text format; sums over its labels."""
         found: dict[str, float] = {}
-        for name, labels, value in _SAMPLE.findall(text):
-            if name != "prompt_tokens_by_source" or _COMPUTED in labels:
-                found[name] = found.get(name, 0.0) + float(value)
+        for name, value in _SAMPLE.findall(text):
+            found[name] = found.get(name, 0.0) + float(value)
         names = {
             "running": "num_requests_running",
             "waiting": "num_requests_waiting",
-            "computed_tokens": "prompt_tokens_by_source",
+            "ended": "request_prefill_time_seconds_count",
             "prefill_s": "request_prefill_time_seconds_sum",
-            "prefills": "request_prefill_time_seconds_count",
-            "ended": "request_success",
+            "computed_tokens": "request_prefill_kv_computed_tokens_sum",
         }
         return cls(**{field: found.get(name, 0.0) for field, name in names.items()})
 
@@ -79,14 +76,16 @@ class EngineCost:
             return
         counts = EngineCounts.parse(text)
         before, self._counts = self._counts, counts
-        self._decoding.changed(counts.running, 0.0 if before is None else max(0.0, counts.ended - before.ended), now)
-        if before is None or counts.prefills < before.prefills:
-            return  # it was started again
-        tokens, prefills = counts.computed_tokens - before.computed_tokens, counts.prefills - before.prefills
-        if prefills and tokens >= LEAST_TOKENS * prefills:
+        if before is None or counts.ended < before.ended:  # it was started, for the first time or again
+            self._decoding.changed(counts.running, 0.0, now)
+            return
+        ended = counts.ended - before.ended
+        self._decoding.changed(counts.running, ended, now)
+        tokens = counts.computed_tokens - before.computed_tokens
+        if ended and tokens >= LEAST_TOKENS * ended:
             self._tokens = FORGETTING * self._tokens + tokens
             self._seconds = FORGETTING * self._seconds + counts.prefill_s - before.prefill_s
-            self._prefills = FORGETTING * self._prefills + prefills
+            self._prefills = FORGETTING * self._prefills + ended
 
     def apply(self, events: Iterable[KvEventMessage]) -> None:
         """KV events of the engine, in order. Blocks of prompts with a salt, an adapter or images are not followed:
