@@ -1,6 +1,8 @@
 """Our kernels in Triton beside plain torch, as a part of first_gpu_minutes: how far results differ, and rates."""
 
+import sys
 from collections.abc import Callable
+from functools import partial
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -8,7 +10,8 @@ import torch
 from torch import Tensor
 
 from headrace.engine.device import has_float8_units
-from headrace.engine.model.arithmetic import Arithmetic, HeadRules, TorchArithmetic
+from headrace.engine.device_report import fastest_seconds
+from headrace.engine.model.arithmetic import Arithmetic, HeadRules, KvSlots, Normed, Stream, TorchArithmetic
 from headrace.engine.model.float8 import BLOCK, Float8Weight
 from headrace.engine.model.moe_spec import MoeSpec
 
@@ -36,18 +39,17 @@ def own_kernels(at: "Minutes") -> None:
 
     fused, plain = TritonArithmetic(), TorchArithmetic()
     for name, (compute, moved) in operations(at.device).items():
-        found, expected = compute(fused).float(), compute(plain).float()
         taken, other = (at.time(lambda of=of, compute=compute: compute(of)) for of in (fused, plain))  # type: ignore[misc]
-        gap = float((found - expected).norm() / expected.norm())
-        rate = moved / taken / 1e9
+        gap, rate = gap_of(compute(fused), compute(plain)), moved / taken / 1e9
         at.keep(f"{name}: differs by {gap:.1e}, {rate:,.0f} GB/s, {other / taken:.1f} times as fast as torch")
+    products(at)
     if not has_float8_units(str(at.device)):
         at.keep("products in FP8: this GPU has none")
         return
     for rows in (64, TOKENS, 4 * TOKENS):
         x, weight = torch.randn(rows, HIDDEN, device=at.device).bfloat16(), weight_in_float8(at.device)
         taken, expected = at.time(lambda x=x, weight=weight: fused.linear(x, weight)), weight.expanded()  # type: ignore[misc]
-        gap = float((fused.linear(x, weight).float() - x.float() @ expected.T).norm() / (x.float() @ expected.T).norm())
+        gap = gap_of(fused.linear(x, weight), x.float() @ expected.T)
         at.keep(f"{rows:,} rows in FP8: {at.share(2 * rows * expected.numel(), taken)}, differs by {gap:.1e}")
 
 
@@ -79,6 +81,66 @@ def operations(device: torch.device) -> dict[str, Operation]:
         "norm and rotation of heads": Operation(placed, 4 * heads.nbytes),
         "choice of experts": Operation(lambda of: of.choose(logits, MOE).weights, logits.nbytes),
     }
+
+
+def products(at: "Minutes") -> None:
+    """Each product that does what surrounds it, beside torch's with the kernels around it."""
+    from headrace.engine.triton.arithmetic import TritonArithmetic
+    from headrace.engine.triton.products import OwnProducts
+
+    ours, torchs = (TritonArithmetic(OwnProducts(dense=True, least_rows=least)) for least in (0, sys.maxsize))
+    for rows in (4 * TOKENS, TOKENS, TOKENS // 4, TOKENS // 32):
+        hidden = torch.randn(rows, HIDDEN, device=at.device).bfloat16()
+        for name, compute in product_steps(torchs, hidden).items():
+            gap = gap_of(*(compute(of, hidden.clone()) for of in (ours, torchs)))
+            own, other = (fastest_seconds(at.device, partial(compute, of, hidden)) for of in (ours, torchs))
+            at.keep(
+                f"product {name} of {rows:,} rows {own * 1e3:.3f} ms, torch's {other * 1e3:.3f}; differs by {gap:.1e}"
+            )
+
+
+def product_steps(arithmetic: Arithmetic, hidden: Tensor) -> dict[str, Callable[[Arithmetic, Tensor], Tensor]]:
+    """Products with what surrounds them, of Llama-3.1-8B and of Qwen3-30B-A3B's experts, with the residual stream.
+    Each that takes that norms it, so that torch's has the norm's kernel. arithmetic: sorts rows of experts."""
+    rows, device = len(hidden), hidden.device
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(shape, device=device).bfloat16() / 8
+
+    qkv, output = random((HEADS + 2 * KV_HEADS) * WIDTH, HIDDEN), random(HIDDEN, HEADS * WIDTH)
+    gate_up, down, norm = random(2 * INNER, HIDDEN), random(HIDDEN, INNER), random(HIDDEN)
+    experts = random(MOE.experts, 2 * MOE.intermediate_size, HIDDEN // 2)
+    inner, attended = random(rows, INNER), random(rows, HEADS * WIDTH)
+    normed = Normed(Stream(hidden, hidden.float().square().sum(1, keepdim=True)), norm, 1e-5)
+    turns = torch.rand(rows, 1, WIDTH, device=device)
+    slots = KvSlots(random(2 * KV_HEADS * rows, WIDTH), torch.arange(rows, device=device), rows, lambda _: None)
+    rules = HeadRules(HEADS, KV_HEADS)
+    taken = random(rows, HIDDEN // 2)
+    chosen = arithmetic.choose(torch.randn(rows, MOE.experts, device=device), MOE).experts
+    counts = torch.zeros(MOE.experts, dtype=torch.int64, device=device)
+    sorted_rows = arithmetic.sort_rows(chosen, range(MOE.experts), counts)
+    return {
+        f"{HIDDEN} x {HEADS * WIDTH} added": lambda of, stream: added(of, stream, attended, output),
+        f"{len(qkv)} x {HIDDEN} normed heads": lambda of, _: of.head_linear(
+            normed, qkv, None, rules, turns, turns, slots
+        )[:, :HEADS],
+        f"{2 * INNER} x {HIDDEN} normed gated": lambda of, _: of.gated_linear(normed, gate_up),
+        f"{HIDDEN} x {INNER} added": lambda of, stream: added(of, stream, inner, down),
+        f"{MOE.experts} experts' {experts.shape[1]} x {HIDDEN // 2} gated": lambda of, _: of.gated_experts(
+            taken, experts, sorted_rows, MOE.top_k
+        ),
+    }
+
+
+def added(of: Arithmetic, stream: Tensor, x: Tensor, weight: Tensor) -> Tensor:
+    """The residual stream with a product."""
+    delta = of.linear_to(stream, x, weight)
+    return stream.add_(delta) if isinstance(delta, Tensor) else stream
+
+
+def gap_of(found: Tensor, expected: Tensor) -> float:
+    """Norm of the difference, as a share of what was expected."""
+    return float((found.float() - expected.float()).norm() / expected.float().norm())
 
 
 def weight_in_float8(device: torch.device) -> Float8Weight:

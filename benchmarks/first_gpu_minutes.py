@@ -26,7 +26,7 @@ from torch import Tensor
 
 from benchmarks.arguments import add_threads, make_parser
 from benchmarks.first_gpu_attention import attention
-from benchmarks.first_gpu_kernels import own_kernels
+from benchmarks.first_gpu_kernels import gap_of, own_kernels
 from benchmarks.first_gpu_servers import servers
 from benchmarks.profile import PAGE, rows_of
 from benchmarks.report import console, run
@@ -404,11 +404,6 @@ def write_there(memory: CudaIpcMemory, device: str, answers: Any) -> None:
 
     taken = min(seconds(torch.device(device), write) for _ in range(ROUNDS + 1))
     answers.put(2048 * LLAMA_8B_KV.token_bytes / taken / 1e9 if pages.close().done else 0.0)
-
-
-def gap_of(found: Tensor, expected: Tensor) -> float:
-    """Norm of the difference, as a share of what was expected."""
-    return float((found - expected).norm() / expected.norm())
 
 
 def first_line(error: BaseException) -> str:

@@ -9,7 +9,7 @@ from headrace.core.types.requests.images import ImageTerms
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 Quantize = Literal["none", "int8"]
-Compile = Literal["auto", "on", "off"]
+Compile = Literal["auto", "on", "products", "off"]
 AttentionChoice = Literal["auto", "flashinfer", "triton", "torch"]
 CudaGraphs = Literal["auto", "off"]
 DecoderChoice = Literal["auto", "native", "library"]
@@ -117,7 +117,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         Flag(
             "compile",
             MODEL,
-            "fused kernels for GPUs, compiled by Triton at the start; auto: on a GPU where Triton is installed",
+            "fused kernels for GPUs, compiled by Triton at the start; auto: on a GPU where Triton is installed; "
+            "products: as on, with kernels for dense matrix products, too, which torch else computes",
         ),
     ] = "auto"
     attention: Annotated[

@@ -16,7 +16,7 @@ from headrace.engine.kv.device_copies import place
 from headrace.engine.kv.pool import KVPool
 from headrace.engine.model.arithmetic import KvSlots
 from headrace.engine.triton import kernels
-from headrace.engine.triton.arithmetic import launch
+from headrace.engine.triton.launch import launch
 
 LEAST_ROWS = 16  # of a tile: matrix units take no fewer
 MOST_ROWS = 64  # queries of a tile, each head counted

@@ -5,7 +5,7 @@ from torch import Tensor
 from headrace.engine.collectives.operations import Collectives
 from headrace.engine.collectives.steps import Steps
 from headrace.engine.layers.lora import AdaptedLinear, Groups
-from headrace.engine.model.arithmetic import Arithmetic
+from headrace.engine.model.arithmetic import Arithmetic, Rows, Stream
 from headrace.engine.model.weights import LayerReader
 
 
@@ -32,9 +32,18 @@ class DenseMlp:
         self._gate_up = AdaptedLinear(arithmetic, gate_up, deltas=read.deltas(both, rows=rows))
         self._down = AdaptedLinear(arithmetic, down, deltas=read.deltas(output, columns=columns))
 
-    def steps(self, normed: Tensor, half: int = 0, groups: Groups = (), padding: Tensor | None = None) -> Steps[Tensor]:
+    def steps(
+        self,
+        normed: Rows,
+        half: int = 0,
+        groups: Groups = (),
+        padding: Tensor | None = None,
+        hidden: Tensor | None = None,
+    ) -> Steps[Tensor | Stream]:
         """See MlpBlock."""
         inner = self._gate_up.gated(normed, groups)
+        if hidden is not None and self._tp.size == 1:
+            return self._down.add_to(hidden, inner, groups)
         summed = self._tp.all_reduce(self._down(inner, groups))
         if self._tp.size > 1:
             yield

@@ -3,10 +3,10 @@
 from torch import Tensor
 
 from headrace.engine.attention.paged import AttentionPass
-from headrace.engine.collectives.operations import Collectives, Pending
+from headrace.engine.collectives.operations import Collectives, Done, Pending
 from headrace.engine.layers.base import Rotary
 from headrace.engine.layers.lora import AdaptedLinear, Groups
-from headrace.engine.model.arithmetic import Arithmetic, HeadRules
+from headrace.engine.model.arithmetic import Arithmetic, HeadRules, Rows, Stream
 from headrace.engine.model.config import ModelSpec
 from headrace.engine.model.sharding import Shard
 from headrace.engine.model.weights import LayerReader
@@ -28,8 +28,6 @@ class GroupedAttention:
         of_query, of_kv = _rows(shard.heads, spec.head_dim), _rows(shard.kv_heads, spec.head_dim)
         rows = {"self_attn.q_proj": of_query, "self_attn.k_proj": of_kv, "self_attn.v_proj": of_kv}
         output = {"self_attn.o_proj": spec.hidden_size}
-        self._head_dim = spec.head_dim
-        self._arithmetic = arithmetic
         self._tp = tp
         qkv = read.matrix(projections, spec.hidden_size, rows=rows)  # [(heads + 2 * kv_heads) * head_dim, hidden]
         qkv_bias = read.vector(projections, "bias", rows=rows) if spec.qkv_bias else None
@@ -43,14 +41,22 @@ class GroupedAttention:
         self._output = AdaptedLinear(arithmetic, matrix, bias, read.deltas(output, columns=of_query))
 
     def post(
-        self, layer: int, normed: Tensor, rotary: Rotary, attention: AttentionPass, groups: Groups = ()
-    ) -> Pending:
+        self,
+        layer: int,
+        normed: Rows,
+        rotary: Rotary,
+        attention: AttentionPass,
+        groups: Groups = (),
+        hidden: Tensor | None = None,
+    ) -> Pending | Stream:
         """See AttentionBlock."""
-        query, kv = self._rules.query_heads, self._rules.kv_heads
-        heads = self._qkv(normed, groups).view(-1, query + 2 * kv, self._head_dim)
-        self._arithmetic.place_heads(heads, self._rules, rotary.cos, rotary.sin, attention.slots(layer))
-        attended = attention.attend(layer, heads[:, :query], heads[:, query:])
-        return self._tp.all_reduce(self._output(attended.flatten(1), groups))
+        query = self._rules.query_heads
+        heads = self._qkv.heads(normed, groups, self._rules, rotary.cos, rotary.sin, attention.slots(layer))
+        attended = attention.attend(layer, heads[:, :query], heads[:, query:]).flatten(1)
+        if hidden is None or self._tp.size > 1:
+            return self._tp.all_reduce(self._output(attended, groups))
+        added = self._output.add_to(hidden, attended, groups)
+        return added if isinstance(added, Stream) else Done(added)
 
 
 def _rows(heads: range, head_dim: int) -> range:

@@ -1,6 +1,6 @@
 """Experts of an MoE layer on a GPU: one grouped matrix product for all of them, without a copy to the host.
 
-    choice ──► rows sorted by expert ──► grouped_mm: gate and up ──► gate ──► grouped_mm: down ──► weighted sums
+    choice ──► rows sorted by expert ──► product of gate and up ──► gate ──► product of down ──► weighted sums
 
 How many rows an expert has is known to the device alone (model/expert_rows.py), so the number of launches is the same
 for any pass.
@@ -78,8 +78,7 @@ class GroupedExperts:
         if not len(x):
             return torch.zeros_like(x)
         rows = self._arithmetic.sort_rows(choice.experts, self._own, self.counts, self._number)
-        taken = self._arithmetic.take_rows(x, rows, choice.experts.shape[1])
-        gated = self._arithmetic.gate_rows(self._arithmetic.grouped_linear(taken, self._gate_up, rows), rows)
+        gated = self._arithmetic.gated_experts(x, self._gate_up, rows, choice.experts.shape[1])
         results = self._arithmetic.grouped_linear(gated, self._down, rows)
         return self._arithmetic.combine_rows(results, rows, choice)
 

@@ -19,7 +19,7 @@ from headrace.engine.attention.paged import AttentionPass
 from headrace.engine.collectives.operations import ALONE, Collectives, Pending
 from headrace.engine.layers.base import Rotary
 from headrace.engine.layers.lora import Groups
-from headrace.engine.model.arithmetic import Arithmetic, LatentRules, Weight
+from headrace.engine.model.arithmetic import Arithmetic, LatentRules, Rows, Weight
 from headrace.engine.model.config import ModelSpec
 from headrace.engine.model.mla_spec import INNER_NORM_EPS, MlaSpec
 from headrace.engine.model.weights import LayerReader
@@ -134,11 +134,17 @@ class LatentAttentionBlock:
         self._output_bias = read.vector(output, "bias") if with_bias else None
 
     def post(
-        self, layer: int, normed: Tensor, rotary: Rotary, attention: AttentionPass, groups: Groups = ()
+        self,
+        layer: int,
+        normed: Rows,
+        rotary: Rotary,
+        attention: AttentionPass,
+        groups: Groups = (),
+        hidden: Tensor | None = None,
     ) -> Pending:
-        """See AttentionBlock. attention: to latents. No adapter changes it."""
+        """See AttentionBlock. attention: to latents. No adapter changes it, and it adds to no residual stream."""
         linear, (cos, sin) = self._arithmetic.linear, rotary
-        joined = linear(normed, self._first, self._first_bias)
+        joined = linear(self._arithmetic.normed(normed), self._first, self._first_bias)
         query, latents = self._arithmetic.place_latents(joined, self._rules, cos, sin, attention.slots(layer))
         if self._query_b is not None:
             query = linear(query, self._query_b)

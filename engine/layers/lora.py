@@ -16,7 +16,7 @@ from torch import Tensor
 
 from headrace.engine.attention.paged import AttentionSpan
 from headrace.engine.kv.device_copies import place
-from headrace.engine.model.arithmetic import Arithmetic, Weight
+from headrace.engine.model.arithmetic import Arithmetic, HeadRules, KvSlots, Rows, Stream, Weight
 from headrace.engine.model.weights import Deltas
 
 
@@ -65,13 +65,35 @@ class AdaptedLinear(NamedTuple):
     bias: Tensor | None = None
     deltas: Deltas = MappingProxyType({})
 
-    def __call__(self, x: Tensor, groups: Groups) -> Tensor:
+    def __call__(self, x: Rows, groups: Groups) -> Tensor:
         """x [rows, in] → [rows, out]."""
-        y = self.arithmetic.linear(x, self.weight, self.bias)
-        return add_deltas(self.arithmetic, x, y, self.deltas, groups)
+        rows = self.arithmetic.normed(x)
+        y = self.arithmetic.linear(rows, self.weight, self.bias)
+        return add_deltas(self.arithmetic, rows, y, self.deltas, groups)
 
-    def gated(self, x: Tensor, groups: Groups) -> Tensor:
+    def gated(self, x: Rows, groups: Groups) -> Tensor:
         """SwiGLU gate of the product, of a layer without bias: [rows, out / 2]."""
-        if not any(adapter in self.deltas for adapter, _ in groups):
-            return self.arithmetic.gated_linear(x, self.weight)
-        return self.arithmetic.gate(self(x, groups))
+        if self._apart(groups):
+            return self.arithmetic.gate(self(x, groups))
+        return self.arithmetic.gated_linear(x, self.weight)
+
+    def heads(
+        self, x: Rows, groups: Groups, rules: HeadRules, cos: Tensor, sin: Tensor, slots: KvSlots | None
+    ) -> Tensor:
+        """See Arithmetic.head_linear()."""
+        if not self._apart(groups):
+            return self.arithmetic.head_linear(x, self.weight, self.bias, rules, cos, sin, slots)
+        heads = rules.split(self(x, groups))
+        self.arithmetic.place_heads(heads, rules, cos, sin, slots)
+        return heads
+
+    def add_to(self, hidden: Tensor, x: Tensor, groups: Groups) -> Tensor | Stream:
+        """See Arithmetic.linear_to()."""
+        if self._apart(groups):
+            return self(x, groups)
+        return self.arithmetic.linear_to(hidden, x, self.weight, self.bias)
+
+    def _apart(self, groups: Groups) -> bool:
+        """Whether the product is computed apart from what follows, since adapters come between. By the kernels for GPUs
+        always where they may, so that what is rounded for a row does not depend on adapters of others."""
+        return any(adapter in self.deltas for adapter, _ in groups) or (self.arithmetic.compiled and bool(self.deltas))

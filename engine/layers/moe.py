@@ -16,7 +16,7 @@ from headrace.engine.layers.exchange import Exchange, Mixture, NoExchange, Repli
 from headrace.engine.layers.grouped_experts import GroupedExperts, can_group, read_expert
 from headrace.engine.layers.lora import Groups
 from headrace.engine.layers.router import Router
-from headrace.engine.model.arithmetic import Arithmetic
+from headrace.engine.model.arithmetic import Arithmetic, Rows
 from headrace.engine.model.expert_choice import NO_EXPERT, ExpertChoice
 from headrace.engine.model.expert_plan import TILE_ROWS
 from headrace.engine.model.moe_spec import MoeSpec
@@ -119,6 +119,7 @@ class MoeMlp:
     ) -> None:
         """Read the weights. hidden: hidden size. exchanges: of the stage, one for each half of passes that are cut; the
         first says which experts to read. Raises ConfigError for a missing or misshapen tensor."""
+        self._arithmetic = arithmetic
         self._router = Router(moe, hidden, read, arithmetic)
         shared, own = read_expert(moe, hidden, None, read) if moe.shared_size else None, exchanges[0].own
         self._experts: GroupedExperts | Experts
@@ -150,11 +151,19 @@ class MoeMlp:
         """The result of steps() in a pass that is not cut."""
         return finish(self.steps(normed))
 
-    def steps(self, normed: Tensor, half: int = 0, groups: Groups = (), padding: Tensor | None = None) -> Steps[Tensor]:
-        """See MlpBlock. No adapter changes it."""
+    def steps(
+        self,
+        normed: Rows,
+        half: int = 0,
+        groups: Groups = (),
+        padding: Tensor | None = None,
+        hidden: Tensor | None = None,
+    ) -> Steps[Tensor]:
+        """See MlpBlock. No adapter changes it, and it adds to no residual stream."""
         mixture: Mixture = self if padding is None else PaddedMixture(self, padding)
-        sums = yield from self._exchanges[half].run(normed, mixture)
-        return sums.to(normed.dtype)
+        rows = self._arithmetic.normed(normed)
+        sums = yield from self._exchanges[half].run(rows, mixture)
+        return sums.to(rows.dtype)
 
     @property
     def grouped(self) -> bool:

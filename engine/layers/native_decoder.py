@@ -24,7 +24,7 @@ from headrace.engine.layers.layer import Layer, load_layer
 from headrace.engine.layers.lora import Groups, row_groups
 from headrace.engine.layers.moe import ExpertRows, MoeMlp
 from headrace.engine.layers.vocabulary import Best, Vocabulary
-from headrace.engine.model.arithmetic import Arithmetic, TorchArithmetic
+from headrace.engine.model.arithmetic import Arithmetic, Stream, TorchArithmetic
 from headrace.engine.model.checkpoint import Checkpoint
 from headrace.engine.model.config import ModelSpec
 from headrace.engine.model.lora import LoraAdapter
@@ -229,17 +229,18 @@ class NativeDecoder:
     ) -> Steps[None]:
         """Run the layers over hidden states [tokens, hidden size], in place."""
         rotary = Rotary(self._cos[positions], self._sin[positions])
-        add_norm, eps = self._arithmetic.add_norm, self._spec.norm_eps
-        delta = None
+        norm, eps = self._arithmetic.norm, self._spec.norm_eps
+        delta: Tensor | Stream | None = None
         for index, layer in enumerate(self._layers):
             self.progress.step()
-            normed = add_norm(hidden, delta, layer.input_norm, eps)
-            attended = layer.attention.post(index, normed, rotary, attention, groups)
+            normed = norm(hidden, delta, layer.input_norm, eps)
+            attended = layer.attention.post(index, normed, rotary, attention, groups, hidden)
             if layer.pauses:
                 yield
-            before_mlp = add_norm(hidden, attended.wait(), layer.post_norm, eps)
-            delta = yield from layer.mlp.steps(before_mlp, half, groups, padding)
-        if delta is not None:
+            summed = attended if isinstance(attended, Stream) else attended.wait()
+            before_mlp = norm(hidden, summed, layer.post_norm, eps)
+            delta = yield from layer.mlp.steps(before_mlp, half, groups, padding, hidden)
+        if isinstance(delta, Tensor):
             hidden.add_(delta)
 
     def logits(self, hidden: Tensor) -> Tensor:

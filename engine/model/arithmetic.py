@@ -29,6 +29,15 @@ class HeadRules(NamedTuple):
     k_norm: Tensor | None = None
     eps: float = 0.0
 
+    @property
+    def heads(self) -> int:
+        """Of queries, keys and values."""
+        return self.query_heads + 2 * self.kv_heads
+
+    def split(self, joined: Tensor) -> Tensor:
+        """Heads [tokens, heads, width] of what the product has made, [tokens, heads * width]."""
+        return joined.view(len(joined), self.heads, joined.shape[1] // self.heads)
+
 
 class LatentRules(NamedTuple):
     """How what one product has made of tokens becomes the latents of a pool (multi-head latent attention)."""
@@ -53,6 +62,33 @@ class KvSlots(NamedTuple):
     """Slots from one head to the next; value heads follow key heads."""
     write: Callable[[Tensor], None]
     """Writes keys and values [tokens, 2 * kv_heads, width] there."""
+
+
+class Stream(NamedTuple):
+    """The residual stream behind a product that was added to it, of which a norm knows the power already."""
+
+    hidden: Tensor
+    """[rows, width]"""
+    powers: Tensor
+    """float32 [rows, parts]: sums of squares of parts of each row."""
+
+
+class Normed(NamedTuple):
+    """RMSNorm of the residual stream, which the product that takes it applies itself."""
+
+    stream: Stream
+    weight: Tensor
+    """[width]"""
+    eps: float
+
+
+Rows = Tensor | Normed
+"""Rows [rows, in] of a product."""
+
+
+def unnormed(x: Rows) -> Tensor:
+    """Rows as they are in memory."""
+    return x.stream.hidden if isinstance(x, Normed) else x
 
 
 class Arithmetic(Protocol):
@@ -90,10 +126,39 @@ class Arithmetic(Protocol):
         """SwiGLU gate (arXiv 2002.05202): gate_up [rows, 2 * width] → silu(first half) * second half [rows, width]."""
         ...
 
-    def gated_linear(self, x: Tensor, gate_up: Weight) -> Tensor:
+    def normed(self, x: Rows) -> Tensor:
+        """Rows that are normed."""
+        return x if isinstance(x, Tensor) else self.add_norm(x.stream.hidden, None, x.weight, x.eps)
+
+    def norm(self, hidden: Tensor, delta: Tensor | Stream | None, weight: Tensor, eps: float) -> Rows:
+        """add_norm(), or what is to be normed where delta is in the residual stream already."""
+        return Normed(delta, weight, eps) if isinstance(delta, Stream) else self.add_norm(hidden, delta, weight, eps)
+
+    def gated_linear(self, x: Rows, gate_up: Weight) -> Tensor:
         """gate() of a product: x [rows, in] @ gate_up.T [in, 2 * width] → silu(first half) *
-        second half [rows, width], with the bits of gate(linear()). gate_up: from pack()."""
+        second half [rows, width], with the bits of gate(linear()) on the CPU. gate_up: from pack()."""
         ...
+
+    def head_linear(
+        self,
+        x: Rows,
+        weight: Weight,
+        bias: Tensor | None,
+        rules: HeadRules,
+        cos: Tensor,
+        sin: Tensor,
+        slots: KvSlots | None,
+    ) -> Tensor:
+        """place_heads() of a product: [tokens, query_heads + 2 * kv_heads, width], or only the query heads of it where
+        there are slots."""
+        heads = rules.split(self.linear(self.normed(x), weight, bias))
+        self.place_heads(heads, rules, cos, sin, slots)
+        return heads
+
+    def linear_to(self, hidden: Tensor, x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor | Stream:
+        """A product of x [rows, in] that is to be added to the residual stream hidden [rows, out]: [rows, out], or the
+        stream to which it was added."""
+        return self.linear(x, weight, bias)
 
     def place_heads(self, heads: Tensor, rules: HeadRules, cos: Tensor, sin: Tensor, slots: KvSlots | None) -> None:
         """Norm and rotate query and key heads of [tokens, query_heads + 2 * kv_heads, width] in place, then write keys
@@ -159,6 +224,11 @@ class Arithmetic(Protocol):
         whole = weight.expanded().to(x.dtype) if isinstance(weight, Float8Weight) else weight
         return F.grouped_mm(x, whole.transpose(1, 2), offs=rows.ends)
 
+    def gated_experts(self, x: Tensor, gate_up: Tensor | Float8Weight, rows: SortedRows, k: int) -> Tensor:
+        """Rows of x [tokens, in] in the order of experts, each @ its expert's gate_up [experts, 2 * width, in].T and
+        gated: [tokens * k, width]."""
+        return self.gate_rows(self.grouped_linear(self.take_rows(x, rows, k), gate_up, rows), rows)
+
     def gate_rows(self, gate_up: Tensor, rows: SortedRows) -> Tensor:
         """gate() of the rows that have a meaning."""
         return self.gate(gate_up)
@@ -195,9 +265,9 @@ class TorchArithmetic(Arithmetic):
         """See Arithmetic."""
         return gate(gate_up)
 
-    def gated_linear(self, x: Tensor, gate_up: Weight) -> Tensor:
+    def gated_linear(self, x: Rows, gate_up: Weight) -> Tensor:
         """See Arithmetic."""
-        return self.gate(self.linear(x, gate_up))
+        return self.gate(self.linear(self.normed(x), gate_up))
 
 
 def linear(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:

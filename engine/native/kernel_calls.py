@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from headrace.core.runtime.native_library import load_library
-from headrace.engine.model.arithmetic import Arithmetic, Weight, linear
+from headrace.engine.model.arithmetic import Arithmetic, Rows, Weight, linear
 from headrace.engine.model.float8 import Float8Weight
 from headrace.engine.model.int8 import Int8Weight
 from headrace.engine.native import onednn
@@ -190,8 +190,9 @@ class Kernels(Arithmetic):
         )  # fmt: skip
         return normed
 
-    def gated_linear(self, x: Tensor, gate_up: Weight) -> Tensor:
+    def gated_linear(self, x: Rows, gate_up: Weight) -> Tensor:
         """SwiGLU gate of a product: gate(linear(x, gate_up)), bit by bit. Raises what linear() raises."""
+        x = self.normed(x)
         if isinstance(gate_up, PackedInt8) and gate_up.columns % (2 * self._int8_lanes) == 0:
             return self._multiply_by_int8(x, gate_up, gate=True)
         if (

@@ -15,16 +15,17 @@ log = logging.getLogger(__name__)
 def choose_arithmetic(wanted: Compile, device: str, plain: Arithmetic) -> Arithmetic:
     """Triton kernels on a GPU, where they are wanted and work; else plain.
 
-    wanted: "auto" takes them where Triton is installed and works. plain: arithmetic without compilation. Raises
-    ConfigError when wanted is "on" and they do not work.
+    wanted: "auto" takes them where Triton is installed and works, "products" with dense matrix products among them.
+    plain: arithmetic without compilation. Raises ConfigError when wanted is "on" or "products" and they do not work.
     """
     if wanted == "off" or (wanted == "auto" and device == "cpu"):
         return plain
     reason = _missing(device)
     if not reason:
         from headrace.engine.triton.arithmetic import TritonArithmetic
+        from headrace.engine.triton.products import OwnProducts
 
-        compiled = TritonArithmetic()
+        compiled = TritonArithmetic(OwnProducts(dense=wanted == "products"))
         try:
             compiled.gate(
                 torch.zeros(1, 2, device=device)
@@ -32,7 +33,7 @@ def choose_arithmetic(wanted: Compile, device: str, plain: Arithmetic) -> Arithm
             return compiled
         except (RuntimeError, OSError) as error:
             reason = str(error).partition("\n")[0]
-    if wanted == "on":
+    if wanted != "auto":
         raise ConfigError(f"nothing can be compiled for {device}: {reason}; write --compile off")
     log.warning("layers are not compiled, so every pass is slower: %s", reason)
     return plain

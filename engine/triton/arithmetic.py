@@ -1,24 +1,40 @@
 """Layer arithmetic by Triton kernels: one launch for each operation, two for products in FP8."""
 
-from collections.abc import Callable
-from typing import Any
-
 import torch
 import triton
 from torch import Tensor
 
-from headrace.engine.model.arithmetic import HeadRules, KvSlots, LatentRules, TorchArithmetic, Weight
+from headrace.engine.model.arithmetic import (
+    HeadRules,
+    KvSlots,
+    LatentRules,
+    Rows,
+    Stream,
+    TorchArithmetic,
+    Weight,
+    unnormed,
+)
 from headrace.engine.model.expert_choice import SMALLEST_SUM, ExpertChoice
 from headrace.engine.model.expert_rows import SortedRows
 from headrace.engine.model.float8 import BLOCK, Float8Weight
 from headrace.engine.model.moe_spec import MoeSpec
 from headrace.engine.triton import kernels, latents
+from headrace.engine.triton.launch import launch
+from headrace.engine.triton.products import (
+    FEW_ROWS,
+    FLOAT8_TILES,
+    HALVES,
+    Float8Rows,
+    Grouped,
+    OwnProducts,
+    Placing,
+    Tile,
+    multiply,
+)
 
 TILE = 2048  # elements of a row that one program computes at most, where it need not have all
 HEAD_TILE = 2048  # elements of heads that one program turns
 PLACES = 4096  # choices that one program looks at together, for those of its expert
-PRODUCT_TILE = 128  # rows and columns of a product in FP8 that one program computes
-FEW_ROWS = 64  # rows of it where there are no more, on the average of experts
 
 
 class TritonArithmetic(TorchArithmetic):
@@ -27,6 +43,10 @@ class TritonArithmetic(TorchArithmetic):
     said."""
 
     compiled = True
+
+    def __init__(self, own: OwnProducts | None = None) -> None:
+        """own: which products do what surrounds them."""
+        self._own = own or OwnProducts()
 
     def add_norm(self, hidden: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
         """See Arithmetic."""
@@ -52,13 +72,64 @@ class TritonArithmetic(TorchArithmetic):
         """See Arithmetic. In FP8 where the weight is."""
         if not isinstance(weight, Float8Weight):
             return super().linear(x, weight, bias)
-        return self._scaled_product(x, weight, bias, None)
+        return self._in_float8(x, weight, bias, None)
+
+    def gated_linear(self, x: Rows, gate_up: Weight) -> Tensor:
+        """See Arithmetic."""
+        tile = self._own.tile("gated", x, gate_up)
+        return super().gated_linear(x, gate_up) if tile is None else self._gated(x, gate_up, None, tile)
+
+    def gated_experts(self, x: Tensor, gate_up: Tensor | Float8Weight, rows: SortedRows, k: int) -> Tensor:
+        """See Arithmetic."""
+        tile = self._own.tile("gated", x, gate_up)
+        if tile is None:
+            return super().gated_experts(x, gate_up, rows, k)
+        return self._gated(x, gate_up, Grouped(rows, k), tile)
+
+    def _gated(self, x: Rows, gate_up: Weight, grouped: Grouped | None, tile: Tile) -> Tensor:
+        values = gate_up.values if isinstance(gate_up, Float8Weight) else gate_up
+        assert isinstance(values, Tensor)
+        rows = unnormed(x)
+        out = rows.new_empty(len(grouped.rows.sources if grouped else rows), values.shape[-2] // 2)
+        multiply("gated", self._factors(x, gate_up), gate_up, out, tile, grouped=grouped)
+        return out
+
+    def linear_to(self, hidden: Tensor, x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor | Stream:
+        """See Arithmetic. In float16 weights of the norm times rows that are not normed may be too large."""
+        tile = self._own.tile("added", x, weight) if hidden.dtype == torch.bfloat16 else None
+        if tile is None:
+            return self.linear(x, weight, bias)
+        return Stream(hidden, multiply("added", self._factors(x, weight), weight, hidden, tile, bias=bias))
+
+    def head_linear(
+        self,
+        x: Rows,
+        weight: Weight,
+        bias: Tensor | None,
+        rules: HeadRules,
+        cos: Tensor,
+        sin: Tensor,
+        slots: KvSlots | None,
+    ) -> Tensor:
+        """See Arithmetic."""
+        width = cos.shape[-1]
+        tile = self._own.tile("heads", x, weight, width // 2) if slots and width // 2 in HALVES else None
+        if slots is None or tile is None:
+            return super().head_linear(x, weight, bias, rules, cos, sin, slots)
+        out = unnormed(x).new_empty(len(cos), rules.query_heads, width)
+        placing = Placing(rules, cos, sin, slots)
+        multiply("heads", self._factors(x, weight), weight, out, tile, bias=bias, placing=placing)
+        return out
+
+    def _factors(self, x: Rows, weight: Weight) -> Rows | Float8Rows:
+        """Rows as they are multiplied."""
+        return self.quantize_rows(self.normed(x)) if isinstance(weight, Float8Weight) else x
 
     def grouped_linear(self, x: Tensor, weight: Tensor | Float8Weight, rows: SortedRows) -> Tensor:
         """See Arithmetic. In FP8 where the weight is."""
         if not isinstance(weight, Float8Weight):
             return super().grouped_linear(x, weight, rows)
-        return self._scaled_product(x, weight, None, rows)
+        return self._in_float8(x, weight, None, rows)
 
     def place_heads(self, heads: Tensor, rules: HeadRules, cos: Tensor, sin: Tensor, slots: KvSlots | None) -> None:
         """See Arithmetic."""
@@ -166,50 +237,27 @@ class TritonArithmetic(TorchArithmetic):
         )
         return sums
 
-    def quantize_rows(self, x: Tensor, count: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def quantize_rows(self, x: Tensor, count: Tensor | None = None) -> Float8Rows:
         """Rows [rows, width] in FP8, and scales float32 [rows, width / BLOCK]. count: how many there are."""
         (rows, width), blocks = x.shape, x.shape[1] // BLOCK
         values = torch.empty(rows, width, dtype=torch.float8_e4m3fn, device=x.device)
         scales = torch.empty(rows, blocks, dtype=torch.float32, device=x.device)
         tile = min(triton.next_power_of_2(blocks), TILE // BLOCK)
-        launch(
-            kernels.quantize_rows, (rows, triton.cdiv(blocks, tile)), x.contiguous(), values, scales,
-            scales if count is None else count, blocks, COUNTED=count is not None, TILE=tile, BLOCK=BLOCK,
-        )  # fmt: skip
-        return values, scales
+        if rows:
+            launch(
+                kernels.quantize_rows, (rows, triton.cdiv(blocks, tile)), x.contiguous(), values, scales,
+                scales if count is None else count, blocks, COUNTED=count is not None, TILE=tile, BLOCK=BLOCK,
+            )  # fmt: skip
+        return Float8Rows(values, scales)
 
-    def _scaled_product(
-        self, x: Tensor, weight: Float8Weight, bias: Tensor | None, grouped: SortedRows | None
-    ) -> Tensor:
+    def _in_float8(self, x: Tensor, weight: Float8Weight, bias: Tensor | None, grouped: SortedRows | None) -> Tensor:
         """x [rows, in] @ weight.T + bias. grouped: where the rows of experts end, each of which has a weight."""
-        rows, columns = len(x), weight.values.shape[-2]
-        out = torch.empty(rows, columns, dtype=x.dtype, device=x.device)
-        if not rows:
-            return out
-        values, scales = self.quantize_rows(x, grouped.total if grouped else None)
-        experts = len(weight.values) if grouped else 0
-        tile = FEW_ROWS if rows <= FEW_ROWS * max(1, experts) else PRODUCT_TILE
-        launch(
-            kernels.scaled_product, (triton.cdiv(rows, tile) + experts, triton.cdiv(columns, PRODUCT_TILE)),
-            values, scales, weight.values, weight.scales, out if bias is None else bias, out,
-            grouped.ends if grouped else scales, rows, columns, x.shape[1] // BLOCK,
-            SHARED=weight.rows, EXPERTS=experts, BIASED=bias is not None, WIDE=kernels.INTERPRETED,
-            TILE_M=tile, TILE_N=PRODUCT_TILE, BLOCK=BLOCK, EXPERT_BLOCK=triton.next_power_of_2(max(1, experts)),
-            num_warps=4 if tile == FEW_ROWS else 8, num_stages=3,
-        )  # fmt: skip
+        rows, experts = len(x), len(weight.values) if grouped else 0
+        out = torch.empty(rows, weight.values.shape[-2], dtype=x.dtype, device=x.device)
+        tile = FEW_ROWS if rows <= FEW_ROWS.rows * max(1, experts) else FLOAT8_TILES["plain"]
+        factors = self.quantize_rows(x, grouped.total if grouped else None)
+        multiply("plain", factors, weight, out, tile, bias=bias, grouped=Grouped(grouped, 0) if grouped else None)
         return out
-
-
-def launch(kernel: Any, grid: tuple[int, ...], *arguments: object, **constants: object) -> None:
-    """Queue a kernel on the current stream of the device of its first argument."""
-    first = arguments[0]
-    assert isinstance(first, Tensor)
-    run: Callable[..., Any] = kernel[grid]
-    if first.device.type == "cuda" and first.device.index != torch.cuda.current_device():
-        with torch.cuda.device(first.device):
-            run(*arguments, **constants)
-    else:
-        run(*arguments, **constants)
 
 
 def _gate(gate_up: Tensor, count: Tensor | None) -> Tensor:

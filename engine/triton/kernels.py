@@ -47,6 +47,20 @@ def gate(gate_up, activated, count, width, COUNTED: tl.constexpr, BLOCK: tl.cons
 
 
 @triton.jit
+def norm_and_turn(low, high, of_low, of_high, c, s, eps, width, NORMED: tl.constexpr):
+    """RMSNorm, if NORMED, and rotation of heads whose halves are low and high [heads, width / 2]. of_low, of_high:
+    weights of the norm. c, s: of rotary_tables, of the second half: cos is the same in the first one, sin negative."""
+    kind = low.dtype
+    if NORMED:
+        a, b = low.to(tl.float32), high.to(tl.float32)
+        factor = tl.rsqrt((tl.sum(a * a, 1) + tl.sum(b * b, 1)) / width + eps)[:, None]
+        low = ((a * factor).to(kind).to(tl.float32) * of_low.to(tl.float32)).to(kind)
+        high = ((b * factor).to(kind).to(tl.float32) * of_high.to(tl.float32)).to(kind)
+    a, b = low.to(tl.float32), high.to(tl.float32)
+    return (a * c - b * s).to(kind), (b * c + a * s).to(kind)
+
+
+@triton.jit
 def place_heads(
     heads, cos, sin, query_norm, key_norm, slots, first, eps, step,
     QUERY: tl.constexpr, KV: tl.constexpr, HALF: tl.constexpr, NORMED: tl.constexpr, PLACED: tl.constexpr,
@@ -63,30 +77,22 @@ def place_heads(
     low_at = (token * (QUERY + 2 * KV) + head[:, None]) * (2 * HALF) + half[None, :]
     low = tl.load(heads + low_at, mask=there, other=0.0)
     high = tl.load(heads + low_at + HALF, mask=there, other=0.0)
-    kind = low.dtype
+    is_query = (head < QUERY)[:, None]
+    of_low, of_high = low, high
     if NORMED:
-        is_query = (head < QUERY)[:, None]
-        wide_low, wide_high = low.to(tl.float32), high.to(tl.float32)
-        power = tl.sum(wide_low * wide_low, 1) + tl.sum(wide_high * wide_high, 1)
-        factor = tl.rsqrt(power / (2 * HALF) + eps)[:, None]
-        of_query = tl.load(query_norm + half, mask=half < HALF, other=0.0)[None, :].to(tl.float32)
-        of_key = tl.load(key_norm + half, mask=half < HALF, other=0.0)[None, :].to(tl.float32)
-        unit = (wide_low * factor).to(kind).to(tl.float32)
-        normed_low = (unit * tl.where(is_query, of_query, of_key)).to(kind)
-        of_query = tl.load(query_norm + HALF + half, mask=half < HALF, other=0.0)[None, :].to(tl.float32)
-        of_key = tl.load(key_norm + HALF + half, mask=half < HALF, other=0.0)[None, :].to(tl.float32)
-        unit = (wide_high * factor).to(kind).to(tl.float32)
-        normed_high = (unit * tl.where(is_query, of_query, of_key)).to(kind)
-    else:
-        normed_low, normed_high = low, high
-    # rotary_tables: cos is the same in both halves, sin is negative in the first.
+        of_query = tl.load(query_norm + half, mask=half < HALF, other=0.0)[None, :]
+        of_key = tl.load(key_norm + half, mask=half < HALF, other=0.0)[None, :]
+        of_low = tl.where(is_query, of_query, of_key)
+        of_query = tl.load(query_norm + HALF + half, mask=half < HALF, other=0.0)[None, :]
+        of_key = tl.load(key_norm + HALF + half, mask=half < HALF, other=0.0)[None, :]
+        of_high = tl.where(is_query, of_query, of_key)
     turn_at = token * (2 * HALF) + half
     c = tl.load(cos + turn_at, mask=half < HALF, other=0.0)[None, :]
     s = tl.load(sin + turn_at + HALF, mask=half < HALF, other=0.0)[None, :]
-    a, b = normed_low.to(tl.float32), normed_high.to(tl.float32)
+    turned_low, turned_high = norm_and_turn(low, high, of_low, of_high, c, s, eps, 2 * HALF, NORMED)
     turned = (head < QUERY + KV)[:, None]
-    low = tl.where(turned, (a * c - b * s).to(kind), low)
-    high = tl.where(turned, (b * c + a * s).to(kind), high)
+    low = tl.where(turned, turned_low, low)
+    high = tl.where(turned, turned_high, high)
     kept = there & turned
     if PLACED:
         kept = there & (head < QUERY)[:, None]
@@ -250,59 +256,6 @@ def quantize_rows(x, values, scales, count, blocks, COUNTED: tl.constexpr, TILE:
     scale = tl.maximum(tl.max(tl.abs(wide), 1), 1e-12) / 448.0
     tl.store(values + at, (wide / scale[:, None]).to(values.dtype.element_ty), mask=there[:, None])
     tl.store(scales + row * blocks + block, scale, mask=there)
-
-
-@triton.jit(do_not_specialize=["rows"])
-def scaled_product(
-    x, x_scales, weight, w_scales, bias, out, ends, rows, columns, blocks,
-    SHARED: tl.constexpr, EXPERTS: tl.constexpr, BIASED: tl.constexpr, WIDE: tl.constexpr,
-    TILE_M: tl.constexpr, TILE_N: tl.constexpr, BLOCK: tl.constexpr, EXPERT_BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Product in FP8 of rows and a weight, or of each expert's rows and its weight. Grid: (tiles of rows, tiles of
-    columns); with experts one more tile for each.
-
-    x [rows, blocks * BLOCK] with scales [rows, blocks]; weight [experts, columns, blocks * BLOCK] with a scale for
-    BLOCK inputs of SHARED outputs. EXPERTS: 0 for one weight, of all rows. ends: of each expert's rows. WIDE: factors
-    are widened first, for Triton's interpreter."""
-    tile = tl.program_id(0)
-    first = tile * TILE_M
-    last = rows
-    expert = tile * 0  # a number of Triton's
-    if EXPERTS:
-        number = tl.arange(0, EXPERT_BLOCK)
-        owned = number < EXPERTS
-        stops = tl.load(ends + number, mask=owned, other=0)
-        starts = tl.load(ends + number - 1, mask=owned & (number > 0), other=0)
-        upto = tl.cumsum(tl.where(owned, (stops - starts + TILE_M - 1) // TILE_M, 0), 0)
-        expert = tl.sum((upto <= tile).to(tl.int32), 0)
-        if expert >= EXPERTS:
-            return
-        before = tl.max(tl.where(number < expert, upto, 0), 0)
-        first = tl.sum(tl.where(number == expert, starts, 0), 0) + (tile - before) * TILE_M
-        last = tl.sum(tl.where(number == expert, stops, 0), 0)
-    row = first + tl.arange(0, TILE_M)
-    there = row < last
-    column = tl.program_id(1) * TILE_N + tl.arange(0, TILE_N)
-    inside = column < columns
-    inner = tl.arange(0, BLOCK)
-    of_row = row.to(tl.int64) * blocks
-    of_column = expert.to(tl.int64) * columns + column.to(tl.int64)
-    shared = expert * tl.cdiv(columns, SHARED) + column // SHARED
-    sums = tl.zeros([TILE_M, TILE_N], tl.float32)
-    for block in range(blocks):
-        a = tl.load(x + (of_row + block)[:, None] * BLOCK + inner[None, :], mask=there[:, None], other=0.0)
-        b = tl.load(
-            weight + (of_column * blocks + block)[None, :] * BLOCK + inner[:, None], mask=inside[None, :], other=0.0
-        )
-        if WIDE:
-            a, b = a.to(tl.float32), b.to(tl.float32)
-        of_a = tl.load(x_scales + of_row + block, mask=there, other=0.0)
-        of_b = tl.load(w_scales + shared.to(tl.int64) * blocks + block, mask=inside, other=0.0)
-        sums += tl.dot(a, b) * of_a[:, None] * of_b[None, :]
-    if BIASED:
-        sums += tl.load(bias + column, mask=inside, other=0.0).to(tl.float32)[None, :]
-    target = out + row.to(tl.int64)[:, None] * columns + column[None, :]
-    tl.store(target, sums.to(out.dtype.element_ty), mask=there[:, None] & inside[None, :])
 
 
 @triton.jit

@@ -5,14 +5,14 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 from unittest.mock import patch
 
 import torch
 from torch import Tensor
 
 from benchmarks.shapes import DEEPSEEK_V3, LLAMA_8B, QWEN3_30B_A3B
-from headrace.core.config import AttentionChoice, CudaGraphs, EngineConfig, ModelConfig
+from headrace.core.config import AttentionChoice, Compile, CudaGraphs, EngineConfig, ModelConfig
 from headrace.core.messages.orders import PlanRow
 from headrace.core.types import packed
 from headrace.core.types.requests.request import SamplingParams
@@ -24,7 +24,17 @@ from headrace.engine.layers import graphs, native_decoder
 from headrace.engine.layers.exchange import Exchange, NoExchange, make_exchange
 from headrace.engine.load_plan import model_terms
 from headrace.engine.model import arithmetic
-from headrace.engine.model.arithmetic import HeadRules, KvSlots, LatentRules, TorchArithmetic, Weight
+from headrace.engine.model.arithmetic import (
+    HeadRules,
+    KvSlots,
+    LatentRules,
+    Normed,
+    Rows,
+    Stream,
+    TorchArithmetic,
+    Weight,
+    unnormed,
+)
 from headrace.engine.model.expert_choice import ExpertChoice
 from headrace.engine.model.expert_plan import Way, own_experts
 from headrace.engine.model.expert_rows import SortedRows
@@ -33,6 +43,7 @@ from headrace.engine.model.moe_spec import MoeSpec
 from headrace.engine.model.rope import rotate
 from headrace.engine.model.sharding import part_of, split_model
 from headrace.engine.runner import ModelRunner
+from headrace.engine.triton.products import LEAST_ROWS
 from tests.engine.cuda.fake_gpu import Counts, FakeGpu, current
 
 PAGE_SIZE = 16
@@ -133,10 +144,11 @@ class _Fused(TorchArithmetic):
 
     compiled = True
 
-    def __init__(self, gpu: FakeGpu, share: float) -> None:
-        """share: of the experts, that this shard has."""
+    def __init__(self, gpu: FakeGpu, share: float, wanted: Compile) -> None:
+        """share: of the experts, that this shard has. wanted: "products" has dense ones of our own, too."""
         self._gpu = gpu
         self._share = share
+        self._dense = wanted == "products"
 
     def add_norm(self, hidden: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
         with self._gpu.as_one("add_norm", (2 if delta is None else 4) * hidden.nbytes):
@@ -149,6 +161,49 @@ class _Fused(TorchArithmetic):
     def gate(self, gate_up: Tensor) -> Tensor:
         with self._gpu.as_one("gate", gate_up.nbytes * 3 // 2):
             return arithmetic.gate(gate_up)
+
+    def gated_linear(self, x: Rows, gate_up: Weight) -> Tensor:
+        if not self._own(x, gate_up):
+            return super().gated_linear(x, gate_up)
+        with self._product(x):
+            rows = unnormed(x)
+            return rows.new_empty(len(rows), gate_up.shape[0] // 2)
+
+    def gated_experts(self, x: Tensor, gate_up: Tensor | Float8Weight, rows: SortedRows, k: int) -> Tensor:
+        if not self._own(x, gate_up):
+            return super().gated_experts(x, gate_up, rows, k)
+        with self._product(x, rows.sources.nbytes):
+            return x.new_empty(len(rows.sources), gate_up.shape[1] // 2)
+
+    def linear_to(self, hidden: Tensor, x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor | Stream:
+        if not self._own(x, weight):
+            return super().linear_to(hidden, x, weight, bias)
+        parts = -(-hidden.shape[1] // 128)
+        with self._product(x, hidden.nbytes + 4 * len(x) * parts):  # what it is added to, and the power
+            hidden.add_(x @ weight.T)
+            return Stream(hidden, torch.empty(len(x), parts, device=x.device))
+
+    def head_linear(
+        self, x: Rows, weight: Weight, bias: Tensor | None,
+        rules: HeadRules, cos: Tensor, sin: Tensor, slots: KvSlots | None,
+    ) -> Tensor:  # fmt: skip
+        if slots is None or not self._own(x, weight):
+            return super().head_linear(x, weight, bias, rules, cos, sin, slots)
+        with self._product(x, cos.nbytes + slots.first.nbytes):
+            heads = rules.split(unnormed(x) @ weight.T)
+            TorchArithmetic().place_heads(heads, rules, cos, sin, slots)
+            return heads[:, : rules.query_heads].clone()
+
+    def _own(self, x: Rows, weight: object) -> TypeGuard[Tensor]:
+        wanted = isinstance(weight, Tensor) and (self._dense or weight.dim() == 3)
+        return wanted and len(unnormed(x)) >= LEAST_ROWS
+
+    @contextmanager
+    def _product(self, x: Rows, moved: int = 0) -> Iterator[None]:
+        """moved: beside rows, weight and result; weights of norms are left out."""
+        power = x.stream.powers.nbytes if isinstance(x, Normed) else 0
+        with self._gpu.as_one("product", moved + power):
+            yield
 
     def linear(self, x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
         if not isinstance(weight, Float8Weight):
@@ -240,11 +295,12 @@ def fake_runner(
     float8: bool = False,
     cuda_graphs: CudaGraphs = "auto",
     attention: AttentionChoice = "auto",
+    compiled: Compile = "on",
 ) -> Iterator[ModelRunner]:
     """A runner of some layers of a model, in bfloat16. folder: for its config.json. count: of layers. whole: of a model
     that has no other layers, with embedding and output head. halves: for passes that are cut. way: of the exchange
     between two replicas that divide the experts. cuda_graphs: whether a start captures them. attention: that is
-    wanted."""
+    wanted. compiled: "products" and "off" as with --compile."""
     model = MODELS[name]
     config = dict(model.config)
     layers = range(model.first, model.first + count)
@@ -261,7 +317,11 @@ def fake_runner(
             patch.object(runner, "check_equal_sums", lambda *_: None),
             patch.object(runner, "least", lambda _, value, __: value),
             patch.object(graphs, "least", lambda _, value, __: value),
-            patch.object(runner, "choose_arithmetic", lambda *_: _Fused(gpu, 1 / model.shards)),
+            patch.object(
+                runner,
+                "choose_arithmetic",
+                lambda *_: _Fused(gpu, 1 / model.shards, compiled) if compiled != "off" else TorchArithmetic(),
+            ),
             patch.object(triton_work, "launch", _attend),
             gpu,
         ):
@@ -300,12 +360,18 @@ PRODUCTS = ("mm", "addmm", "bmm", "_grouped_mm", "_varlen_attn", "[attend]", "[p
 
 
 def pass_cost(
-    gpu: FakeGpu, folder: Path, name: str, rows: Sequence[PlanRow], attention: AttentionChoice = "auto"
+    gpu: FakeGpu,
+    folder: Path,
+    name: str,
+    rows: Sequence[PlanRow],
+    attention: AttentionChoice = "auto",
+    *,
+    compiled: Compile = "on",
 ) -> Cost:
-    """Of a pass over these rows, by the difference between one layer and two."""
+    """Of a pass over these rows, by the difference between one layer and two. compiled: see fake_runner()."""
     found = []
     for count in (1, 2):
-        with fake_runner(gpu, folder, name, count, attention=attention) as made:
+        with fake_runner(gpu, folder, name, count, attention=attention, compiled=compiled) as made:
             hidden = incoming(made, rows)
             with gpu.counted() as counts:
                 made.forward(rows, hidden)

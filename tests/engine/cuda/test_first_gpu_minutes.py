@@ -3,9 +3,12 @@
 from unittest.mock import patch
 
 import pytest
+import torch
 
-from benchmarks import first_gpu_minutes
+from benchmarks import first_gpu_kernels, first_gpu_minutes
 from benchmarks.first_gpu_minutes import Minutes
+from tests.engine.cuda.fake_gpu import FakeGpu
+from tests.engine.triton.ahead import recorded
 
 ON_CPU = ["--device", "cpu", "--tiny", "--threads", "1"]
 
@@ -43,3 +46,13 @@ def test_a_part_that_fails_costs_the_others_nothing(capsys: pytest.CaptureFixtur
         assert found[1] == "the last part"
         assert first_gpu_minutes.main([*ON_CPU, "--seconds", "-1"]) == 0
         assert in_short(capsys.readouterr().out) == ["broken: no time is left", "last: no time is left"]
+
+
+def test_products_are_timed_beside_torchs_for_each_shape(gpu: FakeGpu) -> None:
+    """By kernels that are not run, on a GPU that is not there."""
+    at = Minutes(torch.device("cuda:0"), tiny=False, until=0.0)
+    with gpu, recorded() as launches, patch.object(first_gpu_kernels, "gap_of", lambda *_: 0.0):
+        first_gpu_kernels.products(at)
+    assert len(at.kept) == 4 * 5
+    assert at.kept[0] == "product 4096 x 4096 added of 8,192 rows 1.000 ms, torch's 1.000; differs by 0.0e+00"
+    assert {"added", "heads", "gated"} == {each.constants["FORM"] for each in launches if "FORM" in each.constants}

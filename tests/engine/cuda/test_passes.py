@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from headrace.core.config import Compile
 from headrace.core.messages.orders import PlanRow
 from headrace.core.types.errors import ConfigError
 from headrace.core.types.ranks.coordinate import Agreement
@@ -16,6 +17,7 @@ from tests.engine.cuda.fake_gpu import FakeGpu
 from tests.engine.cuda.models import LONGEST, MODELS, fake_runner, incoming, pass_cost, row
 
 BUDGETS = tomllib.loads(Path(__file__).with_name("budgets.toml").read_text(encoding="utf-8"))
+COMPILED: tuple[Compile, ...] = ("off", "on", "products")
 BATCHES: dict[str, list[PlanRow]] = {
     "prompt": [row(1, 0, 2048)],
     "mixed": [
@@ -27,10 +29,13 @@ BATCHES: dict[str, list[PlanRow]] = {
 }
 
 
-@pytest.mark.parametrize(("name", "batch"), [(name, batch) for name in BUDGETS for batch in BUDGETS[name]])
-def test_a_pass_stays_within_its_budget(gpu: FakeGpu, tmp_path: Path, name: str, batch: str) -> None:
-    budget = BUDGETS[name][batch]
-    cost = pass_cost(gpu, tmp_path, name, BATCHES[batch])
+@pytest.mark.parametrize(
+    ("wanted", "name", "batch"),
+    [("on", name, batch) for name in BUDGETS for batch in BATCHES] + [("products", name, "prompt") for name in BUDGETS],
+)
+def test_a_pass_stays_within_its_budget(gpu: FakeGpu, tmp_path: Path, wanted: Compile, name: str, batch: str) -> None:
+    budget = BUDGETS[name]["products" if wanted == "products" else batch]
+    cost = pass_cost(gpu, tmp_path, name, BATCHES[batch], compiled=wanted)
     spent = {
         "layer": cost.layer_launches,
         "rest": cost.pass_launches,
@@ -97,13 +102,28 @@ def test_a_mistake_in_devices_is_an_error_here(gpu: FakeGpu) -> None:
 @pytest.mark.parametrize("tokens", [2048, 8192])
 @pytest.mark.parametrize("name", MODELS)
 def test_activations_are_estimated_from_above(gpu: FakeGpu, tmp_path: Path, name: str, tokens: int) -> None:
-    """Beside which the KV pool is sized."""
-    with fake_runner(gpu, tmp_path, name) as made:
-        before = gpu.peak = gpu.live
-        rows = [row(1, 0, tokens)]
-        made.forward(rows, incoming(made, rows))
-        estimate = activation_bytes(made._part, "bfloat16", tokens, LONGEST)
-        assert gpu.peak - before <= estimate <= 1.8 * (gpu.peak - before)
+    """Beside which the KV pool is sized, with products of our own or without."""
+    peaks = []
+    for compiled in COMPILED:
+        with fake_runner(gpu, tmp_path, name, compiled=compiled) as made:
+            before = gpu.peak = gpu.live
+            rows = [row(1, 0, tokens)]
+            made.forward(rows, incoming(made, rows))
+            estimate = activation_bytes(made._part, "bfloat16", tokens, LONGEST)
+            peaks.append(gpu.peak - before)
+    assert max(peaks[1:]) <= estimate <= 1.8 * max(peaks)
+
+
+@pytest.mark.parametrize("name", ["llama-3.1-8b", "qwen3-30b-a3b"])
+def test_products_of_our_own_take_no_more_memory(gpu: FakeGpu, tmp_path: Path, name: str) -> None:
+    peaks = []
+    for compiled in COMPILED:
+        with fake_runner(gpu, tmp_path, name, compiled=compiled) as made:
+            before = gpu.peak = gpu.live
+            rows = [row(1, 0, 2048)]
+            made.forward(rows, incoming(made, rows))
+            peaks.append(gpu.peak - before)
+    assert peaks[2] <= peaks[1] <= peaks[0]
 
 
 def test_a_start_tries_the_largest_pass(

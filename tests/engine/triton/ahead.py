@@ -17,7 +17,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from headrace.engine.attention import triton_work
-from headrace.engine.triton import arithmetic
+from headrace.engine.triton import arithmetic, products
 
 TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
 TYPES = {
@@ -47,7 +47,11 @@ def recorded() -> Iterator[list[Launch]]:
         assert grid
         launches.append(Launch(kernel, arguments, constants))
 
-    with patch.object(arithmetic, "launch", record), patch.object(triton_work, "launch", record):
+    with (
+        patch.object(arithmetic, "launch", record),
+        patch.object(products, "launch", record),
+        patch.object(triton_work, "launch", record),
+    ):
         yield launches
 
 

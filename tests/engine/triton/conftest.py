@@ -11,7 +11,10 @@ from headrace.engine import attention, triton
 from headrace.engine.attention.work import MakeWork
 from headrace.engine.model.arithmetic import TorchArithmetic
 
-FRESH = {triton: ("arithmetic", "kernels", "latents"), attention: ("triton_work",)}
+FRESH = {
+    triton: ("arithmetic", "kernels", "latents", "launch", "product_kernels", "products"),
+    attention: ("triton_work",),
+}
 """Modules that import kernels, by their packages."""
 
 

@@ -1,6 +1,7 @@
 """Kernels compiled for Ampere, Hopper and Blackwell, at the widths of published models."""
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import NamedTuple
 from unittest.mock import patch
 
@@ -14,11 +15,12 @@ from headrace.engine.attention import triton_work
 from headrace.engine.attention.paged import AttentionSpan
 from headrace.engine.attention.triton_work import TritonWork
 from headrace.engine.attention.work import PagedRows, Ranges
-from headrace.engine.model.arithmetic import HeadRules, KvSlots, LatentRules
+from headrace.engine.model.arithmetic import HeadRules, KvSlots, LatentRules, Normed, Stream
 from headrace.engine.model.expert_choice import ExpertChoice
 from headrace.engine.model.expert_rows import SortedRows
 from headrace.engine.model.float8 import Float8Weight
 from headrace.engine.triton.arithmetic import TritonArithmetic
+from headrace.engine.triton.products import Float8Rows, Grouped, Placing, Tile, multiply, tile_of
 from tests.engine.layers.mixtures import SPECS
 from tests.engine.triton.ahead import compiled, recorded
 
@@ -146,6 +148,98 @@ def test_products_in_float8_use_matrix_units(name: str, capability: int) -> None
     for launch in launches:
         taken = compiled(launch, capability)
         assert taken.fits(capability), f"{launch.kernel.__name__} takes {taken}"
+    assert taken.instructions[MATRIX_UNITS[capability]], taken.instructions
+
+
+class Width(NamedTuple):
+    """Of a model's products."""
+
+    hidden: int
+    inner: int
+    heads: HeadRules
+    head_dim: int = 128
+    experts: int = 0
+
+
+NORM = empty(128)
+WIDTHS = {
+    "Llama 3.1 8B": Width(4096, 14336, HeadRules(32, 8)),
+    "Qwen3 30B-A3B": Width(2048, 768, HeadRules(32, 4, NORM, NORM, 1e-6), experts=128),
+    "heads of 256": Width(4096, 14336, HeadRules(16, 8), 256),
+    "heads of 64": Width(2048, 8192, HeadRules(32, 8), 64),
+}
+
+
+def own_product(name: str, width: Width, tile: Tile, *, float8: bool) -> None:
+    """A product of our own that norms its rows, where it may."""
+
+    def weight(*shape: int) -> Tensor | Float8Weight:
+        if not float8:
+            return empty(*shape)
+        scales = empty(*shape[:-2], -(-shape[-2] // 128), shape[-1] // 128, dtype=torch.float32)
+        return Float8Weight(empty(*shape, dtype=torch.float8_e4m3fn), scales, 128)
+
+    def rows(columns: int) -> Normed | Float8Rows | Tensor:
+        if float8:
+            scales = empty(TOKENS, columns // 128, dtype=torch.float32)
+            return Float8Rows(empty(TOKENS, columns, dtype=torch.float8_e4m3fn), scales)
+        powers = empty(TOKENS, columns // 128, dtype=torch.float32)
+        return Normed(Stream(empty(TOKENS, columns), powers), empty(columns), 1e-5)
+
+    hidden, inner, query = width.hidden, width.inner, width.heads.query_heads
+    if name == "gated" and width.experts:
+        sources = empty(8 * TOKENS, dtype=torch.int32)
+        grouped = Grouped(SortedRows(sources, sources, empty(width.experts, dtype=torch.int32)), 8)
+        x = rows(hidden) if float8 else empty(TOKENS, hidden)
+        multiply(name, x, weight(width.experts, 2 * inner, hidden), empty(8 * TOKENS, inner), tile, grouped=grouped)
+    elif name == "gated":
+        multiply(name, rows(hidden), weight(2 * inner, hidden), empty(TOKENS, inner), tile)
+    elif name == "added":
+        x = rows(inner) if float8 else empty(TOKENS, inner)
+        multiply(name, x, weight(hidden, inner), empty(TOKENS, hidden), tile)
+    else:
+        turns = empty(TOKENS, 1, width.head_dim, dtype=torch.float32)
+        slots = KvSlots(empty(4096, width.head_dim), empty(TOKENS, dtype=torch.int64), PAGE_SIZE, print)
+        placing = Placing(width.heads, turns, turns, slots)
+        qkv, out = weight(width.heads.heads * width.head_dim, hidden), empty(TOKENS, query, width.head_dim)
+        multiply(name, rows(hidden), qkv, out, tile, placing=placing)
+
+
+def tile(capability: int, name: str, width: Width, *, float8: bool) -> Tile:
+    """On such a GPU."""
+    found = SimpleNamespace(major=capability // 10)
+    with patch.object(torch.cuda, "get_device_properties", lambda _: found):
+        return tile_of(name, torch.device("cuda"), width.head_dim // 2 if name == "heads" else 0, in_float8=float8)
+
+
+COMMON = [("Llama 3.1 8B", "gated"), ("Llama 3.1 8B", "added"), ("Llama 3.1 8B", "heads"), ("Qwen3 30B-A3B", "gated")]
+OWN = [
+    pytest.param(model, name, at, marks=() if at == HOPPER and (model, name) in COMMON else pytest.mark.full)
+    for model in WIDTHS
+    for name in (("heads",) if model.startswith("heads") else ("gated", "added", "heads"))
+    for at in (80, 90, 100)
+]
+
+
+@pytest.mark.parametrize(("model", "name", "capability"), OWN)
+def test_products_of_our_own_use_matrix_units(model: str, name: str, capability: int) -> None:
+    width = WIDTHS[model]
+    with recorded() as launches:
+        own_product(name, width, tile(capability, name, width, float8=False), float8=False)
+    [taken] = (compiled(launch, capability) for launch in launches)
+    assert taken.fits(capability), f"it takes {taken}"
+    assert taken.instructions[{80: "HMMA", 90: "HGMMA", 100: "UTCHMMA"}[capability]], taken.instructions
+
+
+@pytest.mark.parametrize("capability", [pytest.param(90, marks=pytest.mark.full), BLACKWELL])
+@pytest.mark.parametrize("name", ["gated", "added", "heads"])
+@pytest.mark.parametrize("model", WIDTHS)
+def test_products_of_our_own_in_float8(model: str, name: str, capability: int) -> None:
+    width = WIDTHS[model]
+    with recorded() as launches:
+        own_product(name, width, tile(capability, name, width, float8=True), float8=True)
+    taken = compiled(launches[-1], capability)
+    assert taken.fits(capability), f"it takes {taken}"
     assert taken.instructions[MATRIX_UNITS[capability]], taken.instructions
 
 

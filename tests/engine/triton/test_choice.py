@@ -23,7 +23,7 @@ def test_where_triton_works(monkeypatch: pytest.MonkeyPatch) -> None:
     plain = TorchArithmetic()
     for wanted, device in (("auto", "cpu"), ("off", "cpu"), ("off", "meta")):
         assert choose_arithmetic(wanted, device, plain) is plain
-    for wanted in ("auto", "on"):
+    for wanted in ("auto", "on", "products"):
         assert isinstance(choose_arithmetic(wanted, "meta", plain), TritonArithmetic)
 
 
@@ -32,8 +32,9 @@ def test_without_triton(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptu
     plain = TorchArithmetic()
     assert choose_arithmetic("auto", "meta", plain) is plain
     assert "every pass is slower: Triton is not installed" in caplog.text
-    with pytest.raises(ConfigError, match=r"^nothing can be compiled for meta: Triton is not installed; .*off$"):
-        choose_arithmetic("on", "meta", plain)
+    for wanted in ("on", "products"):
+        with pytest.raises(ConfigError, match=r"^nothing can be compiled for meta: Triton is not installed; .*off$"):
+            choose_arithmetic(wanted, "meta", plain)
 
 
 @pytest.mark.usefixtures("installed")
