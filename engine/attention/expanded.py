@@ -20,21 +20,20 @@ QUERY_TILE = 256  # tokens, at most, whose scores a mask is made for
 
 
 class Expand(Protocol):
-    """Makes keys and values of latents."""
+    """Makes keys and values of what a pool of latents holds."""
 
-    def __call__(self, latents: Tensor, heads: range) -> Tensor:
-        """latents [positions, kv_rank] → [positions, heads, nope_dim + value_dim] of these heads, keys before values,
-        in the dtype of computation."""
+    def __call__(self, rows: Tensor, heads: range) -> tuple[Tensor, Tensor]:
+        """rows [positions, slot_dim] → keys [positions, heads, query_dim] and values [positions, heads, value_dim] of
+        these heads, in the dtype of computation. Either may be wider, filled up with zeros."""
         ...
 
 
 class DenseAttention(Protocol):
     """Causal attention of one row to keys and values that are in memory."""
 
-    def attend(self, query: Tensor, expanded: Tensor, rotated: Tensor, nope_dim: int) -> Tensor:
-        """query: [tokens, heads, nope_dim + rope_dim], at the last positions. expanded: [positions, heads, nope_dim +
-        value_dim]. rotated: the part of the keys that heads share, [positions, rope_dim]. Returns [tokens, heads,
-        value_dim]."""
+    def attend(self, query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        """query: [tokens, heads, width], at the last positions. keys: [positions, heads, width]. values: [positions,
+        heads, width or another]. Returns [tokens, heads, width of values]."""
         ...
 
 
@@ -42,35 +41,46 @@ class ExpandedRows:
     """Attention of rows of one forward pass in expanded form, row by row, some heads at a time."""
 
     def __init__(self, mla: MlaSpec, pool: KVPool, spans: Sequence[AttentionSpan], dense: DenseAttention) -> None:
-        """Prepare the indices of all rows."""
+        """Of these rows."""
         self._mla = mla
         self._pool = pool
         self._spans = spans
         self._dense = dense
-        self._slots = [slot_index(pool, [span], prefixes=True) for span in spans]
+        self._slots: dict[int, Tensor] = {}  # by row; made by the first layer that looks there
 
-    def attend(self, layer: int, query: Tensor, expand: Expand) -> Tensor:
+    def attend(self, layer: int, query: Tensor, latents: Tensor, expand: Expand) -> Tensor:
         """Attend to each request's positions, whose latents are in the pool.
 
-        layer: counted from the stage's first. query: [tokens, heads, nope_dim + rope_dim], rotated. Returns [tokens,
-        heads, value_dim].
+        layer: counted from the stage's first. query: [tokens, heads, nope_dim + rope_dim], rotated. latents: of the
+        rows' tokens, if they are at hand, [tokens, 1 or 0, slot_dim]. Returns [tokens, heads, value_dim].
         """
         attended = []
         first = 0
-        for span, slots in zip(self._spans, self._slots, strict=True):
-            rows = self._pool.slots_from(layer).index_select(0, slots).to(query.dtype)
-            attended.append(self._row(query[first : first + span.count], rows, expand))
+        for number, span in enumerate(self._spans):
+            tokens = slice(first, first + span.count)
+            if span.start == 0 and latents.shape[1] and latents.dtype == self._pool.tensor.dtype == query.dtype:
+                rows = latents[tokens, 0]
+            else:
+                rows = self._gathered(layer, number).to(query.dtype)
+            attended.append(self._row(query[tokens], rows, expand))
             first += span.count
         return attended[0] if len(attended) == 1 else torch.cat(attended)
 
+    def _gathered(self, layer: int, number: int) -> Tensor:
+        """Latents of all positions of a row, out of the pool: [positions, slot_dim]."""
+        if number not in self._slots:
+            self._slots[number] = slot_index(self._pool, [self._spans[number]], prefixes=True)
+        return self._pool.slots_from(layer).index_select(0, self._slots[number])
+
     def _row(self, query: Tensor, rows: Tensor, expand: Expand) -> Tensor:
         """Of one row. rows: latents of all its positions [positions, slot_dim]."""
-        rank, heads = self._mla.kv_rank, query.shape[1]
         attended = []
-        for tile in self._tiles(heads, rows):
+        for tile in self._tiles(query.shape[1], rows):
+            keys, values = expand(rows, tile)
             some = query[:, tile.start : tile.stop]
-            expanded = expand(rows[:, :rank], tile)
-            attended.append(self._dense.attend(some, expanded, rows[:, rank:], self._mla.nope_dim))
+            if keys.shape[2] > some.shape[2]:
+                some = F.pad(some, (0, keys.shape[2] - some.shape[2]))
+            attended.append(self._dense.attend(some, keys, values)[..., : self._mla.value_dim])
         return attended[0] if len(attended) == 1 else torch.cat(attended, dim=1)
 
     def _tiles(self, heads: int, rows: Tensor) -> list[range]:
@@ -88,15 +98,11 @@ class NativeDense:
         self._kernels = kernels
         self._scale = scale
 
-    def attend(self, query: Tensor, expanded: Tensor, rotated: Tensor, nope_dim: int) -> Tensor:
+    def attend(self, query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         """See DenseAttention."""
-        positions, heads, both = expanded.shape
-        keys = expanded.new_empty(1, 1, heads, positions, query.shape[2])  # of one page and layer
-        keys[..., :nope_dim] = expanded[..., :nope_dim].transpose(0, 1)
-        keys[..., nope_dim:] = rotated
-        values = expanded[..., nope_dim:].transpose(0, 1).contiguous()[None, None]
-        span = AttentionSpan(positions - len(query), len(query), np.zeros(1, np.int64))
-        rows = PagedRows(keys, values, both - nope_dim)
+        span = AttentionSpan(len(keys) - len(query), len(query), np.zeros(1, np.int64))
+        page = [part.transpose(0, 1).contiguous()[None, None] for part in (keys, values)]  # one, of one layer
+        rows = PagedRows(page[0], page[1], values.shape[2])
         return NativeWork(self._kernels, [span], rows, self._scale).attend(0, query.contiguous())
 
 
@@ -107,16 +113,9 @@ class SdpaDense:
         """scale: of the scores."""
         self._scale = scale
 
-    def attend(self, query: Tensor, expanded: Tensor, rotated: Tensor, nope_dim: int) -> Tensor:
+    def attend(self, query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         """See DenseAttention."""
-        keys, values = split_heads(expanded, rotated, nope_dim)
         return masked_tiles(query, keys, values, self._scale)
-
-
-def split_heads(expanded: Tensor, rotated: Tensor, nope_dim: int) -> tuple[Tensor, Tensor]:
-    """Keys [positions, heads, nope_dim + rope_dim] and values [positions, heads, value_dim]; see DenseAttention."""
-    shared = rotated[:, None].expand(-1, expanded.shape[1], -1)
-    return torch.cat((expanded[..., :nope_dim], shared), dim=-1), expanded[..., nope_dim:]
 
 
 def masked_tiles(query: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:

@@ -48,9 +48,8 @@ class LatentProjections(Protocol):
         """Weighted sums of latents [tokens, heads, kv_rank] → those of their values [tokens, heads, value_dim]."""
         ...
 
-    def expand(self, latents: Tensor, heads: range) -> Tensor:
-        """latents [positions, kv_rank] → [positions, heads, nope_dim + value_dim] of these heads, keys before
-        values."""
+    def expand(self, rows: Tensor, heads: range) -> tuple[Tensor, Tensor]:
+        """Keys and values of these heads. See Expand."""
         ...
 
 
@@ -117,23 +116,25 @@ class LatentPass(AttentionPass):
         return self._writer.slots(layer)
 
     def attend(self, layer: int, query: Tensor, keys_values: Tensor) -> Tensor:
-        """See AttentionPass. query: [tokens, heads, nope_dim + rope_dim]; keys_values: not read. Returns [tokens,
-        heads, value_dim]."""
+        """See AttentionPass. query: [tokens, heads, nope_dim + rope_dim]; keys_values: latents [tokens, 1, slot_dim],
+        or none. Returns [tokens, heads, value_dim]."""
         if len(self.parts) == 1:
-            return self._attend(layer, query, self.parts[0])
+            return self._attend(layer, query, keys_values, self.parts[0])
         attended = query.new_empty(*query.shape[:2], self._mla.value_dim)
         for part in self.parts:
             if isinstance(part.tokens, slice):
-                attended[part.tokens] = self._attend(layer, query[part.tokens], part)
+                some = part.tokens
+                attended[some] = self._attend(layer, query[some], keys_values[some], part)
             else:
-                of_part = self._attend(layer, query.index_select(0, part.tokens), part)
+                chosen = query.index_select(0, part.tokens)
+                of_part = self._attend(layer, chosen, keys_values[:0, :0], part)
                 attended.index_copy_(0, part.tokens, of_part)
         return attended
 
-    def _attend(self, layer: int, query: Tensor, rows: LatentRows) -> Tensor:
+    def _attend(self, layer: int, query: Tensor, latents: Tensor, rows: LatentRows) -> Tensor:
         projections = self._projections[layer]
         if rows.expanded is not None:
-            return rows.expanded.attend(layer, query, projections.expand)
+            return rows.expanded.attend(layer, query, latents, projections.expand)
         assert rows.absorbed is not None
         nope, rotated = query[..., : self._mla.nope_dim], query[..., self._mla.nope_dim :]
         absorbed = torch.cat((projections.absorb(nope), rotated), dim=-1)

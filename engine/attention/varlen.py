@@ -13,12 +13,9 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 
-from headrace.core.types.kv.geometry import ceil_div
-from headrace.engine.attention.expanded import split_heads
 from headrace.engine.attention.paged import AttentionPass, AttentionSpan, SlotWriter, page_table, slot_index
 from headrace.engine.kv.device_copies import place
 from headrace.engine.kv.pool import KVPool
@@ -30,7 +27,6 @@ GROUPED: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in signature(varl
 PAGED = {"block_table", "seqused_k", "num_splits"} <= set(signature(varlen_attn).parameters)  # not in torch 2.11
 PAGE_STEP = 256  # tokens; the kernel takes pages of multiples of it
 KEPT_ENDS = 256  # lengths of rows that are kept on the device: those of a pass are the same in all layers
-KERNEL_STEP = 8  # elements; the kernel takes heads of multiples of it
 
 
 def reads_pages(pool: KVPool) -> bool:
@@ -98,24 +94,22 @@ class VarlenPass(AttentionPass):
 
 
 class VarlenDense:
-    """DenseAttention by FlashAttention-2, for float16 and bfloat16 on CUDA. Keys and values are padded to one width."""
+    """DenseAttention by FlashAttention-2, for float16 and bfloat16 on CUDA, of keys and values of one width, a multiple
+    of 8 elements."""
 
     def __init__(self, scale: float) -> None:
         """scale: of the scores."""
         self._scale = scale
         self._ends = lru_cache(KEPT_ENDS)(lambda count, device: _ends([count], device))
 
-    def attend(self, query: Tensor, expanded: Tensor, rotated: Tensor, nope_dim: int) -> Tensor:
+    def attend(self, query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         """See DenseAttention."""
-        keys, values = split_heads(expanded, rotated, nope_dim)
-        value_dim, tokens, positions = values.shape[2], len(query), len(keys)
-        width = ceil_div(max(keys.shape[2], value_dim), KERNEL_STEP) * KERNEL_STEP
-        heads = [_widened(rows, width) for rows in (query, keys, values)]
+        tokens, positions = len(query), len(keys)
         ends = [self._ends(count, query.device) for count in (tokens, positions)]
         attended = varlen_attn(
-            heads[0],
-            heads[1],
-            heads[2],
+            query,
+            keys,
+            values,
             ends[0],
             ends[1],
             tokens,
@@ -124,14 +118,7 @@ class VarlenDense:
             window_size=CAUSAL,
         )
         assert isinstance(attended, Tensor)
-        return attended[..., :value_dim]
-
-
-def _widened(rows: Tensor, width: int) -> Tensor:
-    """Heads [tokens, heads, ...] of this width, filled up with zeros, each dense."""
-    if rows.shape[2] == width:
-        return rows if rows.stride(2) == 1 else rows.contiguous()
-    return F.pad(rows, (0, width - rows.shape[2]))
+        return attended
 
 
 def _ends(lengths: list[int], device: torch.device) -> Tensor:

@@ -119,6 +119,12 @@ def _never_in_8_bits(part: RankPart) -> int:
     return len(part.layers) * (part.spec.mla.up_weights(len(part.shard.heads)) if part.spec.mla else 0)
 
 
+def _widening_bytes(part: RankPart, weight_dtype: str) -> int:
+    """What weights of MLA take more on GPUs, where one product makes keys and values of latents."""
+    mla, heads = part.spec.mla, len(part.shard.heads)
+    return len(part.layers) * mla.widening(heads) * ITEM_BYTES[weight_dtype] if mla else 0
+
+
 class _Taken(NamedTuple):
     """Memory that something else than weights and KV takes."""
 
@@ -169,6 +175,7 @@ def plan_memory(
     if on_gpu:
         activations = activation_bytes(part, computation.dtype, pass_tokens, length)
         taken.append(_Taken(f"activations of {pass_tokens} tokens", activations))
+        taken.append(_Taken("wider weights of latents", _widening_bytes(part, weight_dtype)))
         taken += _taken_on_gpu(graph_bytes(part, computation.dtype, graphs), flashinfer=flashinfer)
     taken = [each for each in taken if each.size]
     room = int((available_bytes - weights - sum(each.size for each in taken)) / kv_copies)

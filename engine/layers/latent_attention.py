@@ -28,11 +28,12 @@ from headrace.engine.model.weights import LayerReader
 class HeadsApart:
     """LatentProjections as a product per head, on the CPU: a row has the same bits whatever the number of rows."""
 
-    def __init__(self, weight: Tensor, nope_dim: int, read: LayerReader, arithmetic: Arithmetic, form: MlaForm) -> None:
+    def __init__(self, weight: Tensor, mla: MlaSpec, read: LayerReader, arithmetic: Arithmetic, form: MlaForm) -> None:
         """weight: [heads, nope_dim + value_dim, kv_rank]. form: what is not used in it is not held."""
+        self._mla = mla
         self._arithmetic = arithmetic
-        keys = weight[:, :nope_dim]
-        self._values = [read.packed(head.contiguous()) for head in weight[:, nope_dim:]]
+        keys = weight[:, : mla.nope_dim]
+        self._values = [read.packed(head.contiguous()) for head in weight[:, mla.nope_dim :]]
         self._absorb: list[Weight] = []  # per head [kv_rank, nope_dim]
         self._keys: list[Weight] = []  # per head [nope_dim, kv_rank]
         if form != "expanded":
@@ -48,11 +49,16 @@ class HeadsApart:
         """See LatentProjections."""
         return self._per_head(attended, self._values)
 
-    def expand(self, latents: Tensor, heads: range) -> Tensor:
+    def expand(self, rows: Tensor, heads: range) -> tuple[Tensor, Tensor]:
         """See LatentProjections."""
-        rows, linear = latents.contiguous(), self._arithmetic.linear
-        made = [torch.cat((linear(rows, self._keys[head]), linear(rows, self._values[head])), -1) for head in heads]
-        return torch.stack(made, dim=1)
+        mla, linear = self._mla, self._arithmetic.linear
+        latents = rows[:, : mla.kv_rank].contiguous()
+        keys, values = (rows.new_empty(len(heads), len(rows), width) for width in (mla.query_dim, mla.value_dim))
+        keys[..., mla.nope_dim :] = rows[:, mla.kv_rank :]
+        for at, head in enumerate(heads):
+            keys[at, :, : mla.nope_dim] = linear(latents, self._keys[head])
+            values[at] = linear(latents, self._values[head])
+        return keys.transpose(0, 1), values.transpose(0, 1)
 
     def _per_head(self, rows: Tensor, weights: list[Weight]) -> Tensor:
         apart = rows.transpose(0, 1).contiguous()  # [heads, tokens, width]
@@ -61,27 +67,37 @@ class HeadsApart:
 
 
 class HeadsTogether:
-    """LatentProjections as one batched product over heads, on a GPU."""
+    """LatentProjections as one product over heads, on a GPU.
 
-    def __init__(self, weight: Tensor, nope_dim: int) -> None:
+    That of a slot gives keys with their rotated part and values of the same width, as flash kernels take them: its
+    weights are wider by zeros, and by ones for what is only copied. Results are those of the weights alone, but for the
+    order of sums.
+    """
+
+    def __init__(self, weight: Tensor, mla: MlaSpec) -> None:
         """weight: [heads, nope_dim + value_dim, kv_rank], on the device."""
-        self._weight = weight
-        self._nope_dim = nope_dim
+        self._mla, width = mla, mla.wide_dim
+        self._weight = weight.new_zeros(len(weight), 2 * width, mla.slot_dim)
+        self._weight[:, : mla.nope_dim, : mla.kv_rank] = weight[:, : mla.nope_dim]
+        self._weight[:, mla.nope_dim : mla.query_dim, mla.kv_rank :].diagonal(dim1=1, dim2=2).fill_(1)
+        self._weight[:, width : width + mla.value_dim, : mla.kv_rank] = weight[:, mla.nope_dim :]
 
     def absorb(self, query: Tensor) -> Tensor:
         """See LatentProjections."""
-        keys = self._weight[:, : self._nope_dim].to(query.dtype)
+        keys = self._weight[:, : self._mla.nope_dim, : self._mla.kv_rank].to(query.dtype)
         return torch.bmm(query.transpose(0, 1), keys).transpose(0, 1)
 
     def values(self, attended: Tensor) -> Tensor:
         """See LatentProjections."""
-        values = self._weight[:, self._nope_dim :].to(attended.dtype)
+        first = self._mla.wide_dim
+        values = self._weight[:, first : first + self._mla.value_dim, : self._mla.kv_rank].to(attended.dtype)
         return torch.bmm(attended.transpose(0, 1), values.transpose(1, 2)).transpose(0, 1)
 
-    def expand(self, latents: Tensor, heads: range) -> Tensor:
+    def expand(self, rows: Tensor, heads: range) -> tuple[Tensor, Tensor]:
         """See LatentProjections."""
-        some = self._weight[heads.start : heads.stop].to(latents.dtype)
-        return torch.matmul(latents, some.flatten(0, 1).T).view(-1, *some.shape[:2])
+        some = self._weight[heads.start : heads.stop].to(rows.dtype)
+        made = torch.matmul(rows, some.flatten(0, 1).T).view(len(rows), *some.shape[:2])
+        return made[..., : self._mla.wide_dim], made[..., self._mla.wide_dim :]
 
 
 class LatentAttentionBlock:
@@ -162,5 +178,5 @@ def _projections(
     weight = read.tensor("self_attn.kv_b_proj.weight", (spec.heads * per_head, mla.kv_rank))
     weight = weight.view(spec.heads, per_head, mla.kv_rank)[heads.start : heads.stop]
     if read.on_cpu:
-        return HeadsApart(weight, mla.nope_dim, read, arithmetic, form)
-    return HeadsTogether(read.placed(weight), mla.nope_dim)
+        return HeadsApart(weight, mla, read, arithmetic, form)
+    return HeadsTogether(read.placed(weight), mla)

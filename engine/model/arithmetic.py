@@ -185,7 +185,7 @@ class Arithmetic(Protocol):
     ) -> tuple[Tensor, Tensor]:
         """joined [tokens, query width + kv_rank + rope_dim] → the queries' part [tokens, query width], and latents
         [tokens, 1, kv_rank + rope_dim] as a pool holds them: normed, the key rotated in pairs. With slots they are
-        written there, and latents have no meaning. joined may be overwritten."""
+        written there, too. joined may be overwritten."""
         rank, key_at = len(rules.latent_norm), joined.shape[1] - rules.rope_dim
         query, latent, key = joined[:, : key_at - rank], joined[:, key_at - rank : key_at], joined[:, key_at:]
         if rules.query_norm is not None:

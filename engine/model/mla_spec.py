@@ -5,8 +5,9 @@ import math
 import msgspec
 
 from headrace.core.types.errors import ConfigError
-from headrace.core.types.kv.geometry import Component, Geometry
+from headrace.core.types.kv.geometry import Component, Geometry, ceil_div
 
+HEAD_STEP = 8  # elements; flash kernels take heads of multiples of it
 LATENT = "latent"  # name of the component in the KV pool
 INNER_NORM_EPS = 1e-6  # of the norms of both latents, whatever rms_norm_eps says
 
@@ -53,6 +54,11 @@ class MlaSpec(msgspec.Struct, frozen=True, kw_only=True):
         return self.kv_rank + self.rope_dim
 
     @property
+    def wide_dim(self) -> int:
+        """Width of heads of keys and values as flash kernels take them: the same, in steps of 16 bytes."""
+        return ceil_div(max(self.query_dim, self.value_dim), HEAD_STEP) * HEAD_STEP
+
+    @property
     def scale(self) -> float:
         """Factor of the scores."""
         return self.score_factor / math.sqrt(self.query_dim)
@@ -67,6 +73,10 @@ class MlaSpec(msgspec.Struct, frozen=True, kw_only=True):
     def up_weights(self, heads: int) -> int:
         """Weights that make keys and values of the latent (kv_b_proj)."""
         return self.kv_rank * heads * (self.nope_dim + self.value_dim)
+
+    def widening(self, heads: int) -> int:
+        """Zeros and ones beside them, where one product makes keys and values of wide_dim of what the pool holds."""
+        return heads * 2 * self.wide_dim * self.slot_dim - self.up_weights(heads)
 
     def weights(self, hidden: int, heads: int) -> int:
         """Weights of the linear layers of one attention block."""

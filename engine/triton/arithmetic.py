@@ -165,10 +165,10 @@ class TritonArithmetic(TorchArithmetic):
         (tokens, width), rank = joined.shape, len(rules.latent_norm)
         slot, normed = rank + rules.rope_dim, rules.query_norm is not None
         query = joined.new_empty(tokens, width - slot) if normed else joined[:, :-slot]
-        made = joined.new_empty(0 if slots else tokens, 1, slot)
+        made, into = joined.new_empty(tokens, 1, slot), slots.slots if slots else joined
         if tokens:
             launch(
-                latents.place_latents, (tokens, 1 + normed), joined, query, slots.slots if slots else made, cos, sin,
+                latents.place_latents, (tokens, 1 + normed), joined, query, made, into, cos, sin,
                 rules.query_norm if normed else joined, rules.latent_norm, slots.first if slots else joined, rules.eps,
                 QUERY=width - slot, RANK=rank, HALF=rules.rope_dim // 2, NORMED=normed, PLACED=slots is not None,
                 QUERY_BLOCK=triton.next_power_of_2(width - slot), RANK_BLOCK=triton.next_power_of_2(rank),

@@ -8,16 +8,15 @@ import triton.language as tl
 
 
 @triton.jit
-def norm_part(source, target, weight, eps, kept, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
-    """RMSNorm of WIDTH elements from one place to another. kept: whether it is written."""
+def normed_part(source, weight, eps, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    """RMSNorm of WIDTH elements."""
     at = tl.arange(0, BLOCK)
     there = at < WIDTH
     x = tl.load(source + at, mask=there, other=0.0)
     wide = x.to(tl.float32)
     factor = tl.rsqrt(tl.sum(wide * wide, 0) / WIDTH + eps)
     unit = (wide * factor).to(x.dtype).to(tl.float32)
-    weighted = (unit * tl.load(weight + at, mask=there, other=0.0).to(tl.float32)).to(x.dtype)
-    tl.store(target + at, weighted.to(target.dtype.element_ty), mask=there & kept)
+    return (unit * tl.load(weight + at, mask=there, other=0.0).to(tl.float32)).to(x.dtype)
 
 
 @triton.jit
@@ -29,33 +28,41 @@ def turned(low, high, cos, sin):
 
 @triton.jit
 def place_latents(
-    joined, query, latents, cos, sin, query_norm, latent_norm, first, eps,
+    joined, query, latents, slots, cos, sin, query_norm, latent_norm, first, eps,
     QUERY: tl.constexpr, RANK: tl.constexpr, HALF: tl.constexpr, NORMED: tl.constexpr, PLACED: tl.constexpr,
     QUERY_BLOCK: tl.constexpr, RANK_BLOCK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Norm of the latents that queries, and keys and values, are made of; rotation of the shared key. Grid: (tokens,
     1), or 2 with a norm of the queries' latent, which the second program computes.
 
-    joined: [tokens, QUERY + RANK + 2 * HALF]. query: [tokens, QUERY]. latents: [slots, RANK + 2 * HALF]. first: slot of
-    each token, negative for none, where PLACED; else its own number."""
+    joined: [tokens, QUERY + RANK + 2 * HALF]. query: [tokens, QUERY]. latents: [tokens, RANK + 2 * HALF]. slots: where
+    they are written, too, if PLACED. first: slot of each token, negative for none."""
     token = tl.program_id(0).to(tl.int64)
     row = joined + token * (QUERY + RANK + 2 * HALF)
     if NORMED and tl.program_id(1) == 1:
-        norm_part(row, query + token * QUERY, query_norm, eps, True, QUERY, QUERY_BLOCK)
+        inner = tl.arange(0, QUERY_BLOCK)
+        of_query = normed_part(row, query_norm, eps, QUERY, QUERY_BLOCK)
+        tl.store(query + token * QUERY + inner, of_query, mask=inner < QUERY)
     else:
-        slot = token
-        if PLACED:
-            slot = tl.load(first + token)
-        target = latents + slot * (RANK + 2 * HALF)
-        norm_part(row + QUERY, target, latent_norm, eps, slot >= 0, RANK, RANK_BLOCK)
+        at = tl.arange(0, RANK_BLOCK)
+        latent = normed_part(row + QUERY, latent_norm, eps, RANK, RANK_BLOCK)
         pair = tl.arange(0, BLOCK)
         there = pair < HALF
         c = tl.load(cos + token * 2 * HALF + pair, mask=there, other=0.0)
         s = tl.load(sin + token * 2 * HALF + HALF + pair, mask=there, other=0.0)
         key = row + QUERY + RANK + 2 * pair
         low, high = turned(tl.load(key, mask=there, other=0.0), tl.load(key + 1, mask=there, other=0.0), c, s)
-        tl.store(target + RANK + 2 * pair, low.to(latents.dtype.element_ty), mask=there & (slot >= 0))
-        tl.store(target + RANK + 2 * pair + 1, high.to(latents.dtype.element_ty), mask=there & (slot >= 0))
+        target = latents + token * (RANK + 2 * HALF)
+        tl.store(target + at, latent, mask=at < RANK)
+        tl.store(target + RANK + 2 * pair, low, mask=there)
+        tl.store(target + RANK + 2 * pair + 1, high, mask=there)
+        if PLACED:
+            slot = tl.load(first + token)
+            target = slots + slot * (RANK + 2 * HALF)
+            kind = slots.dtype.element_ty
+            tl.store(target + at, latent.to(kind), mask=(at < RANK) & (slot >= 0))
+            tl.store(target + RANK + 2 * pair, low.to(kind), mask=there & (slot >= 0))
+            tl.store(target + RANK + 2 * pair + 1, high.to(kind), mask=there & (slot >= 0))
 
 
 @triton.jit

@@ -9,9 +9,10 @@ import torch
 from headrace.core.types.kv.geometry import Component, Geometry
 from headrace.engine.attention import expanded
 from headrace.engine.attention.latent import LatentAttention, latent_attention
-from headrace.engine.attention.paged import AttentionSpan
+from headrace.engine.attention.paged import AttentionSpan, SlotWriter
 from headrace.engine.attention.varlen import VarlenDense
 from headrace.engine.kv.pool import KVPool
+from headrace.engine.layers.latent_attention import HeadsTogether
 from headrace.engine.model.mla_spec import MlaSpec
 from tests.engine.flash import flash_on_cpu
 from tests.engine.kernels import WIDTHS, native, normal
@@ -52,10 +53,11 @@ def attend(attention: LatentAttention, cuts: list[int], query: torch.Tensor, lat
 class Projections:
     """LatentProjections of a weight [heads, nope_dim + value_dim, kv_rank]."""
 
-    def __init__(self, weight: torch.Tensor, nope_dim: int) -> None:
+    def __init__(self, weight: torch.Tensor, mla: MlaSpec) -> None:
         self.tiles: list[int] = []
         """Numbers of heads whose keys and values were made."""
-        self._weight, self._keys, self._values = weight, weight[:, :nope_dim], weight[:, nope_dim:]
+        self.made_of: list[torch.Tensor] = []
+        self._rank, self._keys, self._values = mla.kv_rank, weight[:, : mla.nope_dim], weight[:, mla.nope_dim :]
 
     def absorb(self, query: torch.Tensor) -> torch.Tensor:
         return torch.einsum("thm,hmc->thc", query, self._keys)
@@ -63,9 +65,12 @@ class Projections:
     def values(self, attended: torch.Tensor) -> torch.Tensor:
         return torch.einsum("thc,hvc->thv", attended, self._values)
 
-    def expand(self, latents: torch.Tensor, heads: range) -> torch.Tensor:
+    def expand(self, rows: torch.Tensor, heads: range) -> tuple[torch.Tensor, torch.Tensor]:
         self.tiles.append(len(heads))
-        return torch.einsum("pc,hdc->phd", latents, self._weight[heads.start : heads.stop])
+        self.made_of.append(rows)
+        weights = (part[heads.start : heads.stop] for part in (self._keys, self._values))
+        keys, values = (torch.einsum("pc,hdc->phd", rows[:, : self._rank], part) for part in weights)
+        return torch.cat((keys, rows[:, None, self._rank :].expand(-1, len(heads), -1)), -1), values
 
 
 @pytest.mark.parametrize("wide", WIDTHS)
@@ -111,7 +116,7 @@ def test_both_forms_are_the_same(mla: MlaSpec, tile_heads: int, kernels: bool, m
     weight = normal(heads, mla.nope_dim + mla.value_dim, mla.kv_rank) / mla.kv_rank**0.5
     query, latents = normal(start + count, heads, mla.query_dim), normal(start + count, 1, mla.slot_dim, seed=1)
     pages = np.random.default_rng(1).permutation(PAGES)
-    made = Projections(weight, mla.nope_dim)
+    made = Projections(weight, mla)
     found = []
     for form in ("expanded", "absorbed"):
         attention = latent_attention(mla, make_pool(mla), form, [made, made], kernels=native(True) if kernels else None)
@@ -130,7 +135,7 @@ def test_both_forms_are_the_same(mla: MlaSpec, tile_heads: int, kernels: bool, m
 def test_rows_of_both_forms_in_any_order(order: list[int]) -> None:
     """Each as by itself: rows of a form one behind the other, or not."""
     heads, counts = 3, [30, 40, 1, 1]
-    made = Projections(normal(heads, SMALL.nope_dim + SMALL.value_dim, SMALL.kv_rank), SMALL.nope_dim)
+    made = Projections(normal(heads, SMALL.nope_dim + SMALL.value_dim, SMALL.kv_rank), SMALL)
     query, latents = normal(200, heads, SMALL.query_dim), normal(200, 1, SMALL.slot_dim, seed=1)
     pages = np.random.default_rng(1).permutation(PAGES)
 
@@ -152,15 +157,55 @@ def test_rows_of_both_forms_in_any_order(order: list[int]) -> None:
 
 @pytest.mark.parametrize("mla", [MLA, SMALL])
 @pytest.mark.parametrize("count", [1, 30])
-def test_the_flash_kernel_of_gpus_gets_padded_values(mla: MlaSpec, count: int) -> None:
-    """All of it but the kernel, in bfloat16."""
-    query, made = normal(count, 3, mla.query_dim), normal(67, 3, mla.nope_dim + mla.value_dim, seed=1)
-    low = [rows.bfloat16() for rows in (query, made, normal(67, mla.rope_dim, seed=2))]
+def test_the_flash_kernel_of_gpus_gets_heads_of_one_width(mla: MlaSpec, count: int) -> None:
+    """Of one product. All of it but the kernel, in bfloat16, behind a prefix."""
+    heads, pages, pool = 3, np.random.default_rng(1).permutation(PAGES), make_pool(mla, "bfloat16")
+    weight = normal(heads, mla.nope_dim + mla.value_dim, mla.kv_rank).bfloat16() / mla.kv_rank**0.5
+    query, latents = normal(count, heads, mla.query_dim).bfloat16(), normal(67, 1, mla.slot_dim, seed=1).bfloat16()
+    SlotWriter(pool, [AttentionSpan(0, 67, pages)]).write(1, latents)
+    spans = [AttentionSpan(67 - count, count, pages)]
+    none = latents[:count, :0]
     with flash_on_cpu():
-        found = VarlenDense(mla.scale).attend(low[0], low[1], low[2], mla.nope_dim)
-    wide = [rows.float() for rows in low]
-    plain = expanded.SdpaDense(mla.scale).attend(wide[0], wide[1], wide[2], mla.nope_dim)
-    torch.testing.assert_close(found.float(), plain, atol=1e-5, rtol=2**-8)  # one rounding, at the end
+        rows = expanded.ExpandedRows(mla, pool, spans, VarlenDense(mla.scale))
+        found = rows.attend(1, query, none, HeadsTogether(weight, mla).expand)
+    wide = make_pool(mla)
+    SlotWriter(wide, [AttentionSpan(0, 67, pages)]).write(1, latents.float())
+    plain = expanded.ExpandedRows(mla, wide, spans, expanded.SdpaDense(mla.scale))
+    expected = plain.attend(1, query.float(), none.float(), Projections(weight.float(), mla).expand)
+    assert found.shape == (count, heads, mla.value_dim)
+    torch.testing.assert_close(found.float(), expected, atol=1e-2, rtol=2e-2)  # keys and values are rounded
+
+
+@pytest.mark.parametrize("mla", [MLA, SMALL])
+def test_one_product_of_slots_gives_the_keys_and_values_of_latents(mla: MlaSpec) -> None:
+    weight, rows = normal(5, mla.nope_dim + mla.value_dim, mla.kv_rank), normal(9, mla.slot_dim, seed=1)
+    made, expected = HeadsTogether(weight, mla), Projections(weight, mla)
+    for heads in (range(5), range(2, 4)):
+        for found, wanted in zip(made.expand(rows, heads), expected.expand(rows, heads), strict=True):
+            assert found.shape[2] == mla.wide_dim
+            torch.testing.assert_close(found[..., : wanted.shape[2]], wanted)
+            assert not found[..., wanted.shape[2] :].any(), "zeros"
+        keys = made.expand(rows, heads)[0][..., mla.nope_dim : mla.query_dim]
+        assert torch.equal(keys, rows[:, None, mla.kv_rank :].expand_as(keys)), "the rotated part is as it was"
+    query, attended = normal(4, 5, mla.nope_dim), normal(4, 5, mla.kv_rank)
+    torch.testing.assert_close(made.absorb(query), expected.absorb(query))
+    torch.testing.assert_close(made.values(attended), expected.values(attended))
+
+
+def test_latents_that_are_at_hand_are_not_gathered() -> None:
+    """Of rows without a prefix, and in the dtype of the pool."""
+    pages, pool = np.random.default_rng(1).permutation(PAGES), make_pool(SMALL)
+    made = Projections(normal(3, SMALL.nope_dim + SMALL.value_dim, SMALL.kv_rank), SMALL)
+    query, latents = normal(50, 3, SMALL.query_dim), normal(50, 1, SMALL.slot_dim, seed=1)
+    spans = [AttentionSpan(0, 30, pages), AttentionSpan(0, 20, pages[10:])]
+    attending = latent_attention(SMALL, pool, "expanded", [made])(spans)
+    attending.slots(0).write(latents)
+    found = attending.attend(0, query, latents)
+    assert all(rows.untyped_storage().data_ptr() == latents.untyped_storage().data_ptr() for rows in made.made_of)
+    made.made_of.clear()
+    assert torch.equal(attending.attend(0, query, latents[:, :0]), found)
+    assert torch.equal(attending.attend(0, query, latents.bfloat16()), found)
+    assert not any(rows.untyped_storage().data_ptr() == latents.untyped_storage().data_ptr() for rows in made.made_of)
 
 
 def test_the_form_by_length_is_the_one_with_fewer_products() -> None:

@@ -232,7 +232,8 @@ class _Fused(TorchArithmetic):
     def place_latents(
         self, joined: Tensor, rules: LatentRules, cos: Tensor, sin: Tensor, slots: KvSlots | None
     ) -> tuple[Tensor, Tensor]:
-        with self._gpu.as_one("place_latents", 2 * joined.nbytes + cos.nbytes):
+        latents = len(joined) * (len(rules.latent_norm) + rules.rope_dim) * joined.element_size()
+        with self._gpu.as_one("place_latents", 2 * joined.nbytes + latents + cos.nbytes):
             return TorchArithmetic().place_latents(joined, rules, cos, sin, slots)
 
     def pack_float32(self, weight: Tensor) -> Tensor:
