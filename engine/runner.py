@@ -240,6 +240,8 @@ class ModelRunner:
         count = min(most, WARM_UP_TOKENS, self.pool.pages * self.geometry.page_size, self._max_model_len)
         pages = packed.pack(range(self.geometry.pages_for(count)))
         greedy = SamplingParams(temperature=0.0)
+        on_gpu = self.hidden_spec.device.type == "cuda"
+        beside = _beside_torch(self.hidden_spec.device) if on_gpu else 0
         for row in (
             PlanRow(WARM_UP_REQUEST, 0, count, pages, packed.pack([0] * count), sample=greedy, slot=0),
             PlanRow(WARM_UP_REQUEST, count - 1, 1, pages, packed.pack([0]), sample=greedy, slot=0),
@@ -247,11 +249,13 @@ class ModelRunner:
             hidden = self.forward([row], self._zeros(row.count))
             if self._part.last:
                 self.sample([row], hidden).result()
-        if self.hidden_spec.device.type == "cuda":
+        if on_gpu:
             if self._graphs:
                 self._decoder.capture(self._pass_tokens)
             positions = self.pool.pages * self.geometry.page_size
             self._try_largest_pass(min(most, self._pass_tokens, positions))
+            beside = _beside_torch(self.hidden_spec.device) - beside
+            log.info("libraries and links took %d MiB of %s since the weights", beside >> 20, self.hidden_spec.device)
             chosen = Chosen(self._computed_by, self._pass_tokens, positions, self.pool.memory.nbytes)
             log_device(self.hidden_spec.device, self.hidden_spec.dtype, self._available_bytes, chosen)
         self.release(WARM_UP_REQUEST)
@@ -348,6 +352,12 @@ class ModelRunner:
         """See Runner."""
         self._sampler.release(request)
         self._images.release(request)
+
+
+def _beside_torch(device: torch.device) -> int:
+    """Bytes of a GPU that others than torch's allocator have: libraries such as NCCL, and other processes."""
+    free, total = torch.cuda.mem_get_info(device)
+    return total - free - torch.cuda.memory_reserved(device)
 
 
 def _rotary(row: PlanRow) -> NDArray[np.int64] | None:

@@ -18,6 +18,9 @@ SAMPLED_ROWS = 64  # whose logits are in memory at a time
 PRODUCT_BYTES = 64 << 20  # that torch gives cuBLAS and cuBLASLt on each stream: 32 MiB each on Hopper and later
 COPY_BYTES = 4 * (16 << 20)  # blocks of KV on their way out of the pool and into it, two of each
 FLASHINFER_BYTES = (128 + 8 * 8) << 20  # a workspace, and 8 MiB for each plan of a pass in flight
+# Of NCCL, for a group that sums or gathers, and for one that only sends or broadcasts: 10 MiB for each of 32 channels
+# and each connection. 544 to 688 MiB were reported of sums on four A100 (NVIDIA/nccl issue 964); not measured here.
+SUM_LINK_BYTES, LINK_BYTES = 1 << 30, 320 << 20
 GRAPH_BYTES = 256 << 10  # of one CUDA graph on the device, at most: about ten launches; not measured here
 
 
@@ -176,6 +179,8 @@ def plan_memory(
         activations = activation_bytes(part, computation.dtype, pass_tokens, length)
         taken.append(_Taken(f"activations of {pass_tokens} tokens", activations))
         taken.append(_Taken("wider weights of latents", _widening_bytes(part, weight_dtype)))
+        taken.append(_Taken("images that are encoded", encoding_bytes(part, length)))
+        taken.append(_Taken("links between GPUs", _link_bytes(part)))
         taken += _taken_on_gpu(graph_bytes(part, computation.dtype, graphs), flashinfer=flashinfer)
     taken = [each for each in taken if each.size]
     room = int((available_bytes - weights - sum(each.size for each in taken)) / kv_copies)
@@ -284,6 +289,21 @@ def activation_bytes(part: RankPart, dtype: str, tokens: int, length: int) -> in
     gathered = length * 2 * len(shard.kv_heads) * spec.head_dim if spec.mla is None else 0
     logits = 3 * SAMPLED_ROWS * spec.vocab_size * ITEM_BYTES["float32"] if part.last else 0
     return ITEM_BYTES[dtype] * (tokens * _widths(part) + gathered) + logits
+
+
+def encoding_bytes(part: RankPart, length: int) -> int:
+    """Memory of the encoder of images, beside its weights, for the largest image in a sequence of this length: an
+    estimate from above."""
+    encoding = part.spec.library.encoding if part.spec.library and part.first else None
+    return min(encoding.most_tokens, length) * encoding.token_bytes if encoding else 0
+
+
+def _link_bytes(part: RankPart) -> int:
+    """Memory of NCCL for the groups of a rank (parallel/groups.py): an estimate, also where they turn out to be linked
+    through host memory."""
+    shards, neighbors = part.shard.count > 1, (not part.first) + (not part.last)
+    sums = shards + 2 * (part.exchange_bytes > 0)
+    return SUM_LINK_BYTES * sums + LINK_BYTES * (neighbors + (shards or neighbors > 0))
 
 
 def graph_bytes(part: RankPart, dtype: str, sizes: Sequence[int]) -> int:

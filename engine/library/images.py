@@ -15,7 +15,11 @@ from transformers import PreTrainedConfig
 
 from headrace.core.types.requests.images import ImageInput, ImageTerms
 from headrace.engine.attention.paged import AttentionSpan, ImageRows
+from headrace.engine.model.library_spec import Encoding
 
+COLOURS = 3
+GRID_TOKENS = 16384  # of the largest image that their processors make, as models are published
+LIVE_BYTES = 48  # of a patch in a layer, for each element of its width: most while float32 queries and keys are rotated
 GRIDS = ("qwen2_5_vl", "qwen3_vl")  # model types by their layouts, see ImageTerms
 ROWS = ("mistral3",)
 
@@ -44,6 +48,20 @@ def image_terms(config: PreTrainedConfig) -> ImageTerms | None:
         merge = config.spatial_merge_size
         return ImageTerms("rows", config.image_token_id, config.vision_config.patch_size * merge, merge)
     return None
+
+
+def image_encoding(config: PreTrainedConfig, terms: ImageTerms) -> Encoding:
+    """What encoding an image takes. Layers are at their largest in the rotation of queries and keys, as long as an MLP
+    is not five times as wide; beside them are the pixels, what each level gives, and for layout rows a mask."""
+    vision, width = config.vision_config, config.get_text_config(decoder=True).hidden_size
+    patches = terms.merge**2
+    pixels = terms.frames * COLOURS * (terms.pixels // terms.merge) ** 2
+    tokens, masked = GRID_TOKENS, 0
+    if terms.layout == "rows":
+        tokens = (vision.image_size // terms.pixels) ** 2
+        masked = tokens * patches
+    of_patch = LIVE_BYTES * vision.hidden_size + 6 * pixels + 2 * masked
+    return Encoding(tokens, patches * of_patch + 2 * width * (1 + terms.levels))
 
 
 class ImageEncoder:

@@ -15,7 +15,7 @@ from headrace.core.types.errors import ConfigError
 from headrace.core.types.kv.geometry import ring_positions
 from headrace.engine.library.cache import RowsCache
 from headrace.engine.library.hooks import running
-from headrace.engine.library.images import image_terms, why_no_images
+from headrace.engine.library.images import image_encoding, image_terms, why_no_images
 from headrace.engine.library.model import (
     LayersDone,
     ModelPart,
@@ -113,6 +113,7 @@ def library_spec(source: ModelSource) -> ModelSpec:
             mixers=tuple(sorted(probe.mixers)),
             uncalled=tuple(sorted(_names(shell, probe, called=False) - _names(shell, probe, called=True))),
             images=images,
+            encoding=None if images is None else image_encoding(config, images),
             no_images=why_no_images(config),
             division=division,
             undivided=undivided,

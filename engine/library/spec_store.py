@@ -8,7 +8,7 @@ from headrace.engine.model.source import ModelSource, resolve_source
 
 RECORDS = KeptRecords(
     folder="models",
-    version=4,
+    version=5,
     module="headrace.engine.library.spec_store",
     type=ModelSpec,
     what="the specification",

@@ -73,6 +73,14 @@ class Division(msgspec.Struct, frozen=True):
         return enough and all(size % shards == 0 for size in self.sizes)
 
 
+class Encoding(msgspec.Struct, frozen=True):
+    """What an encoder of images takes beside its weights, in 16 bits on a GPU: an estimate from above."""
+
+    most_tokens: int
+    """Of the largest image."""
+    token_bytes: int
+
+
 class LibrarySpec(msgspec.Struct, frozen=True):
     """A model as a pass on the meta device has shown it."""
 
@@ -110,6 +118,8 @@ class LibrarySpec(msgspec.Struct, frozen=True):
     """Names of nn.Linear modules whose weights others multiply with."""
     images: ImageTerms | None = None
     """How it takes images; None where they are not served."""
+    encoding: Encoding | None = None
+    """What an image takes while it is encoded; None as there."""
     no_images: str = ""
     """Why they are not."""
     division: Division | None = None

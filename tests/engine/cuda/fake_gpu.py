@@ -461,6 +461,7 @@ def _patches(gpu: FakeGpu) -> Iterator[Any]:
         gpu.peak = gpu.live
 
     yield patch.object(torch.cuda, "memory_allocated", lambda *_: gpu.live)
+    yield patch.object(torch.cuda, "memory_reserved", lambda *_: 0)
     yield patch.object(torch.cuda, "max_memory_allocated", lambda *_: gpu.peak)
     yield patch.object(torch.cuda, "reset_peak_memory_stats", reset_peak)
     yield patch.object(torch.cuda, "device_count", lambda: 8)

@@ -133,6 +133,7 @@ def test_a_start_tries_the_largest_pass(
         made._pass_tokens = LONGEST + 5
         made.warm_up(LONGEST + 1000)
         assert f"a pass of {LONGEST + 5} tokens takes" in caplog.text
+        assert "libraries and links took 0 MiB of cuda:0 since the weights" in caplog.text
 
         def short(rows: list[PlanRow], *_: object) -> None:
             raise torch.OutOfMemoryError("CUDA out of memory")

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+from msgspec import structs
 
 from headrace.core.config import AttentionChoice, EngineConfig, ModelConfig
 from headrace.core.types.errors import ConfigError
@@ -21,6 +22,7 @@ from headrace.engine.kv.memory_plan import (
     PRODUCT_BYTES,
     activation_bytes,
     add_host_tier,
+    encoding_bytes,
     graph_bytes,
     plan_memory,
     stage_geometry,
@@ -29,6 +31,7 @@ from headrace.engine.kv.memory_plan import (
 from headrace.engine.load_plan import ModelTerms
 from headrace.engine.model.config import spec_from_config
 from headrace.engine.model.graph_sizes import graph_sizes
+from headrace.engine.model.library_spec import Encoding, LibrarySpec
 from headrace.engine.model.sharding import part_of, split_model
 from headrace.engine.model.source import ModelSource
 from tests.cpus import cpuinfo
@@ -255,4 +258,39 @@ def test_graphs_are_planned_where_they_are_captured(
         Computation(device, "bfloat16", native=True), 64,
     )  # fmt: skip
     part = part_of(spec, shard=split_model(spec, tp)[0], experts=experts)
-    assert ("CUDA graphs" in terms.plan(part, 8, 1 << 30).memory.explanation) == planned
+    assert ("CUDA graphs" in terms.plan(part, 8, 4 << 30).memory.explanation) == planned
+
+
+@pytest.mark.parametrize(
+    ("layers", "shards", "exchange", "mib"),
+    [
+        (range(4), 1, 0, 0),
+        (range(4), 2, 0, 1024 + 320),  # sums, and tokens
+        (range(2), 1, 0, 2 * 320),  # hidden states, and tokens
+        (range(1, 3), 2, 0, 1024 + 3 * 320),
+        (range(4), 2, 8, 3 * 1024 + 320),  # replicas that share experts
+    ],
+)
+def test_a_gpus_pool_leaves_room_for_links(layers: range, shards: int, exchange: int, mib: int) -> None:
+    config = CONFIGS["llama"].to_dict() | {"architectures": ["LlamaForCausalLM"], "num_hidden_layers": 4}
+    spec = spec_from_config(config)
+    part = part_of(spec, layers, split_model(spec, shards)[0], exchange_bytes=exchange)
+    gpu, available = Computation("cuda:0", "bfloat16", native=True), 8000 * MIB
+    plan = plan_memory(part, gpu, 16, 8, available, max_model_len=64)
+    assert (f"links between GPUs {mib}.0 MiB" in plan.explanation) == bool(mib)
+    assert ("links" in plan.explanation) == bool(mib)
+    assert "links" not in plan_memory(part, FLOAT32, 16, 8, available, max_model_len=64).explanation
+
+
+def test_a_gpus_pool_leaves_room_for_images() -> None:
+    """On the stage that encodes them: for the largest one that fits into a sequence."""
+    spec = spec_from_config(CONFIGS["llama"].to_dict() | {"architectures": ["LlamaForCausalLM"]})
+    layers = spec.layers
+    library = LibrarySpec(
+        "", (None,) * layers, (1,) * layers, (1,) * layers, (1,) * layers, 1, 1, 1, 1, "",
+        encoding=Encoding(100, 3 * MIB),
+    )  # fmt: skip
+    part = part_of(structs.replace(spec, library=library), range(1))
+    assert encoding_bytes(part, 64) == 192 * MIB
+    assert encoding_bytes(part, 1000) == 300 * MIB
+    assert encoding_bytes(part._replace(layers=range(1, layers)), 64) == 0
