@@ -7,7 +7,6 @@ Imported where Triton is installed.
 from collections.abc import Sequence
 
 import numpy as np
-import triton
 from torch import Tensor
 
 from headrace.engine.attention.paged import AttentionPass, AttentionSpan, SlotWriter, page_table
@@ -16,7 +15,7 @@ from headrace.engine.kv.device_copies import place
 from headrace.engine.kv.pool import KVPool
 from headrace.engine.model.arithmetic import KvSlots
 from headrace.engine.triton import kernels
-from headrace.engine.triton.launch import launch
+from headrace.engine.triton.launch import launch, power_of_2
 
 LEAST_ROWS = 16  # of a tile: matrix units take no fewer
 MOST_ROWS = 64  # queries of a tile, each head counted
@@ -56,7 +55,7 @@ class TritonWork(RowWork):
             self._plan(group)
         assert self._tiles is not None
         out = query.new_empty(tokens, heads, value_width)
-        blocks = [max(16, triton.next_power_of_2(size)) for size in (width, value_width)]
+        blocks = [max(16, power_of_2(size)) for size in (width, value_width)]
         launch(
             kernels.attend, (len(self._tiles), kv_heads), query, keys, values, self._table, self._tiles, self._begins,
             self._ends, query if sinks is None else sinks, out, self._scale, self._softcap, query.stride(0),
@@ -73,8 +72,8 @@ class TritonWork(RowWork):
     def _plan(self, group: int) -> None:
         """Divide the rows into tiles, and place what the kernel looks up. group: query heads of a KV head."""
         longest = max(span.count for span in self._spans)
-        most = max(LEAST_ROWS, min(MOST_ROWS, triton.next_power_of_2(longest * group)))
-        self._rows = max(most, triton.next_power_of_2(group))
+        most = max(LEAST_ROWS, min(MOST_ROWS, power_of_2(longest * group)))
+        self._rows = max(most, power_of_2(group))
         each = self._rows // group
         tiles, first = [], 0
         for number, span in enumerate(self._spans):

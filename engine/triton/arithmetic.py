@@ -1,9 +1,9 @@
 """Layer arithmetic by Triton kernels: one launch for each operation, two for products in FP8."""
 
 import torch
-import triton
 from torch import Tensor
 
+from headrace.core.types.kv.geometry import ceil_div
 from headrace.engine.model.arithmetic import (
     HeadRules,
     KvSlots,
@@ -19,7 +19,7 @@ from headrace.engine.model.expert_rows import SortedRows
 from headrace.engine.model.float8 import BLOCK, Float8Weight
 from headrace.engine.model.moe_spec import MoeSpec
 from headrace.engine.triton import kernels, latents
-from headrace.engine.triton.launch import launch
+from headrace.engine.triton.launch import launch, power_of_2
 from headrace.engine.triton.products import (
     FEW_ROWS,
     FLOAT8_TILES,
@@ -55,7 +55,7 @@ class TritonArithmetic(TorchArithmetic):
         if rows:
             launch(
                 kernels.add_norm, (rows,), hidden, hidden if delta is None else delta, weight, normed, width, eps,
-                hidden.stride(0), ADDS=delta is not None, BLOCK=triton.next_power_of_2(width),
+                hidden.stride(0), ADDS=delta is not None, BLOCK=power_of_2(width),
                 num_warps=8 if width > TILE else 4,
             )  # fmt: skip
         return normed
@@ -136,11 +136,11 @@ class TritonArithmetic(TorchArithmetic):
         tokens, count, width = heads.shape
         if not tokens:
             return
-        half = triton.next_power_of_2(width // 2)
-        tile = max(1, min(triton.next_power_of_2(count), HEAD_TILE // (2 * half)))
+        half = power_of_2(width // 2)
+        tile = max(1, min(power_of_2(count), HEAD_TILE // (2 * half)))
         normed, nothing = rules.q_norm is not None, heads
         launch(
-            kernels.place_heads, (tokens, triton.cdiv(count, tile)), heads, cos, sin,
+            kernels.place_heads, (tokens, ceil_div(count, tile)), heads, cos, sin,
             rules.q_norm if normed else nothing, rules.k_norm if normed else nothing,
             slots.slots if slots else nothing, slots.first if slots else nothing, rules.eps, slots.step if slots else 0,
             QUERY=rules.query_heads, KV=rules.kv_heads, HALF=width // 2, NORMED=normed, PLACED=slots is not None,
@@ -150,11 +150,11 @@ class TritonArithmetic(TorchArithmetic):
     def rotate_pairs(self, x: Tensor, cos: Tensor, sin: Tensor) -> None:
         """See Arithmetic."""
         tokens, heads, width = x.shape
-        block = triton.next_power_of_2(width // 2)
-        tile = max(1, min(triton.next_power_of_2(heads), HEAD_TILE // (2 * block)))
+        block = power_of_2(width // 2)
+        tile = max(1, min(power_of_2(heads), HEAD_TILE // (2 * block)))
         if tokens:
             launch(
-                latents.rotate_pairs, (tokens, triton.cdiv(heads, tile)), x, cos, sin, heads, x.stride(0), x.stride(1),
+                latents.rotate_pairs, (tokens, ceil_div(heads, tile)), x, cos, sin, heads, x.stride(0), x.stride(1),
                 HALF=width // 2, ROWS=tile, BLOCK=block,
             )  # fmt: skip
 
@@ -171,8 +171,8 @@ class TritonArithmetic(TorchArithmetic):
                 latents.place_latents, (tokens, 1 + normed), joined, query, made, into, cos, sin,
                 rules.query_norm if normed else joined, rules.latent_norm, slots.first if slots else joined, rules.eps,
                 QUERY=width - slot, RANK=rank, HALF=rules.rope_dim // 2, NORMED=normed, PLACED=slots is not None,
-                QUERY_BLOCK=triton.next_power_of_2(width - slot), RANK_BLOCK=triton.next_power_of_2(rank),
-                BLOCK=triton.next_power_of_2(rules.rope_dim // 2),
+                QUERY_BLOCK=power_of_2(width - slot), RANK_BLOCK=power_of_2(rank),
+                BLOCK=power_of_2(rules.rope_dim // 2),
             )  # fmt: skip
         return query, made
 
@@ -202,8 +202,8 @@ class TritonArithmetic(TorchArithmetic):
                 EXPERTS=count, K=moe.top_k, GROUPS=moe.groups, TOP_GROUPS=moe.top_groups,
                 TWO_BEST=moe.group_score == "two best", SIGMOID=moe.scores == "sigmoid", BIASED=bias is not None,
                 NORMALIZED=moe.normalized, ROUNDED=moe.rounded_weights, SHARED=shared is not None,
-                BLOCK=triton.next_power_of_2(count), K_BLOCK=triton.next_power_of_2(moe.top_k),
-                GROUP_BLOCK=triton.next_power_of_2(moe.groups), num_warps=1,
+                BLOCK=power_of_2(count), K_BLOCK=power_of_2(moe.top_k),
+                GROUP_BLOCK=power_of_2(moe.groups), num_warps=1,
             )  # fmt: skip
         return ExpertChoice(experts, weights)
 
@@ -215,7 +215,7 @@ class TritonArithmetic(TorchArithmetic):
         launch(
             kernels.place_rows, (held,), experts.contiguous(), counts, ends, sources, places, total, own.start,
             -1 if shared is None else shared, OWN=len(own), SHARED=shared is not None,
-            BLOCK=min(PLACES, triton.next_power_of_2(total)), num_warps=8,
+            BLOCK=min(PLACES, power_of_2(total)), num_warps=8,
         )  # fmt: skip
         return SortedRows(sources, places, ends)
 
@@ -223,7 +223,7 @@ class TritonArithmetic(TorchArithmetic):
         """See Arithmetic."""
         width, block = x.shape[1], _tile(x.shape[1])
         taken = torch.empty(len(rows.sources), width, dtype=x.dtype, device=x.device)
-        grid = (len(taken), triton.cdiv(width, block))
+        grid = (len(taken), ceil_div(width, block))
         launch(kernels.take_rows, grid, x.contiguous(), taken, rows.sources, rows.total, width, K=k, BLOCK=block)
         return taken
 
@@ -231,7 +231,7 @@ class TritonArithmetic(TorchArithmetic):
         """See Arithmetic."""
         (tokens, k), width, block = choice.experts.shape, results.shape[1], _tile(results.shape[1])
         sums = torch.empty(tokens, width, dtype=results.dtype, device=results.device)
-        grid = (tokens, triton.cdiv(width, block))
+        grid = (tokens, ceil_div(width, block))
         launch(
             kernels.combine_rows, grid, results, choice.weights, rows.places, sums, rows.total, width, K=k, BLOCK=block
         )
@@ -242,10 +242,10 @@ class TritonArithmetic(TorchArithmetic):
         (rows, width), blocks = x.shape, x.shape[1] // BLOCK
         values = torch.empty(rows, width, dtype=torch.float8_e4m3fn, device=x.device)
         scales = torch.empty(rows, blocks, dtype=torch.float32, device=x.device)
-        tile = min(triton.next_power_of_2(blocks), TILE // BLOCK)
+        tile = min(power_of_2(blocks), TILE // BLOCK)
         if rows:
             launch(
-                kernels.quantize_rows, (rows, triton.cdiv(blocks, tile)), x.contiguous(), values, scales,
+                kernels.quantize_rows, (rows, ceil_div(blocks, tile)), x.contiguous(), values, scales,
                 scales if count is None else count, blocks, COUNTED=count is not None, TILE=tile, BLOCK=BLOCK,
             )  # fmt: skip
         return Float8Rows(values, scales)
@@ -266,7 +266,7 @@ def _gate(gate_up: Tensor, count: Tensor | None) -> Tensor:
     if rows:
         block = _tile(width)
         launch(
-            kernels.gate, (rows, triton.cdiv(width, block)), gate_up, activated, gate_up if count is None else count,
+            kernels.gate, (rows, ceil_div(width, block)), gate_up, activated, gate_up if count is None else count,
             width, COUNTED=count is not None, BLOCK=block,
         )  # fmt: skip
     return activated
@@ -274,5 +274,5 @@ def _gate(gate_up: Tensor, count: Tensor | None) -> Tensor:
 
 def _tile(width: int) -> int:
     """Elements of a row of this width that one program computes."""
-    least: int = triton.next_power_of_2(width)
+    least: int = power_of_2(width)
     return min(TILE, least)

@@ -6,14 +6,14 @@ Imported where Triton is installed.
 from typing import NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 
+from headrace.core.types.kv.geometry import ceil_div
 from headrace.engine.model.arithmetic import HeadRules, KvSlots, Normed, Rows, Weight, unnormed
 from headrace.engine.model.expert_rows import SortedRows
 from headrace.engine.model.float8 import BLOCK, Float8Weight
 from headrace.engine.triton import kernels
-from headrace.engine.triton.launch import launch
+from headrace.engine.triton.launch import launch, power_of_2
 from headrace.engine.triton.product_kernels import product
 
 LEAST_ROWS = 512  # fewer have not been measured
@@ -142,7 +142,7 @@ def multiply(
     rows, inner = len(out), factors.shape[1]
     columns = across // 2 if form in ("gated", "heads") else across
     apart = {"gated": columns, "heads": tile_columns}.get(form, 0)
-    tiles = triton.cdiv(columns, tile_columns)
+    tiles = ceil_div(columns, tile_columns)
     squares = torch.empty(rows, tiles, dtype=torch.float32, device=out.device) if form == "added" else nothing
     if not rows:
         return squares
@@ -151,7 +151,7 @@ def multiply(
     shared = weight.rows if isinstance(weight, Float8Weight) else 1
     of_experts = (grouped.rows.ends, grouped.rows.sources) if grouped else (nothing, nothing)
     launch(
-        product, ((triton.cdiv(rows, tile.rows) + experts) * tiles,),
+        product, ((ceil_div(rows, tile.rows) + experts) * tiles,),
         factors, scales, values, weight.scales if isinstance(weight, Float8Weight) else nothing,
         nothing if bias is None else bias, out, *of_experts,
         normed.weight if normed else nothing, normed.stream.powers if normed else nothing, squares,
@@ -162,7 +162,7 @@ def multiply(
         QUERY=placing.rules.query_heads if placing else 0, KV=placing.rules.kv_heads if placing else 0,
         HEADS_NORMED=placing is not None and placing.rules.q_norm is not None, WIDE=kernels.INTERPRETED,
         EVEN=inner % tile.inner == 0, TILE_M=tile.rows, TILE_N=tile_columns, BLOCK=tile.inner, GROUP=GROUP,
-        EXPERT_BLOCK=triton.next_power_of_2(max(1, experts)), PART_BLOCK=triton.next_power_of_2(max(1, parts)),
+        EXPERT_BLOCK=power_of_2(max(1, experts)), PART_BLOCK=power_of_2(max(1, parts)),
         num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     return squares
