@@ -170,6 +170,20 @@ def choose(
         tl.store(weights + of_token + K, 1.0)
 
 
+@triton.jit
+def held_choices(experts, place, total, first_expert, shared, OWN: tl.constexpr, SHARED: tl.constexpr):
+    """Of choices: the number of each one's expert among those that are held, the shared ones last; whether it is held,
+    and whether there is a choice."""
+    there = place < total
+    number = tl.load(experts + place, mask=there, other=-1).to(tl.int32)
+    local = number - first_expert
+    held = (local >= 0) & (local < OWN) & there
+    if SHARED:
+        local = tl.where((number == shared) & there, OWN, local)
+        held = held | ((number == shared) & there)
+    return local, held, there
+
+
 @triton.jit(do_not_specialize=["total"])  # it differs from pass to pass
 def place_rows(
     experts, counts, ends, sources, places, total, first_expert, shared,
@@ -185,26 +199,14 @@ def place_rows(
     before = mine * 0  # a number of Triton's
     own = mine * 0
     for begin in range(0, total, BLOCK):
-        there = begin + at < total
-        number = tl.load(experts + begin + at, mask=there, other=-1).to(tl.int32)
-        local = number - first_expert
-        held = (local >= 0) & (local < OWN) & there
-        if SHARED:
-            local = tl.where((number == shared) & there, OWN, local)
-            held = held | ((number == shared) & there)
+        local, held, there = held_choices(experts, begin + at, total, first_expert, shared, OWN, SHARED)
         before += tl.sum((held & (local < mine)).to(tl.int32), 0)
         own += tl.sum((held & (local == mine)).to(tl.int32), 0)
     tl.store(ends + mine, before + own)
     if mine < OWN:
         tl.store(counts + mine, tl.load(counts + mine) + own.to(tl.int64))
     for begin in range(0, total, BLOCK):
-        there = begin + at < total
-        number = tl.load(experts + begin + at, mask=there, other=-1).to(tl.int32)
-        local = number - first_expert
-        held = (local >= 0) & (local < OWN) & there
-        if SHARED:
-            local = tl.where((number == shared) & there, OWN, local)
-            held = held | ((number == shared) & there)
+        local, held, there = held_choices(experts, begin + at, total, first_expert, shared, OWN, SHARED)
         chosen = held & (local == mine)
         row = before + tl.cumsum(chosen.to(tl.int32), 0) - 1
         tl.store(sources + row, begin + at, mask=chosen)
