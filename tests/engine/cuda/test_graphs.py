@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from headrace.core.config import Compile
 from headrace.core.messages.orders import PlanRow
 from headrace.engine.collectives.steps import Steps
 from headrace.engine.kv.memory_plan import GRAPH_BYTES, activation_bytes, graph_bytes
@@ -121,17 +120,14 @@ def test_layers_that_wait_have_none(gpu: FakeGpu, tmp_path: Path, caplog: pytest
 @pytest.mark.parametrize("name", MODELS)
 def test_memory_of_graphs_is_estimated_from_above(gpu: FakeGpu, tmp_path: Path, name: str) -> None:
     """Beside that of the graphs themselves, which nothing here has."""
-    peaks = []
-    choices: tuple[Compile, ...] = ("off", "products")
-    for compiled in choices:
-        with fake_runner(gpu, tmp_path, name, compiled=compiled) as made:
-            before = gpu.peak = gpu.live
-            with patch.object(PassGraphs, "_try", lambda *_: None):  # as any pass without graphs
-                few(made, 1024)
-            graphs = len(graph_sizes(1024)) * ((3 if MODELS[name].shards > 1 else 1) * LAYERS + 1)
-            estimate = graph_bytes(made._part, "bfloat16", graph_sizes(1024)) - graphs * GRAPH_BYTES
-            peaks.append(gpu.peak - before)
-    assert peaks[1] <= estimate <= 1.8 * max(peaks)
+    with fake_runner(gpu, tmp_path, name) as made:
+        before = gpu.peak = gpu.live
+        with patch.object(PassGraphs, "_try", lambda *_: None):  # as any pass without graphs
+            few(made, 1024)
+        graphs = len(graph_sizes(1024)) * ((3 if MODELS[name].shards > 1 else 1) * LAYERS + 1)
+        estimate = graph_bytes(made._part, "bfloat16", graph_sizes(1024)) - graphs * GRAPH_BYTES
+        slack = 2.5 if made.expert_rows else 1.6  # in FP8 rows of experts are taken and gated apart
+        assert gpu.peak - before <= estimate <= slack * (gpu.peak - before)
 
 
 def compute(made: ModelRunner, rows: Sequence[PlanRow]) -> Tensor:
