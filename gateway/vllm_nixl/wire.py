@@ -19,6 +19,7 @@ from headrace.core.runtime.codec import NO_MESSAGE
 QUERY_WORD = b"get_meta_msg"
 QUERY_BYTES = 256  # longest query; a real one has 16
 HEARTBEAT = b"HB:"
+ONLY_REGISTRATION = 1  # of an engine id: memory that is registered anew has a new one, as releases before 0.33 need it
 LAYOUT = "LBHNC"  # [layer][block][head][token][keys, values], vLLM's default wherever NixlConnector is used
 
 
@@ -137,5 +138,6 @@ def handoff_params(
         "pp_size": 1,
         "remote_num_tokens": tokens,
         "remote_blocks_expiry_time": None,
+        "remote_registration_generation": ONLY_REGISTRATION,
         "transfer_mode": "pull",
     }

@@ -67,5 +67,6 @@ def test_params_name_the_keys_that_a_decode_engine_looks_for() -> None:
     assert params == {
         "do_remote_prefill": True, "do_remote_decode": False, "remote_block_ids": [[3, 4, 5]], "remote_engine_id": "e",
         "remote_request_id": "r", "remote_host": "h", "remote_port": 5, "tp_size": 1, "dcp_size": 1, "pp_size": 1,
-        "remote_num_tokens": 300, "remote_blocks_expiry_time": None, "transfer_mode": "pull",
+        "remote_num_tokens": 300, "remote_blocks_expiry_time": None, "remote_registration_generation": 1,
+        "transfer_mode": "pull",
     }  # fmt: skip
