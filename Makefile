@@ -7,7 +7,7 @@ STAMP := $(VENV)/.ready
 VLLM := .venv-vllm
 VLLM_STAMP := $(VLLM)/.ready
 # Releases of vLLM beside the one of requirements/vllm.txt, that test-vllm has behind one gateway with it.
-VLLM_RELEASES ?= 0.31.0 0.33.0
+VLLM_RELEASES ?= 0.30.0 0.31.0 0.33.0
 VLLM_OTHERS := $(foreach release,$(VLLM_RELEASES),$(VLLM)-$(release)/.ready)
 SGLANG := .venv-sglang
 SGLANG_STAMP := $(SGLANG)/.ready

@@ -4,7 +4,7 @@ A new release needs a row here and a run of its tests: `make test-vllm`. The fie
 newest version; older ones leave out what they do not know, and ignore what they get of it.
 """
 
-RELEASES = {"0.31.0": 13, "0.32.0": 14, "0.33.0": 15}
+RELEASES = {"0.30.0": 11, "0.31.0": 13, "0.32.0": 14, "0.33.0": 15}
 """Version of NixlConnector by release, in their order."""
 
 

@@ -33,6 +33,7 @@ PEERS = (
     "requirements/routers.txt",
     "requirements/sglang.txt",
     "requirements/vllm.txt",
+    "requirements/vllm-0.30.0.txt",
     "requirements/vllm-0.31.0.txt",
     "requirements/vllm-0.33.0.txt",
 )  # for environments of their own

@@ -112,7 +112,7 @@ def test_releases_are_told_by_their_connector(scripted: ScriptedEngine, version:
 
 def test_a_version_that_was_not_tested_needs_a_flag(scripted: ScriptedEngine) -> None:
     scripted.answers["/version"] = (200, {"version": "0.34.0"})
-    assert "vLLM 0.34.0; tested are 0.31.0, 0.32.0, 0.33.0" in refusal(scripted)
+    assert "vLLM 0.34.0; tested are 0.30.0, 0.31.0, 0.32.0, 0.33.0" in refusal(scripted)
     scripted.payload = handshake(digest=compatibility_hash(factors_of("0.34.0", 15)))
     assert probe(scripted.url, scripted.side_channel, allow_untested=True).vllm_version == "0.34.0"
     scripted.payload = handshake(digest=compatibility_hash(factors_of("0.34.0", 16)))

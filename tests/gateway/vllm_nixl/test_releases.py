@@ -11,14 +11,15 @@ from headrace.gateway.vllm_nixl.releases import connector_version
 @pytest.mark.parametrize(
     ("version", "connector"),
     [
+        ("0.30.0", 11),
         ("0.31.0", 13),
         ("0.31.1", 13),
         ("0.32.0", 14),
         ("0.32.1rc1.dev3+cpu", 14),
         ("0.33.0", 15),
         ("1.0", 15),
-        ("0.9", 13),
-        ("", 13),
+        ("0.9", 11),
+        ("", 11),
     ],
 )
 def test_the_nearest_release_tells_the_connector(version: str, connector: int) -> None:
