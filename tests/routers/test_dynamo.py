@@ -218,6 +218,39 @@ def test_prompts_go_elsewhere_when_a_prefill_server_dies(two: Fleet, migrating: 
     two.quiet()
 
 
+@pytest.mark.parametrize("limit", [3, 0])
+def test_prompts_under_way_when_their_prefill_worker_is_killed(limit: int) -> None:
+    """They are computed by the other one, or answered with an error without --migration-limit; no KV is left."""
+    with fleet(2, 1, SLOW_PREFILL) as site, dynamo(site, "--migration-limit", str(limit)) as router:
+        prompts = [f"{number} times a story. " * 8 for number in range(6)]
+        struck, worker = site.prefills[0], router.prefills[0]
+        with ThreadPoolExecutor(len(prompts)) as pool:
+            asked = [pool.submit(ask, router, prompt=each) for each in prompts]
+            wait_until(lambda: struck.metrics()["headrace_open_requests"] >= 2, 20, "it has some of them")
+            worker.process.kill()
+            answers = [each.result(60) for each in asked]
+        own = [texts(site.decodes[0].post("/v1/completions", {**LONG, "prompt": each, "max_tokens": 4}))[0]
+               for each in prompts]  # fmt: skip
+        served = [(answer, text) for answer, text in zip(answers, own, strict=True) if answer.status_code == 200]
+        assert [texts(answer)[0] for answer, _ in served] == [text for _, text in served]
+        failed = [answer for answer in answers if answer.status_code != 200]
+        assert bool(failed) == (not limit)
+        assert all(answer.status_code == 503 and answer.json()["message"] for answer in failed)
+        site.quiet()
+        without = {"prefill": 1, "backend": 1}
+        wait_until(lambda: router.registered() == without, 30, f"it is not registered\n{router.log}")
+        worker.close()
+        router.prefills[0] = Worker(router, "prefill", struck.url)
+        everyone = {"prefill": 2, "backend": 1}
+        wait_until(lambda: router.registered() == everyone, 30, f"it is registered again\n{router.log}")
+        before = struck.total("headrace_prompt_tokens_total")
+        wait_until(
+            lambda: texts(ask(router))[0] and struck.total("headrace_prompt_tokens_total") > before, 20, "it serves"
+        )
+        assert [texts(ask(router, prompt=each))[0] for each in prompts] == own
+        site.quiet()
+
+
 def test_a_worker_that_is_told_to_end_ends_its_requests_first(two: Fleet, migrating: Dynamo, own: str) -> None:
     stream = Stream(migrating, LONG).begun(10)
     drained = serving_server(two)
