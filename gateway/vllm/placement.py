@@ -12,9 +12,9 @@ from headrace.core.runtime.clock import Clock
 from headrace.core.types.requests.remote_prefill import PrefillDecision, RemoteForecast, decide, threshold_of
 from headrace.gateway.metrics import GatewayMetrics
 from headrace.gateway.vllm.engine_costs import EngineCost, dearest
-from headrace.gateway.vllm.engines import DecodeEngines
+from headrace.gateway.vllm.engines import DecodeEngines, WatchedEngine
 from headrace.gateway.vllm.handoff import HandoffPrompt
-from headrace.server.upstream.kv_event_follower import KvEventFollower, KvEventSource
+from headrace.peer.kv_event_follower import KvEventFollower, KvEventSource
 from headrace.server.upstream.prefill_server import PrefillServer
 
 LOOK_S = 1.0  # between two looks at the metrics of the decode engines
@@ -45,11 +45,12 @@ class PrefillPlacement:
         """Begin to look at the engines."""
         self._tasks.append(asyncio.create_task(keep_running("the look at decode engines' load", self._look)))
         for engine in self._engines.all if self._events_port else ():
-            cost = self._costs[engine.url]
-            source = KvEventSource(self._events_port)
-            follower = KvEventFollower(engine.address.host, source, cost.apply, cost.forget)
             what = f"following the KV events of decode engine {engine.url}"
-            self._tasks.append(asyncio.create_task(keep_running(what, follower.run)))
+            self._tasks.append(asyncio.create_task(keep_running(what, self._follower(engine).run)))
+
+    def _follower(self, engine: WatchedEngine) -> KvEventFollower:
+        cost, source = self._costs[engine.url], KvEventSource(self._events_port)
+        return KvEventFollower(engine.address.host, source, lambda batch: cost.apply(batch.events), cost.forget)
 
     async def stop(self) -> None:
         """End all tasks."""

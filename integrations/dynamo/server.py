@@ -18,6 +18,7 @@ from headrace.core.types.errors import (
 )
 from headrace.integrations.dynamo.options import WorkerSettings
 from headrace.integrations.http_client import PROMPT_TIMEOUT, bearer, direct_async_client, failure
+from headrace.peer.kv_event_follower import KvEventSource
 
 PROBE_TIMEOUT_S = 5.0
 RETRY_S = 0.5
@@ -43,14 +44,6 @@ class Description(msgspec.Struct, frozen=True, kw_only=True):
     """Of each data-parallel replica."""
     replicas: int
     instance: str = ""
-
-
-class KvEvents(msgspec.Struct, frozen=True):
-    """Where the events of a prefix cache are published."""
-
-    endpoint: str
-    topic: str
-    replay_endpoint: str | None = None
 
 
 class Server:
@@ -127,18 +120,17 @@ class Server:
             replicas=1,
         )
 
-    async def kv_events(self) -> list[KvEvents]:
-        """Where its KV events are published, for each data-parallel replica; empty if they are not."""
+    async def kv_events(self) -> tuple[str, KvEventSource] | None:
+        """Host and ports where the KV events of all its data-parallel replicas are published; None if they are not."""
         sources = await self._ask("GET", "/kv_event_sources")
-        host = httpx.URL(self.url).host
-
-        def reached(endpoint: str | None) -> str | None:
-            return None if endpoint is None else endpoint.replace("*", f"[{host}]" if ":" in host else host)
-
-        return [
-            KvEvents(reached(source["endpoint"]) or "", source["topic"], reached(source["replay_endpoint"]))
-            for source in sources.values()
-        ]
+        if not sources:
+            return None
+        source = next(iter(sources.values()))
+        published = httpx.URL(source["endpoint"].replace("*", "[::]"))
+        host = published.host if published.host != "::" else httpx.URL(self.url).host
+        replay = source["replay_endpoint"]
+        port = 0 if replay is None else int(replay.rpartition(":")[2])
+        return host, KvEventSource(published.port or 0, port, source["topic"])
 
     async def computes(self) -> None:
         """Have a token computed. Raises HeadraceError if it is not."""

@@ -13,11 +13,12 @@ import os
 import signal
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from contextlib import aclosing, suppress
+from functools import partial
 from typing import Any
 
 from dynamo.common.backend import EngineConfig, LLMEngine, LlmRegistration, WorkerConfig
 from dynamo.common.backend.health_check import build_health_check_payload, is_probe
-from dynamo.common.backend.publisher import KvEventSource, ZmqSource
+from dynamo.common.backend.publisher import PushSource
 from dynamo.common.backend.run import run as run_backend
 from dynamo.common.constants import DisaggregationMode
 from dynamo.llm.exceptions import EngineShutdown, HttpError, InvalidArgument
@@ -26,6 +27,7 @@ from headrace.core.runtime.background import keep_running
 from headrace.core.types.errors import ConfigError, ErrorInfo, HeadraceError
 from headrace.integrations.dynamo import request as requests
 from headrace.integrations.dynamo.answer import Chunk, chunk, gateway_chunk, prefill_chunk
+from headrace.integrations.dynamo.cache_relay import CacheRelay, Publisher
 from headrace.integrations.dynamo.options import USAGE, WorkerSettings, add_flags, settings_of
 from headrace.integrations.dynamo.presence import Presence
 from headrace.integrations.dynamo.server import Description, Server, tokenizer_source
@@ -45,7 +47,7 @@ class HeadraceEngine(LLMEngine):
         self._server = server
         self._description = description
         self._tokenizer = tokenizer
-        self._watching: asyncio.Task[None] | None = None
+        self._tasks: list[asyncio.Task[None]] = []
         self._open = 0  # requests
         self._idle = asyncio.Event()
         self._idle.set()
@@ -88,14 +90,25 @@ class HeadraceEngine(LLMEngine):
     async def on_endpoint_ready(self, endpoint: Any) -> None:
         """Begin to look whether the server serves."""
         presence = Presence(self._server, self._description, endpoint, _end)
-        self._watching = asyncio.create_task(keep_running("the look at the server", presence.watch))
+        self._tasks.append(asyncio.create_task(keep_running("the look at the server", presence.watch)))
 
-    async def kv_event_sources(self) -> list[KvEventSource]:
-        """Where the router learns what the prefix cache holds; none without --kv-events-port."""
-        if self._description.kind == "gateway":
+    async def kv_event_sources(self) -> list[PushSource]:
+        """The publishers that are wanted, by which the router learns what the prefix cache holds; none without
+        --kv-events-port."""
+        if self._description.kind == "gateway" or (events := await self._server.kv_events()) is None:
             return []
-        sources = enumerate(await self._server.kv_events())
-        return [ZmqSource(endpoint=each.endpoint, topic=each.topic, dp_rank=rank) for rank, each in sources]
+        loop, ranks, publishers = asyncio.get_running_loop(), range(self._description.replicas), dict[int, Publisher]()
+
+        def follow() -> None:
+            relay = CacheRelay(*events, [publishers[rank] for rank in ranks])
+            self._tasks.append(loop.create_task(keep_running("following the KV events", relay.run)))
+
+        def ready(rank: int, publisher: Publisher) -> None:
+            publishers[rank] = publisher
+            if len(publishers) == len(ranks):
+                loop.call_soon_threadsafe(follow)
+
+        return [PushSource(on_ready=partial(ready, rank), dp_rank=rank) for rank in ranks]
 
     async def health_check_payload(self) -> dict[str, Any]:
         """What the runtime asks when nothing else has been asked for a while: generate() has a token computed."""
@@ -108,8 +121,8 @@ class HeadraceEngine(LLMEngine):
     async def cleanup(self) -> None:
         """See LLMEngine. Dynamo stops what is open when this has returned, so open requests end before; its own limit,
         DYN_WORKER_GRACEFUL_SHUTDOWN_TIMEOUT, ends the wait."""
-        if self._watching is not None:
-            self._watching.cancel()
+        for task in self._tasks:
+            task.cancel()
         await self._idle.wait()
         await self._server.close()
 

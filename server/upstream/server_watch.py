@@ -17,9 +17,9 @@ from headrace.core.runtime.background import keep_running
 from headrace.core.runtime.clock import Clock
 from headrace.core.runtime.codec import NO_MESSAGE
 from headrace.core.types.errors import HeadraceError
+from headrace.peer.kv_event_follower import KvEventFollower, KvEventSource
 from headrace.server.routing.replica_load import LoadReport
 from headrace.server.routing.replica_router import ReplicaRouter
-from headrace.server.upstream.kv_event_follower import KvEventFollower, KvEventSource
 
 log = logging.getLogger(__name__)
 
@@ -136,7 +136,7 @@ class ServerWatch:
         follower = KvEventFollower(
             self._host,
             news.kv_events,
-            lambda events: self._router.apply(self._number, events),
+            lambda batch: self._router.apply(self._number, batch.events),
             lambda: self._router.forget_cache(self._number),
         )
         task = asyncio.create_task(keep_running(f"following the KV events of {self._host}", follower.run))

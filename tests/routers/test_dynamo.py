@@ -352,6 +352,41 @@ def test_the_router_sends_prompts_where_their_beginning_is_cached() -> None:
         site.quiet()
 
 
+def test_a_worker_that_starts_later_tells_what_was_cached_before() -> None:
+    """Prompts are computed behind one Dynamo; the KV router of the next one knows where from the replays."""
+    with ExitStack() as stack:
+        shared = ("--model", SLOW, *COMMON)
+        events = [("--kv-events-port", str(free_port()), "--kv-events-replay-port", str(free_port())) for _ in range(2)]
+        prefills = [stack.enter_context(closing(Server("--role", "prefill", *shared, *flags))) for flags in events]
+        own = [flag for server in prefills for flag in ("--prefill", server.url)]
+        decode = stack.enter_context(closing(Server("--role", "decode", *own, *shared)))
+        site = Fleet(prefills, [decode])
+        for server in site.servers:
+            server.started()
+        stories = [f"Story number {n}. " * 40 for n in range(8)]
+        with dynamo(site) as before:
+            for story in stories:
+                assert ask(before, prompt=story).status_code == 200
+        with dynamo(site, "--router-mode", "kv") as router:
+            time.sleep(1)  # the router hears of it
+
+            def cached(story: str, more: str) -> int:
+                usage = ask(router, prompt=story + more).json()["usage"]
+                return int(usage["prompt_tokens_details"]["cached_tokens"])
+
+            assert [cached(story, "Go on.") >= len(story) // 16 * 16 for story in stories] == [True] * 8
+            prefills[0].kill()  # and its cache is gone
+            site.prefills[0] = prefills[0] = stack.enter_context(
+                closing(Server("--role", "prefill", *shared, *events[0], port=prefills[0].port))
+            ).started()
+            everyone = {"prefill": 2, "backend": 1}
+            wait_until(lambda: router.registered() == everyone, 30, f"it is registered again\n{router.log}")
+            first = [cached(story, "And then?") for story in stories]
+            again = [cached(story, "And then?") >= len(story) // 16 * 16 for story in stories]
+            assert again == [True] * 8, first
+        site.quiet()
+
+
 def test_priorities_are_those_of_dynamo() -> None:
     """A higher one goes first. One prompt is computed, and the next one is chosen, while the others come."""
     with fleet(1, 1, SLOW_PREFILL, "--chunk-tokens", "64") as one, dynamo(one) as router:

@@ -41,7 +41,7 @@ async def test_what_a_server_says_of_itself(tokenizer: Tokenizer) -> None:
         found = await server.describe()
         assert (found.kind, found.model, found.model_path) == ("prefill", "mine", "tiny")
         assert (found.context_length, found.page_size, found.replicas) == (64, 16, 1)
-        assert await server.kv_events() == []
+        assert await server.kv_events() is None
     async with served(tokenizer, role="decode", prefill=("http://p:1",)) as server:
         assert (await server.describe()).kind == "decode"
         assert await server.problem() is None, "without its own prefill servers it serves KV of others"

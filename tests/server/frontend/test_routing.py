@@ -15,8 +15,8 @@ from headrace.core.messages.kv_events import AllBlocksCleared, BlockStored
 from headrace.core.messages.replies import AnySchedulerReply
 from headrace.core.runtime.clock import VirtualClock
 from headrace.core.types.packed import pack
+from headrace.peer.kv_event_follower import KvEventSource
 from headrace.server.routing.replica_router import page_names
-from headrace.server.upstream.kv_event_follower import KvEventSource
 from headrace.text.tokenizer import Tokenizer
 from tests.server.event_server import EventServer
 from tests.server.fake_prefills import ONE, TWO, Prefills, fetched, until_ready, welcoming

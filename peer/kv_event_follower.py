@@ -1,22 +1,23 @@
-"""Follows the KV events of one prefill server over ZMQ (docs/operations.md has the messages).
+"""Follows the KV events of one server over ZMQ (docs/operations.md has the messages).
 
 SUB     topic, sequence, batch                      live
 DEALER  empty, first sequence wanted ──► empty, topic, sequence, batch ... empty, empty, -1, empty
                                                     what was published before, or missed: asked for at a gap
 
-A gap that cannot be filled empties what is known of the server, as later events may refer to pages that are gone.
+A gap that cannot be filled empties what is known of the server, as later events may refer to pages that are gone. Live
+numbers only grow: one that does not is of a server that was started again, and is followed from its beginning.
 """
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Annotated, Any
 
 import msgspec
 import zmq
 import zmq.asyncio
 
-from headrace.core.messages.kv_events import KvEventBatch, KvEventMessage
+from headrace.core.messages.kv_events import KvEventBatch
 from headrace.core.runtime.codec import NO_MESSAGE
 from headrace.core.types.peers.addresses import url
 
@@ -40,16 +41,16 @@ class KvEventSource(msgspec.Struct, frozen=True):
 
 
 class KvEventFollower:
-    """Passes on the events of one server in order, each once.
+    """Passes on the batches of one server in order, each once.
 
-    apply: takes the events of a batch. forget: called when what is known of the server's cache may be wrong.
+    forget: called when what is known of the server's cache may be wrong.
     """
 
     def __init__(
         self,
         host: str,
         source: KvEventSource,
-        apply: Callable[[Sequence[KvEventMessage]], None],
+        apply: Callable[[KvEventBatch], None],
         forget: Callable[[], None],
     ) -> None:
         self._host = host
@@ -57,12 +58,12 @@ class KvEventFollower:
         self._apply = apply
         self._forget = forget
         self._next: int | None = None  # sequence wanted; None before anything has come
+        self._live = -1  # the newest sequence that came live
         self._decoder = msgspec.msgpack.Decoder(KvEventBatch)
 
     async def run(self) -> None:
         """Follow until cancelled, from the first batch that the server has. Nothing comes while it is unreachable."""
-        self._next = None
-        self._forget()
+        self._begin()
         context = zmq.asyncio.Context()
         try:
             live = self._socket(context, zmq.SUB, self._source.port)
@@ -72,6 +73,11 @@ class KvEventFollower:
                 await self._take(await live.recv_multipart(), context)
         finally:
             context.destroy(linger=0)
+
+    def _begin(self) -> None:
+        """Nothing is known of the server."""
+        self._next, self._live = None, -1
+        self._forget()
 
     def _socket(self, context: zmq.asyncio.Context, kind: int, port: int) -> zmq.asyncio.Socket:
         socket = context.socket(kind)
@@ -84,6 +90,10 @@ class KvEventFollower:
         if len(frames) != 3 or len(frames[1]) != 8:
             return
         number = int.from_bytes(frames[1], "big")
+        if number <= self._live:
+            self._begin()
+            await self._catch_up(context)
+        self._live = number
         if self._next is not None and number > self._next:
             await self._catch_up(context)
         self._accept(number, frames[2])
@@ -93,13 +103,13 @@ class KvEventFollower:
         if self._next is not None and number < self._next:
             return
         if self._next is not None and number > self._next:
-            log.info("prefill server %s: KV events %d to %d are lost", self._host, self._next, number - 1)
+            log.info("server %s: KV events %d to %d are lost", self._host, self._next, number - 1)
             self._forget()
         self._next = number + 1
         try:
-            self._apply(self._decoder.decode(content).events)
+            self._apply(self._decoder.decode(content))
         except NO_MESSAGE as error:
-            log.warning("prefill server %s sent no KV events: %s", self._host, error)
+            log.warning("server %s sent no KV events: %s", self._host, error)
             self._forget()
 
     async def _catch_up(self, context: zmq.asyncio.Context) -> None:
@@ -119,6 +129,6 @@ class KvEventFollower:
                     return
                 self._accept(number, frames[3])
         except TimeoutError:
-            log.info("prefill server %s does not replay its KV events", self._host)
+            log.info("server %s does not replay its KV events", self._host)
         finally:
             socket.close(linger=0)

@@ -1,11 +1,11 @@
 """Following the KV events of a server over real sockets: late, behind, across gaps, and through garbage."""
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from headrace.core.messages.kv_events import BlockRemoved, KvEventMessage
-from headrace.server.upstream.kv_event_follower import KvEventFollower
+from headrace.core.messages.kv_events import BlockRemoved, KvEventBatch
+from headrace.peer.kv_event_follower import KvEventFollower
 from tests.server.event_server import EventServer
 from tests.server.fakes import in_loop
 
@@ -22,8 +22,8 @@ class Followed(EventServer):
         """Publish an event with this number."""
         self.publish(BlockRemoved(block_hashes=(number,)))
 
-    def apply(self, events: Sequence[KvEventMessage]) -> None:
-        for event in events:
+    def apply(self, batch: KvEventBatch) -> None:
+        for event in batch.events:
             assert isinstance(event, BlockRemoved)
             self.learnt += event.block_hashes
         self.changed.set()
