@@ -4,6 +4,8 @@
 2. the rest: in the policy's order, each to its end
 3. what is left when too many in the order do not fit: to half-done requests, which can always run
 
+Where a plan has one row, the reserve would leave none for the order: it is saved up, and is a whole plan then.
+
 So a request gets its part of each plan as soon as no older one wants it, whatever comes later; and no budget is left
 while a half-done request has tokens, with one exception: a pass in which prompts end, so that first tokens wait for its
 end, is filled up with others only where enough of them wait for that to pay (CostModel.worth_filling).
@@ -36,6 +38,7 @@ class PrefillShares:
         self._used: dict[Request, int] = {}  # of the budget
         self._refused: set[int] = set()
         self._ends = 0  # prompts whose last part is in the plan
+        self._saved = 0  # tokens of the reserve, of plans with one row
 
     @property
     def divided(self) -> Iterable[Request]:
@@ -57,6 +60,8 @@ class PrefillShares:
         """Give the reserve to the oldest requests that can run, and keep pages for the oldest that cannot."""
         queues, policy = self._replica.queues, self._replica.queues.policy
         left = ceil(self._budget * self._state.config.policy_reserve)
+        if self._slots == 1:
+            left = self._save(left)
         if left <= 0:
             return
         waiting = islice(policy.by_age(started=False), LOOKED_AT)
@@ -71,6 +76,14 @@ class PrefillShares:
                     self._starter.refused(request)
                     continue
             left -= self._give(request, left)
+
+    def _save(self, tokens: int) -> int:
+        """Tokens of the reserve for a plan with one row: all of its budget, or none."""
+        self._saved += tokens
+        if self._saved < self._budget:
+            return 0
+        self._saved -= self._budget
+        return self._budget
 
     def _in_order(self, now: float) -> None:
         """Give what the reserve has left to the best ones, passing over those that do not fit."""

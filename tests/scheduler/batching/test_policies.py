@@ -63,6 +63,32 @@ def test_no_request_waits_longer_than_its_bound_whatever_arrives_later(
         assert result.finished[rid] - result.able[rid] <= bound, rid
 
 
+@settings(deadline=None, max_examples=25)
+@given(PROMPTS, st.sampled_from([0.05, 0.1, 0.5, 1.0]), OVERTAKING)
+def test_with_one_row_a_plan_the_oldest_gets_a_share_of_the_plans(
+    prompts: list[Prompt], reserve: float, policy: str
+) -> None:
+    """Of all plans that those which came before, and itself, take: one in 1 / reserve."""
+    flood = [Prompt(at, 30, -2) for at in range(200)]
+    every = [*prompts, *flood]
+    result = run(every, policy=policy, policy_reserve=reserve, max_running=1)
+    assert all(len(plan) <= 1 for plan in result.plans)
+    arrivals = sorted(result.able, key=lambda rid: (result.able[rid], int(rid[1:])))
+    for index in range(len(prompts)):
+        rid = f"r{index}"
+        before = arrivals[: arrivals.index(rid) + 1]
+        plans = sum(ceil(every[int(other[1:])].length / CHUNK) for other in before
+                    if result.finished[other] >= result.able[rid])  # fmt: skip
+        assert result.finished[rid] - result.able[rid] <= ceil((plans + 1) * CHUNK / ceil(reserve * CHUNK)) + 1, rid
+
+
+def test_with_one_row_a_plan_the_policy_decides_all_the_same() -> None:
+    prompts = [Prompt(0, 200, 5), Prompt(1, 200, 1), Prompt(1, 60, 2), Prompt(1, 300, -1)]
+    plans = run(prompts, policy="srpt", max_running=1).plans
+    assert [plan[0][0] for plan in plans] == ["r0", *["r3"] * 5, *["r1"] * 3, "r0", "r1", "r2", "r0", "r0"]
+    assert plans[9] == [("r0", 64)], "the reserve of ten plans"
+
+
 @settings(deadline=None, max_examples=60)
 @given(PROMPTS, st.sampled_from(POLICIES), RESERVES, COSTS)
 def test_no_plan_leaves_budget_while_a_prompt_has_tokens(
@@ -138,9 +164,10 @@ def test_srpt_of_equal_lengths_is_fcfs(arrivals: list[int], length: int, reserve
 
 
 @settings(deadline=None, max_examples=40)
-@given(PROMPTS, st.sampled_from(["srpt", "slo"]))
-def test_a_reserve_of_everything_is_fcfs(prompts: list[Prompt], policy: str) -> None:
-    assert run(prompts, policy=policy, policy_reserve=1.0).plans == run(prompts, policy="fcfs").plans
+@given(PROMPTS, st.sampled_from(["srpt", "slo"]), st.sampled_from([1, 1000]))
+def test_a_reserve_of_everything_is_fcfs(prompts: list[Prompt], policy: str, rows: int) -> None:
+    overtaking = run(prompts, policy=policy, policy_reserve=1.0, max_running=rows)
+    assert overtaking.plans == run(prompts, policy="fcfs", max_running=rows).plans
 
 
 def test_short_prompts_overtake_a_long_one_that_keeps_its_pages_and_its_reserve() -> None:
