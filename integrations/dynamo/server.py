@@ -46,6 +46,14 @@ class Description(msgspec.Struct, frozen=True, kw_only=True):
     instance: str = ""
 
 
+class Load(msgspec.Struct, frozen=True, kw_only=True):
+    """KV pages of a server, used: by requests, and the share of its prompts' tokens that were cached."""
+
+    pages: int
+    used: int
+    hit_rate: float | None
+
+
 class Server:
     """One server. Every call raises HeadraceError: 502 if there is no connection, or none to the end of the answer."""
 
@@ -131,6 +139,11 @@ class Server:
         replay = source["replay_endpoint"]
         port = 0 if replay is None else int(replay.rpartition(":")[2])
         return host, KvEventSource(published.port or 0, port, source["topic"])
+
+    async def load(self) -> Load:
+        """Its KV pages, of all replicas."""
+        found = (await self._ask("GET", "/get_load"))[0]
+        return Load(pages=found["kv_pages"], used=found["kv_pages_used"], hit_rate=found["cache_hit_rate"])
 
     async def computes(self) -> None:
         """Have a token computed. Raises HeadraceError if it is not."""

@@ -18,7 +18,7 @@ from typing import Any
 
 from dynamo.common.backend import EngineConfig, LLMEngine, LlmRegistration, WorkerConfig
 from dynamo.common.backend.health_check import build_health_check_payload, is_probe
-from dynamo.common.backend.publisher import PushSource
+from dynamo.common.backend.publisher import ComponentSnapshot, PushSource
 from dynamo.common.backend.run import run as run_backend
 from dynamo.common.constants import DisaggregationMode
 from dynamo.llm.exceptions import EngineShutdown, HttpError, InvalidArgument
@@ -34,6 +34,7 @@ from headrace.integrations.dynamo.server import Description, Server, tokenizer_s
 
 log = logging.getLogger(__name__)
 MODES = {"prefill": DisaggregationMode.PREFILL, "decode": DisaggregationMode.DECODE}
+LOAD_S = 1.0
 GENERATE, COMPLETION = "/generate", "/v1/completions"
 Fields = Mapping[str, Any]
 
@@ -48,6 +49,7 @@ class HeadraceEngine(LLMEngine):
         self._description = description
         self._tokenizer = tokenizer
         self._tasks: list[asyncio.Task[None]] = []
+        self._snapshots: Any = None  # Dynamo's SnapshotPublisher
         self._open = 0  # requests
         self._idle = asyncio.Event()
         self._idle.set()
@@ -91,6 +93,8 @@ class HeadraceEngine(LLMEngine):
         """Begin to look whether the server serves."""
         presence = Presence(self._server, self._description, endpoint, _end)
         self._tasks.append(asyncio.create_task(keep_running("the look at the server", presence.watch)))
+        if self._snapshots is not None:
+            self._tasks.append(asyncio.create_task(keep_running("the look at the load", self._publish_load)))
 
     async def kv_event_sources(self) -> list[PushSource]:
         """The publishers that are wanted, by which the router learns what the prefix cache holds; none without
@@ -109,6 +113,23 @@ class HeadraceEngine(LLMEngine):
                 loop.call_soon_threadsafe(follow)
 
         return [PushSource(on_ready=partial(ready, rank), dp_rank=rank) for rank in ranks]
+
+    def component_metrics_dp_ranks(self) -> list[int]:
+        """The rank whose load is told; none of a gateway, and of several replicas, whose loads are one."""
+        return [0] if self._description.kind != "gateway" and self._description.replicas == 1 else []
+
+    def attach_snapshot_publisher(self, publisher: Any) -> None:
+        """See LLMEngine."""
+        self._snapshots = publisher
+
+    async def _publish_load(self) -> None:
+        """Tell Dynamo's router and metrics what the server's KV pages are used for, every second."""
+        while True:
+            await asyncio.sleep(LOAD_S)
+            with suppress(HeadraceError):  # while it is gone
+                load = await self._server.load()
+                share = load.used / load.pages if load.pages else 0.0
+                self._snapshots.publish(0, ComponentSnapshot(load.used, load.pages, share, 0, load.hit_rate))
 
     async def health_check_payload(self) -> dict[str, Any]:
         """What the runtime asks when nothing else has been asked for a while: generate() has a token computed."""

@@ -24,11 +24,11 @@ NO_GRACE = "0"  # seconds for which a worker that ends takes requests of fronten
 class Worker(Child):
     """`headrace dynamo` before one server."""
 
-    def __init__(self, fleet: "Dynamo", role: str, url: str, *flags: str) -> None:
+    def __init__(self, fleet: "Dynamo", role: str, url: str, *flags: str, **variables: str) -> None:
         self.role = role
         command = (PYTHON, "-m", "headrace.cli.commands", "dynamo", role, "--url", url)
-        path = {"PYTHONPATH": str(ROOT / "src")}
-        super().__init__(f"{role} worker", *command, "--model-path", fleet.tokenizer, *flags, **fleet.variables, **path)
+        variables = {**fleet.variables, "PYTHONPATH": str(ROOT / "src"), **variables}
+        super().__init__(f"{role} worker", *command, "--model-path", fleet.tokenizer, *flags, **variables)
 
 
 class Dynamo(Router):

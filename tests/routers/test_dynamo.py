@@ -387,6 +387,33 @@ def test_a_worker_that_starts_later_tells_what_was_cached_before() -> None:
         site.quiet()
 
 
+def test_the_load_is_told_to_dynamo() -> None:
+    """Its gauges of the worker follow the pages that the server holds."""
+    with fleet(1, 1, SLOW, "--hold-lease", "8") as one, dynamo(one) as router:
+        port = free_port()
+        router.prefills[0].close()
+        router.prefills[0] = Worker(router, "prefill", one.prefills[0].url, DYN_SYSTEM_PORT=str(port))
+
+        def gauge(name: str) -> float | None:
+            try:
+                text = httpx.get(f"http://127.0.0.1:{port}/metrics", timeout=10, trust_env=False).text
+            except httpx.TransportError:
+                return None
+            lines = [line for line in text.splitlines() if line.startswith(f"dynamo_component_{name}{{")]
+            return float(lines[0].rpartition(" ")[2]) if lines else None
+
+        kinds = [f'headrace_kv_pages{{state="{state}"}}' for state in ("free", "cached", "leased")]
+        pages = sum(one.prefills[0].metrics()[kind] for kind in kinds)
+        wait_until(lambda: gauge("total_blocks") == pages, 30, f"it is told\n{router.log}")
+        assert gauge("gpu_cache_usage_percent") == 0
+        held = {"do_remote_decode": True, "do_remote_prefill": False}
+        body = {"text": PROMPT * 4, "sampling_params": {"max_new_tokens": 1}, "kv_transfer_params": held}
+        assert one.prefills[0].post("/generate", body).status_code == 200
+        wait_until(lambda: (gauge("gpu_cache_usage_percent") or 0) > 0, 5, "its pages count")
+        one.quiet()
+        wait_until(lambda: gauge("gpu_cache_usage_percent") == 0, 5, "they are free")
+
+
 def test_priorities_are_those_of_dynamo() -> None:
     """A higher one goes first. One prompt is computed, and the next one is chosen, while the others come."""
     with fleet(1, 1, SLOW_PREFILL, "--chunk-tokens", "64") as one, dynamo(one) as router:

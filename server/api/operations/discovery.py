@@ -1,7 +1,7 @@
 """Routes by which routers learn about a server: identity, control endpoint, computing health, load."""
 
 import secrets
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 from fastapi import APIRouter, Request
@@ -25,6 +25,7 @@ from headrace.server.frontend.status.readiness import Readiness
 from headrace.server.frontend.status.stats_collector import StatsCollector
 from headrace.server.http.error_response import error_response
 from headrace.server.http.streaming import JsonAnswer, json_response
+from headrace.server.telemetry.engine_gauges import engine_gauges
 
 PROBE_TIMEOUT_S = 20.0
 
@@ -42,6 +43,12 @@ class LoadReply(msgspec.Struct):
     num_reqs: Count
     num_waiting_reqs: Count
     num_tokens: Count
+    kv_pages: Count
+    """Of all replicas."""
+    kv_pages_used: Count
+    """By requests; cached ones are free."""
+    cache_hit_rate: Annotated[float, msgspec.Meta(ge=0, le=1)] | None
+    """Share of the prompt tokens of all requests so far that were cached; null before the first."""
 
 
 class ServerInfoReply(msgspec.Struct):
@@ -167,11 +174,16 @@ def bootstrap_routes(control: ControlAddress, role: Role) -> APIRouter:
 
 def _load(open_requests: int, stats: Stats) -> LoadReply:
     values = {(sample.name, *sample.labels): int(sample.value) for sample in stats.samples}
+    engine = engine_gauges([stats])
+    prompts = values.get(("prompt_tokens_total",), 0)
     return LoadReply(
         dp_rank=0,
         num_reqs=open_requests,
         num_waiting_reqs=values.get(("queue_requests", "waiting"), 0),
         num_tokens=sum(value for (name, *_), value in values.items() if name == "queue_tokens"),
+        kv_pages=int(engine.pages),
+        kv_pages_used=int(engine.leased_pages),
+        cache_hit_rate=values.get(("cached_tokens_total",), 0) / prompts if prompts else None,
     )
 
 

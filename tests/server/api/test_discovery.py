@@ -95,9 +95,17 @@ async def test_load(tokenizer: Tokenizer) -> None:
         tuple(Sample("queue_requests", requests, (queue,)) for queue, requests, _ in queues)
         + tuple(Sample("queue_tokens", tokens, (queue,)) for queue, _, tokens in queues)
     )
+    idle = {"dp_rank": 0, "num_reqs": 0, "num_waiting_reqs": 3, "num_tokens": 200}
+    pages = tuple(
+        Sample("kv_pages", number, (use,)) for number, use in ((5.0, "free"), (4.0, "cached"), (3.0, "leased"))
+    )
+    prompts = (Sample("prompt_tokens_total", 80.0), Sample("cached_tokens_total", 20.0))
     async with running(link, tokenizer) as service, client(service) as http:
         load = json_of(await http.get("/get_load"))
-    assert load == [{"dp_rank": 0, "num_reqs": 0, "num_waiting_reqs": 3, "num_tokens": 200}]
+        assert load == [{**idle, "kv_pages": 0, "kv_pages_used": 0, "cache_hit_rate": None}]
+        link.stats = Stats((*link.stats.samples, *pages, *prompts))
+        load = json_of(await http.get("/get_load"))
+        assert load == [{**idle, "kv_pages": 12, "kv_pages_used": 3, "cache_hit_rate": 0.25}]
 
 
 @in_loop
