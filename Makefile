@@ -98,8 +98,8 @@ faults: venv ## Strike a pair with every kind of fault at every place; write the
 test-browser: venv ## Open the page of a server in a real Chromium, which has to be installed.
 	$(PYTEST) -m browser tests/browser
 
-test-vllm: $(NIXL_STAMP) $(VLLM_STAMP) $(VLLM_OTHERS) $(ROUTERS_STAMP) connector ## Have a stock vLLM, from its package, take its prompts' KV from a prefill server: by the connector, and through the gateway.
-	HEADRACE_VLLM_PYTHON=$(CURDIR)/$(VLLM)/bin/python HEADRACE_VLLM_RELEASES='$(foreach folder,$(VLLM) $(patsubst %/.ready,%,$(VLLM_OTHERS)),$(CURDIR)/$(folder))' HEADRACE_ROUTERS=$(CURDIR)/$(ROUTERS) $(NIXL)/bin/python -m pytest -m vllm tests/integrations tests/gateway
+test-vllm: $(NIXL_STAMP) $(VLLM_STAMP) $(VLLM_OTHERS) $(VLLM)-dynamo/.ready $(DYNAMO_STAMP) $(ROUTERS_STAMP) connector ## Have a stock vLLM, from its package, take its prompts' KV from a prefill server: by the connector, and through the gateway.
+	HEADRACE_VLLM_PYTHON=$(CURDIR)/$(VLLM)/bin/python HEADRACE_VLLM_DYNAMO=$(CURDIR)/$(VLLM)-dynamo HEADRACE_DYNAMO=$(CURDIR)/$(DYNAMO) HEADRACE_VLLM_RELEASES='$(foreach folder,$(VLLM) $(patsubst %/.ready,%,$(VLLM_OTHERS)),$(CURDIR)/$(folder))' HEADRACE_ROUTERS=$(CURDIR)/$(ROUTERS) $(NIXL)/bin/python -m pytest -m vllm tests/integrations tests/gateway
 
 # Beside vLLM's packages, not among them: a vLLM looks into this folder only if it is told to.
 connector: $(VLLM_STAMP)

@@ -47,6 +47,16 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True):
     sglang_page_size: Annotated[
         int, Flag("sglang-page-size", SERVER, "the --page-size of SGLang decode engines", low=1, high=1024)
     ] = 1
+    decode_model_card: Annotated[
+        str,
+        Flag(
+            "decode-model-card",
+            SERVER,
+            "for vLLM decode engines without vLLM's API server, as Dynamo's: their entry of GET /v1/models in JSON, "
+            'as {"id": "NAME", "root": "their --model", "max_model_len": 4096}',
+        ),
+    ] = ""
+    """Empty: they are asked."""
     allow_untested: Annotated[
         bool,
         Flag("allow-untested", SERVER, "serve decode engines of versions that were not tested with this gateway, too"),

@@ -24,7 +24,7 @@ from headrace.gateway.vllm.engines import DecodeEngines
 from headrace.gateway.vllm.front import Front
 from headrace.gateway.vllm.model_check import check_models
 from headrace.gateway.vllm.placement import PrefillPlacement
-from headrace.gateway.vllm_nixl.engine_probe import DecodeEngine, ask_side_channel, probe
+from headrace.gateway.vllm_nixl.engine_probe import DecodeEngine, ask_side_channel, model_card, probe
 from headrace.gateway.vllm_nixl.wire import HandshakePayload
 from headrace.integrations.http_client import bearer, direct_async_client
 
@@ -37,6 +37,7 @@ class VllmGateway(BaseGateway):
     def __init__(self, config: GatewayConfig) -> None:
         """Raises ConfigError for a device that is not there."""
         super().__init__(replace(config, device=resolve_device(config.device)))
+        self._card = model_card(config.decode_model_card)
         self._http = direct_async_client(headers=bearer(config.decode_api_key), timeout=None)
         self._engines = DecodeEngines(parse_decodes(config.decode), self._http, self._probe, _handshake)
         self._metrics = GatewayMetrics()
@@ -59,7 +60,7 @@ class VllmGateway(BaseGateway):
         parts.exporter.serve(self._engines.up())
         self._engines.watch(self._engine_gone, parts.exporter.serve)
         await wait_connected(parts.prefills)
-        if config.model_check:
+        if config.model_check and self._card is None:
             await check_models(self._engines, parts.prefills.up()[0].url, config.prefill_api_key, engine.geometry.dtype)
         self.front_metrics.set_build(headrace_version(), "gateway", engine.served_names[0])
         self._tasks.append(asyncio.create_task(keep_running("the look at decode engines' metrics", self._scrape)))
@@ -158,6 +159,7 @@ class VllmGateway(BaseGateway):
             (address.host, address.port),
             api_key=self.config.decode_api_key,
             allow_untested=self.config.allow_untested,
+            card=self._card,
         )
 
     def _refusal(self) -> ErrorInfo | None:

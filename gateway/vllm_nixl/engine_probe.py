@@ -9,6 +9,7 @@ from socket import create_connection, gaierror, getaddrinfo
 import msgspec
 import zmq
 
+from headrace.core.runtime.codec import NO_MESSAGE
 from headrace.core.types.errors import ConfigError
 from headrace.core.types.kv.geometry import Geometry
 from headrace.core.types.peers.addresses import url as make_url
@@ -66,7 +67,9 @@ class DecodeEngine(msgspec.Struct, frozen=True, kw_only=True):
         return ""
 
 
-class _ModelCard(msgspec.Struct, frozen=True):
+class ModelCard(msgspec.Struct, frozen=True):
+    """An entry of GET /v1/models."""
+
     id: str
     root: str | None = None
     parent: str | None = None
@@ -74,21 +77,45 @@ class _ModelCard(msgspec.Struct, frozen=True):
 
 
 class _ModelList(msgspec.Struct, frozen=True):
-    data: tuple[_ModelCard, ...]
+    data: tuple[ModelCard, ...]
 
 
 class _Version(msgspec.Struct, frozen=True):
     version: str
 
 
-def probe(url: str, side_channel: tuple[str, int], *, api_key: str = "", allow_untested: bool = False) -> DecodeEngine:
+def model_card(text: str) -> ModelCard | None:
+    """The value of --decode-model-card, None for an empty one. Raises ConfigError."""
+    if not text:
+        return None
+    try:
+        card = msgspec.json.decode(text, type=ModelCard)
+    except NO_MESSAGE as error:
+        raise ConfigError(f"--decode-model-card is no entry of GET /v1/models in JSON: {error}") from error
+    if not card.id or not card.root or not card.max_model_len or card.max_model_len < 1:
+        raise ConfigError("--decode-model-card needs id, root (their --model) and max_model_len")
+    return card
+
+
+def probe(
+    url: str,
+    side_channel: tuple[str, int],
+    *,
+    api_key: str = "",
+    allow_untested: bool = False,
+    card: ModelCard | None = None,
+) -> DecodeEngine:
     """Ask an engine what it is, and verify its compatibility hash.
 
     url: of its HTTP server. side_channel: VLLM_NIXL_SIDE_CHANNEL_HOST and _PORT of its first data-parallel rank.
-    allow_untested: also serve versions of vLLM that are not in releases.py. Raises EngineUnreachable when it
-    does not answer, ConfigError, naming both values, when it cannot be served.
+    allow_untested: also serve versions of vLLM that are not in releases.py. card: of its model, if it has no API server
+    to ask; its release is found by its hash. Raises EngineUnreachable when it does not answer, ConfigError, naming both
+    values, when it cannot be served.
     """
     try:
+        if card is not None:
+            payload = ask_side_channel(side_channel)
+            return _by_hash(url, side_channel, card, payload)
         version = get_json(url, "/version", "", _Version, MAKE).version
         models = get_json(url, "/v1/models", api_key, _ModelList, MAKE).data
         payload = ask_side_channel(side_channel)
@@ -138,11 +165,21 @@ def _listening_at(name: str, address: tuple[str, int], timeout_s: float) -> str:
         raise EngineUnreachable(f"{name}: {error.strerror or error}") from error
 
 
+def _by_hash(url: str, side_channel: tuple[str, int], card: ModelCard, payload: HandshakePayload) -> DecodeEngine:
+    """The engine as the first release whose hash it has. Raises ConfigError."""
+    for version in reversed(RELEASES):
+        try:
+            return _verified(url, side_channel, version, (card,), payload, allow_untested=False)
+        except ConfigError as error:
+            refused = error
+    raise ConfigError(f"of vLLM {', '.join(RELEASES)} none fits; as the first one: {refused}")
+
+
 def _verified(
     url: str,
     side_channel: tuple[str, int],
     version: str,
-    models: tuple[_ModelCard, ...],
+    models: tuple[ModelCard, ...],
     payload: HandshakePayload,
     *,
     allow_untested: bool,

@@ -46,7 +46,7 @@ class Description(msgspec.Struct, frozen=True, kw_only=True):
     instance: str = ""
 
 
-class Load(msgspec.Struct, frozen=True, kw_only=True):
+class KvLoad(msgspec.Struct, frozen=True, kw_only=True):
     """KV pages of a server, used: by requests, and the share of its prompts' tokens that were cached."""
 
     pages: int
@@ -140,10 +140,10 @@ class Server:
         port = 0 if replay is None else int(replay.rpartition(":")[2])
         return host, KvEventSource(published.port or 0, port, source["topic"])
 
-    async def load(self) -> Load:
+    async def load(self) -> KvLoad:
         """Its KV pages, of all replicas."""
         found = (await self._ask("GET", "/get_load"))[0]
-        return Load(pages=found["kv_pages"], used=found["kv_pages_used"], hit_rate=found["cache_hit_rate"])
+        return KvLoad(pages=found["kv_pages"], used=found["kv_pages_used"], hit_rate=found["cache_hit_rate"])
 
     async def computes(self) -> None:
         """Have a token computed. Raises HeadraceError if it is not."""

@@ -36,6 +36,7 @@ PEERS = (
     "requirements/vllm-0.30.0.txt",
     "requirements/vllm-0.31.0.txt",
     "requirements/vllm-0.33.0.txt",
+    "requirements/vllm-dynamo.txt",
 )  # for environments of their own
 # torch's CUDA build brings libraries that its CPU build does not have; their versions are torch's own pins.
 BROUGHT_BY_TORCH = ("nvidia-", "cuda-", "triton")

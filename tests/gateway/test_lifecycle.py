@@ -63,8 +63,8 @@ async def _says(site: Site, words: str) -> bool:
 @in_loop
 async def test_an_engine_that_does_not_fit_ends_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
     async with gateway_site(monkeypatch, start=False) as site:
-        site.decode.answers["/version"] = (200, {"version": "0.30.0"})
-        with pytest.raises(ConfigError, match=r"vLLM 0\.30\.0; tested are 0\.31\.0, 0\.32\.0"):
+        site.decode.answers["/version"] = (200, {"version": "0.29.0"})
+        with pytest.raises(ConfigError, match=r"vLLM 0\.29\.0; tested are 0\.30\.0, 0\.31\.0"):
             await site.gateway.start()
 
 

@@ -18,7 +18,7 @@ from headrace.core.types.kv.geometry import Geometry
 from headrace.gateway.engine_http import EngineUnreachable
 from headrace.gateway.vllm_nixl import engine_probe
 from headrace.gateway.vllm_nixl.compatibility import Factors, compatibility_hash
-from headrace.gateway.vllm_nixl.engine_probe import EngineGone, agent_name, probe
+from headrace.gateway.vllm_nixl.engine_probe import EngineGone, ModelCard, agent_name, model_card, probe
 from headrace.gateway.vllm_nixl.releases import RELEASES
 from headrace.server.launch.free_port import free_port
 from tests.gateway.vllm_nixl.engines import AGENT, LAYERS, MODEL, agent_blob, engine, metadata
@@ -97,6 +97,38 @@ def test_a_hash_that_is_not_met_is_refused(scripted: ScriptedEngine, change: dic
     factors = factors_of("0.32.0", 14)
     scripted.payload = handshake(digest=compatibility_hash(replace(factors, **change)))
     assert words in refusal(scripted)
+
+
+CARD = ModelCard(id="smollm2", root=MODEL, max_model_len=4096)
+
+
+@pytest.mark.parametrize(("version", "connector"), RELEASES.items())
+def test_an_engine_without_an_api_server_is_known_by_its_hash(
+    scripted: ScriptedEngine, version: str, connector: int
+) -> None:
+    scripted.answers = {}
+    scripted.payload = handshake(digest=compatibility_hash(factors_of(version, connector)))
+    found = probe(scripted.url, scripted.side_channel, card=CARD)
+    assert (found.vllm_version, found.served_names, found.max_model_len) == (version, ("smollm2",), 4096)
+    other = refusal(scripted, card=replace(CARD, root="/other"))
+    assert f"of vLLM {', '.join(RELEASES)} none fits" in other
+    assert "the model '/other'" in other
+
+
+@pytest.mark.parametrize(("text", "words"), [
+    ("smollm2", "is no entry of GET /v1/models in JSON"),
+    ('{"id": "m", "root": 3}', r"\$.root"),
+    ('{"id": "m", "root": "/m"}', "needs id, root"),
+    ('{"id": "m", "root": "/m", "max_model_len": -1}', "needs id, root"),
+])  # fmt: skip
+def test_model_cards_that_are_none(text: str, words: str) -> None:
+    with pytest.raises(ConfigError, match=f"--decode-model-card.*{words}"):
+        model_card(text)
+
+
+def test_the_model_card_of_the_flag() -> None:
+    assert model_card("") is None
+    assert model_card(msgspec.json.encode(CARD).decode()) == CARD
 
 
 @pytest.mark.parametrize(("version", "connector"), RELEASES.items())
