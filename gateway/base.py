@@ -45,6 +45,10 @@ class BaseGateway(ABC):
     def statistics(self) -> list[Stats]:
         """What /metrics shows."""
 
+    def engine_metrics(self) -> bytes:
+        """Text of /metrics besides: gauges under the names that the engines of its kind have for them."""
+        return b""
+
     def unhealthy(self) -> ErrorInfo | None:
         """Why this process counts as dead (503), or None."""
         return refusals.UNHEALTHY.error(problem=self.failed.result()) if self.failed.done() else None

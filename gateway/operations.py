@@ -74,7 +74,8 @@ def _operation_routes(gateway: BaseGateway) -> APIRouter:
 
     @router.get("/metrics", openapi_extra=described("Metrics for Prometheus", audience="everyone"))
     async def metrics() -> Response:
-        return Response(render(gateway.statistics(), GATEWAY_CATALOG), media_type=CONTENT_TYPE)
+        text = render(gateway.statistics(), GATEWAY_CATALOG) + gateway.engine_metrics()
+        return Response(text, media_type=CONTENT_TYPE)
 
     @router.get("/version", openapi_extra=described("The release"))
     async def version() -> Response:

@@ -12,6 +12,7 @@ from headrace.core.config.server import (
     LogFormat,
     LogLevel,
     MaxBodyBytes,
+    MetricsNames,
     Remote,
     Routing,
 )
@@ -235,6 +236,8 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True):
     insecure: Annotated[bool, Flag("insecure", SECURITY, "allow an HTTP port beyond loopback without an API key")] = (
         False
     )
+    metrics_names: MetricsNames = "headrace"
+    """Of a gateway for vLLM."""
     log_level: Annotated[LogLevel, Flag("log-level", TELEMETRY, "least severe messages that are logged")] = "info"
     log_format: Annotated[
         LogFormat, Flag("log-format", TELEMETRY, "text, or json: one object a line, with the fields of requests")

@@ -10,7 +10,6 @@ Role = Literal["prefill", "decode", "colocated"]
 Fallback = Literal["none", "local"]
 Routing = Literal["score", "least-load"]
 Remote = Literal["always", "never", "cost"]
-MetricsNames = Literal["headrace", "vllm"]
 GATEWAY_PORT = 8100
 ToolFormat = Literal[
     "hermes", "llama3_json", "mistral", "deepseek_v3", "kimi_k2", "qwen3_coder", "glm45", "gemma4", "harmony"
@@ -21,6 +20,15 @@ ReasoningParser = Literal["auto", "none", ReasoningFormat]
 LogLevel = Literal["debug", "info", "warning", "error"]
 LogFormat = Literal["text", "json"]
 # Of gateways, too.
+MetricsNames = Annotated[
+    Literal["headrace", "vllm"],
+    Flag(
+        "metrics-names",
+        TELEMETRY,
+        "vllm: /metrics has requests running and waiting, KV usage and pages under vLLM's names, too, for routers "
+        "that look for those",
+    ),
+]
 MaxBodyBytes = Annotated[
     int,
     Flag(
@@ -282,15 +290,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
         ),
     ] = ""
     """Empty: nothing is kept."""
-    metrics_names: Annotated[
-        MetricsNames,
-        Flag(
-            "metrics-names",
-            TELEMETRY,
-            "vllm: /metrics has requests running and waiting, KV usage and pages under vLLM's names, too, for routers "
-            "that look for those",
-        ),
-    ] = "headrace"
+    metrics_names: MetricsNames = "headrace"
     log_level: Annotated[LogLevel, Flag("log-level", TELEMETRY, "least severe messages that are logged")] = "info"
     log_format: Annotated[
         LogFormat, Flag("log-format", TELEMETRY, "text, or json: one object a line, with the fields of requests")

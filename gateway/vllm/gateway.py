@@ -27,6 +27,7 @@ from headrace.gateway.vllm.placement import PrefillPlacement
 from headrace.gateway.vllm_nixl.engine_probe import DecodeEngine, ask_side_channel, model_card, probe
 from headrace.gateway.vllm_nixl.wire import HandshakePayload
 from headrace.integrations.http_client import bearer, direct_async_client
+from headrace.server.telemetry.engine_gauges import EngineGauges
 
 SCRAPE_S = 5.0  # between two looks at the metrics of the decode engines
 
@@ -134,6 +135,15 @@ class VllmGateway(BaseGateway):
                 Sample("prefill_servers_up", len(parts.prefills.up())),
             ]
         return in_catalog((*found, Stats(tuple(gauges))))
+
+    def engine_metrics(self) -> bytes:
+        """With --metrics-names vllm. Requests that are open are running: what waits, waits at the prefill servers."""
+        if self.config.metrics_names != "vllm" or (parts := self._parts) is None:
+            return b""
+        gauges = EngineGauges(
+            running=self._open, waiting=0, leased_pages=parts.handoffs.leased_pages, pages=parts.pool.pages
+        )
+        return gauges.as_vllm(parts.engine.geometry.page_size, parts.engine.served_names[0])
 
     async def stop(self) -> None:
         """End all tasks and threads."""

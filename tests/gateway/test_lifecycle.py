@@ -170,6 +170,24 @@ async def test_where_prompts_come_from_at_the_engine_is_counted(monkeypatch: pyt
         assert await site.count(series) == 1_000_017
 
 
+@pytest.mark.parametrize("names", ["headrace", "vllm"])
+@in_loop
+async def test_gauges_under_vllms_names(monkeypatch: pytest.MonkeyPatch, names: str) -> None:
+    """The pool's, and the requests that are being answered."""
+    async with gateway_site(monkeypatch, metrics_names=names) as site:
+        with site.gateway.counted():
+            lines = (await site.http.get("/metrics")).text.splitlines()
+        pages = sum([await site.count(f'kv_pages{{state="{state}"}}') for state in ("free", "leased")])
+    model = 'engine="0",model_name="smollm2"'
+    expected = [
+        f"vllm:num_requests_running{{{model}}} 1.0",
+        f"vllm:num_requests_waiting{{{model}}} 0.0",
+        f"vllm:kv_cache_usage_perc{{{model}}} 0.0",
+        f'vllm:cache_config_info{{block_size="128",{model},num_gpu_blocks="{pages:.0f}"}} 1.0',
+    ]
+    assert [line for line in lines if line.startswith("vllm:")] == (expected if names == "vllm" else [])
+
+
 async def _has(site: Site, series: str) -> bool:
     return series in (await site.http.get("/metrics")).text
 
