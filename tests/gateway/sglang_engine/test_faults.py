@@ -93,10 +93,17 @@ def posted(url: str, body: dict[str, Any]) -> httpx.Response:
     return httpx.post(f"{url}{GENERATE}", json=body, timeout=120, trust_env=False)
 
 
+def impatient(url: str, body: dict[str, Any]) -> httpx.Response | None:
+    """A client that hangs up after 3 s: None, or the answer that came before."""
+    try:
+        return httpx.post(f"{url}{GENERATE}", json=body, timeout=httpx.Timeout(60, read=3.0), trust_env=False)
+    except httpx.ReadTimeout:
+        return None
+
+
 def left(url: str, body: dict[str, Any]) -> None:
     """A client that hangs up."""
-    with pytest.raises(httpx.ReadTimeout):
-        httpx.post(f"{url}{GENERATE}", json=body, timeout=httpx.Timeout(60, read=3.0), trust_env=False)
+    assert impatient(url, body) is None
 
 
 def open_rooms(site: Site) -> float:
@@ -105,15 +112,17 @@ def open_rooms(site: Site) -> float:
 
 @pytest.mark.parametrize("who", ["both", "engine", "gateway"])
 def test_clients_that_leave_while_the_prompt_is_computed(site: Site, tokens: Tokens, who: str) -> None:
-    """The one that stays is told by the other side, long before its own timeout."""
+    """The one that stays is told by the other side, long before its own timeout. Of both the one that leaves a moment
+    later may be."""
     tokens.work(site)
     before, body = site.rooms(), site.named(tokens.body())
     with ThreadPoolExecutor(2) as pool, soon(), stopped(site.prefills[0]):
         asked = [
-            pool.submit(left if who in ("both", name) else posted, url, body)
+            pool.submit(impatient if who in ("both", name) else posted, url, body)
             for name, url in (("gateway", site.gateway.url), ("engine", site.engine.url))
         ]
         answers = [each.result() for each in asked]
+    assert None in answers
     assert [answer.text for answer in answers if answer is not None and answer.status_code < 400] == []
     site.quiet()
     assert sum(site.rooms().values()) - sum(before.values()) == 1, "a room counts once"
