@@ -43,7 +43,9 @@ def few(made: ModelRunner, tokens: int = 16) -> None:
 
 
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("batch", BATCHES)
+@pytest.mark.parametrize(
+    "batch", [pytest.param(batch, marks=[pytest.mark.full] * batch.endswith(" tokens")) for batch in BATCHES]
+)
 def test_a_pass_takes_a_launch_for_each_graph(gpu: FakeGpu, tmp_path: Path, name: str, batch: str) -> None:
     """Attention, and sums over shards, are between them."""
     rows = BATCHES[batch]

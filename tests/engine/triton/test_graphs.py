@@ -15,7 +15,9 @@ from tests.engine.recorded_graphs import Device
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy has them of padding
-@pytest.mark.parametrize("name", ["qwen3", "qwen3-moe", "deepseek-v3"])
+@pytest.mark.parametrize(
+    "name", ["qwen3", *(pytest.param(each, marks=pytest.mark.full) for each in ("qwen3-moe", "deepseek-v3"))]
+)
 def test_passes_by_the_kernels_for_gpus(
     saved: Callable[[str], Saved],
     device: Device,

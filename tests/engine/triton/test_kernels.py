@@ -305,7 +305,7 @@ def test_products_in_float8(
     torch.testing.assert_close(found.float(), expected, atol=scale * CLOSE[dtype], rtol=CLOSE[dtype])
 
 
-@pytest.mark.parametrize("own", [range(16), range(4, 9)])
+@pytest.mark.parametrize("own", [pytest.param(range(16), marks=pytest.mark.full), range(4, 9)])
 @given(tokens=st.sampled_from([1, 40, 230]), seed=st.integers(0, 99))
 @FEW
 def test_products_of_experts_in_float8(interpreted: TorchArithmetic, own: range, tokens: int, seed: int) -> None:
