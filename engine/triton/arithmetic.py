@@ -30,6 +30,7 @@ from headrace.engine.triton.products import (
     Placing,
     Tile,
     multiply,
+    values_of,
 )
 
 TILE = 2048  # elements of a row that one program computes at most, where it need not have all
@@ -87,9 +88,8 @@ class TritonArithmetic(TorchArithmetic):
         return self._gated(x, gate_up, Grouped(rows, k), tile)
 
     def _gated(self, x: Rows, gate_up: Weight, grouped: Grouped | None, tile: Tile) -> Tensor:
-        values = gate_up.values if isinstance(gate_up, Float8Weight) else gate_up
-        assert isinstance(values, Tensor)
-        rows = unnormed(x)
+        values, rows = values_of(gate_up), unnormed(x)
+        assert values is not None
         out = rows.new_empty(len(grouped.rows.sources if grouped else rows), values.shape[-2] // 2)
         multiply("gated", self._factors(x, gate_up), gate_up, out, tile, grouped=grouped)
         return out

@@ -30,6 +30,14 @@ def add_norm(hidden, delta, weight, normed, width, eps, step, ADDS: tl.constexpr
 
 
 @triton.jit
+def gated(first, second):
+    """silu(first) * second, rounded as separate steps round it."""
+    wide = first.to(tl.float32)
+    silu = (wide / (1.0 + tl.exp(-wide))).to(first.dtype).to(tl.float32)
+    return (silu * second.to(tl.float32)).to(first.dtype)
+
+
+@triton.jit
 def gate(gate_up, activated, count, width, COUNTED: tl.constexpr, BLOCK: tl.constexpr):
     """silu(first half) * second half of a row. Grid: (rows, tiles of width). count: how many rows there are, where not
     all are."""
@@ -41,9 +49,7 @@ def gate(gate_up, activated, count, width, COUNTED: tl.constexpr, BLOCK: tl.cons
     there = at < width
     first = tl.load(gate_up + row * 2 * width + at, mask=there, other=0.0)
     second = tl.load(gate_up + row * 2 * width + width + at, mask=there, other=0.0)
-    wide = first.to(tl.float32)
-    silu = (wide / (1.0 + tl.exp(-wide))).to(first.dtype).to(tl.float32)
-    tl.store(activated + row * width + at, (silu * second.to(tl.float32)).to(first.dtype), mask=there)
+    tl.store(activated + row * width + at, gated(first, second), mask=there)
 
 
 @triton.jit

@@ -15,7 +15,7 @@ Imported where Triton is installed.
 import triton
 import triton.language as tl
 
-from headrace.engine.triton.kernels import norm_and_turn
+from headrace.engine.triton.kernels import gated, norm_and_turn
 
 
 @triton.jit
@@ -107,15 +107,13 @@ def product(
         if NORMED:
             of_norm = tl.load(norm + block * BLOCK + within, mask=within < inner - block * BLOCK, other=0.0)
             a = (a.to(tl.float32) * of_norm.to(tl.float32)[None, :]).to(a.dtype)
+        if WIDE:
+            a = a.to(tl.float32)
+            b = b.to(tl.float32)
         if SCALED:
             of_a = tl.load(x_scale + block, mask=there, other=0.0)[:, None]
             of_b = tl.load(one_scale + block, mask=inside, other=0.0)[None, :]
-            if WIDE:
-                one += tl.dot(a.to(tl.float32), b.to(tl.float32)) * of_a * of_b
-            else:
-                one += tl.dot(a, b) * of_a * of_b
-        elif WIDE:
-            one = tl.dot(a.to(tl.float32), b.to(tl.float32), one)
+            one += tl.dot(a, b) * of_a * of_b
         else:
             one = tl.dot(a, b, one, input_precision="ieee")
         if PAIRED:
@@ -123,14 +121,11 @@ def product(
                 b = tl.load(of_other, mask=inside[None, :], other=0.0)
             else:
                 b = tl.load(of_other, mask=inside[None, :] & left[:, None], other=0.0)
+            if WIDE:
+                b = b.to(tl.float32)
             if SCALED:
                 of_b = tl.load(other_scale + block, mask=inside, other=0.0)[None, :]
-                if WIDE:
-                    other += tl.dot(a.to(tl.float32), b.to(tl.float32)) * of_a * of_b
-                else:
-                    other += tl.dot(a, b) * of_a * of_b
-            elif WIDE:
-                other = tl.dot(a.to(tl.float32), b.to(tl.float32), other)
+                other += tl.dot(a, b) * of_a * of_b
             else:
                 other = tl.dot(a, b, other, input_precision="ieee")
             of_other += BLOCK
@@ -153,9 +148,7 @@ def product(
     if FORM == "plain":
         tl.store(target, one.to(kind), mask=stored)
     elif FORM == "gated":
-        gate = one.to(kind).to(tl.float32)
-        silu = (gate / (1.0 + tl.exp(-gate))).to(kind).to(tl.float32)
-        tl.store(target, (silu * other.to(kind).to(tl.float32)).to(kind), mask=stored)
+        tl.store(target, gated(one.to(kind), other.to(kind)), mask=stored)
     elif FORM == "added":
         before = tl.load(target, mask=stored, other=0.0).to(tl.float32)
         after = (before + one.to(kind).to(tl.float32)).to(kind)

@@ -97,9 +97,8 @@ class OwnProducts:
     def tile(self, form: str, x: Rows, weight: Weight, half: int = 0) -> Tile | None:
         """By which rows are multiplied with a weight [out, in] or [experts, out, in]; None: torch's product is taken.
         form: see the kernel. half: of a head."""
-        rows, in_float8 = unnormed(x), isinstance(weight, Float8Weight)
-        values = weight.values if isinstance(weight, Float8Weight) else weight
-        if not isinstance(values, Tensor) or rows.dtype not in (torch.bfloat16, torch.float16):
+        rows, in_float8, values = unnormed(x), isinstance(weight, Float8Weight), values_of(weight)
+        if values is None or rows.dtype not in (torch.bfloat16, torch.float16):
             return None
         alike = in_float8 or (values.dtype == rows.dtype and values.is_contiguous())
         if not alike or values.shape[-1] % ALIGNMENT or not rows.is_contiguous():
@@ -107,6 +106,13 @@ class OwnProducts:
         if len(rows) < self._least_rows or not (self._dense or (values.dim() == 3 and not in_float8)):
             return None
         return tile_of(form, rows.device, half, in_float8=in_float8)
+
+
+def values_of(weight: Weight) -> Tensor | None:
+    """Elements of a weight, [out, in] or [experts, out, in], without the scales that they may have; None of a weight
+    that these products do not multiply."""
+    values = weight.values if isinstance(weight, Float8Weight) else weight
+    return values if isinstance(values, Tensor) else None
 
 
 def tile_of(form: str, device: torch.device, half: int = 0, *, in_float8: bool = False) -> Tile:
@@ -129,8 +135,8 @@ def multiply(
 ) -> Tensor:
     """Compute out, see the kernel. grouped: rows of experts. Returns squares [rows, parts], which mean
     something for "added"."""
-    values = weight.values if isinstance(weight, Float8Weight) else weight
-    assert isinstance(values, Tensor)
+    values = values_of(weight)
+    assert values is not None
     nothing, scales, normed = out, out, None
     across, tile_columns = (len(values), out.shape[-1] // 2) if placing else (values.shape[-2], tile.columns)
     if isinstance(x, Normed):
