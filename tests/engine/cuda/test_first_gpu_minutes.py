@@ -18,6 +18,7 @@ def in_short(printed: str) -> list[str]:
     return printed.partition("in short")[2].splitlines()[1:]
 
 
+@pytest.mark.full
 def test_every_part_runs_on_a_cpu(capsys: pytest.CaptureFixture[str]) -> None:
     assert first_gpu_minutes.main(ON_CPU) == 0
     found = in_short(capsys.readouterr().out)

@@ -220,7 +220,9 @@ def test_what_is_no_number_chooses_experts_that_there_are(interpreted: TorchArit
     assert chosen.weights.isnan().all()
 
 
-@pytest.mark.parametrize("own", [range(16), range(5), range(4, 9), range(11, 16)])
+@pytest.mark.parametrize(
+    "own", [range(4, 9), *(pytest.param(own, marks=pytest.mark.full) for own in (range(16), range(5), range(11, 16)))]
+)
 @given(tokens=st.integers(1, 300), seed=st.integers(0, 99), nowhere=st.booleans(), shared=st.booleans())
 @FEW
 def test_rows_of_experts(

@@ -119,7 +119,7 @@ def sorted_rows(interpreted: TorchArithmetic, tokens: int, own: range, seed: int
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("own", [range(16), range(4, 9)])
+@pytest.mark.parametrize("own", [pytest.param(range(16), marks=pytest.mark.full), range(4, 9)])
 @given(tokens=st.sampled_from([1, 24]), inner=st.sampled_from([24, 32]), seed=st.integers(0, 99))
 @FEW
 def test_gated_experts(
