@@ -6,11 +6,12 @@ from headrace.core.messages.frontend import Submit
 from headrace.core.messages.peers import AskRenew
 from headrace.core.messages.replies import PrefillDecided, RequestFailed
 from headrace.core.types import refusals
-from headrace.core.types.errors import CANCELLED, PREFILL_NEEDED, TICKET_IN_USE, TOO_LONG, ErrorInfo
+from headrace.core.types.errors import CANCELLED, NOT_CACHED, PREFILL_NEEDED, TICKET_IN_USE, TOO_LONG, ErrorInfo
 from headrace.core.types.packed import ITEM_BYTES, packed_length, unpack
 from headrace.core.types.requests.remote_prefill import LocalForecast, decide, threshold_of
 from headrace.core.types.requests.request import DecodeHere, FetchFrom, SendTo
 from headrace.scheduler.costs.cost_model import Load
+from headrace.scheduler.kv.kv_cache import Lease
 from headrace.scheduler.lifecycle.completion import release_ticket
 from headrace.scheduler.overload import Overload
 from headrace.scheduler.prefill.rendezvous import Rendezvous
@@ -40,19 +41,22 @@ class Admission:
             return
         submit, (index, cached) = self._placed(submit, now)
         replica = self._state.replicas[index]
-        full = None if submit.moved else self._overload.full(submit)
+        full = None if submit.moved or _from_cache(submit) else self._overload.full(submit)
         error = self._misfit(submit, replica) or full or self._no_prefill(submit, index)
         error = error or self._held_too_many(submit, replica) or self._abandoned(submit, now)
         if error is not None:
             self._refuse(submit, error)
         elif isinstance(submit.route, FetchFrom):
             self._admit(submit, replica, now)
+        elif _from_cache(submit):
+            self._admit_cached(submit, replica, now)
         else:
             self._admit_or_predict_late(submit, replica, cached, now)
 
     def _placed(self, submit: Submit, now: float) -> tuple[Submit, Binding]:
         """The request with the route by which its prompt costs least, if it is to be compared, and its replica."""
-        binding, route = self._bind(submit), submit.route
+        route = submit.route
+        binding = self._most_cached(submit) if _from_cache(submit) else self._bind(submit)
         if not isinstance(route, FetchFrom) or not route.compare:
             return submit, binding
         here = replace(submit, route=DecodeHere())
@@ -91,6 +95,25 @@ class Admission:
             to_fetch=isinstance(submit.route, FetchFrom),
         )
 
+    def _most_cached(self, submit: Submit) -> Binding:
+        """The replica that has most of the tokens."""
+        found = [
+            replica.cache.resident_positions(submit.prompt, submit.terms.prefix_salt, submit.images)
+            for replica in self._state.replicas
+        ]
+        return Binding(max(range(len(found)), key=found.__getitem__), max(found))
+
+    def _admit_cached(self, submit: Submit, replica: Replica, now: float) -> None:
+        """Lease what the prefix cache has of the tokens, to be handed over; refuse if that is not all of them."""
+        cache, salt, length = replica.cache, submit.terms.prefix_salt, packed_length(submit.prompt)
+        cached = cache.resident_positions(submit.prompt, salt, submit.images)
+        lease = cache.acquire(submit.prompt, salt, submit.images, whole=True) if cached == length else None
+        if lease is None:
+            text = f"the prefix cache has {cached} of the {length} tokens"
+            self._refuse(submit, ErrorInfo(code=NOT_CACHED, message=text, status=412, field="cached_only"))
+        else:
+            self._admit(submit, replica, now, cached, lease)
+
     def _admit_or_predict_late(self, submit: Submit, replica: Replica, cached: int | None, now: float) -> None:
         """The request is to be computed here: predict when, and refuse it if that is too late.
 
@@ -111,21 +134,27 @@ class Admission:
         request.predicted_ttft_s = prediction.ttft_s
         self._state.metrics.histograms.observe("predicted_ttft_seconds", prediction.ttft_s)
 
-    def _admit(self, submit: Submit, replica: Replica, now: float, cached: int | None = None) -> Request:
-        """cached: positions that the prefix cache has of the prompt; None: it was not looked up."""
+    def _admit(
+        self, submit: Submit, replica: Replica, now: float, cached: int | None = None, lease: Lease | None = None
+    ) -> Request:
+        """cached: positions that the prefix cache has of the prompt; None: it was not looked up. lease: of all of them,
+        where nothing is to be computed."""
         state, route = self._state, submit.route
-        early_prefill = self._held_for_later(submit) or self._optimistic(submit, replica)
+        early_prefill = lease is not None or self._held_for_later(submit) or self._optimistic(submit, replica)
+        waits = isinstance(route, SendTo) and not early_prefill
         request = Request(
             submit=submit,
             arrival=state.requests.new_arrival(),
             serial=state.requests.new_serial(),
             arrived=now,
             token_limit=self._token_limit(submit),
-            phase=Phase.BOOTSTRAP if isinstance(route, SendTo) and not early_prefill else Phase.WAITING,
+            phase=Phase.INFLIGHT if lease is not None else Phase.BOOTSTRAP if waits else Phase.WAITING,
             replica=replica.index,
             early_prefill=early_prefill,
             queued=QueueEntry() if cached is None else QueueEntry(cached, replica.cache.tree_version),
         )
+        if lease is not None:
+            request.found(lease)
         state.requests.add(request)
         replica.queues.admit(request, now)
         if submit.terms.deadline_s is not None:
@@ -139,9 +168,11 @@ class Admission:
         return request
 
     def _held_for_later(self, submit: Submit) -> bool:
-        """The client asks to have it computed before a peer reserves, and none has."""
+        """The client asks to have it computed, or what is cached kept, before a peer reserves, and none has."""
         route = submit.route
-        return isinstance(route, SendTo) and route.hold and self._state.tickets.early(route.ticket) is None
+        if not isinstance(route, SendTo) or not (route.hold or route.cached):
+            return False
+        return self._state.tickets.early(route.ticket) is None
 
     def _optimistic(self, submit: Submit, replica: Replica) -> bool:
         """It may be computed while its peer gets ready, since there is room for that."""
@@ -198,6 +229,9 @@ class Admission:
         pages, held = replica.cache.pages_for(length), replica.held.limit
         if pages > (total := replica.cache.total):
             return _too_long(f"the prompt of {length} tokens needs {pages} KV pages; the pool has {total}")
+        if isinstance(submit.route, FetchFrom) and submit.route.prefix and replica.cache.has_states:
+            text = "this model's requests have states, which a prefix of pages is without: it cannot be fetched"
+            return ErrorInfo(code="unsupported", message=text, status=400, field="prompt")
         if isinstance(submit.route, SendTo) and submit.route.hold and pages > held:
             return _too_long(f"the prompt of {length} tokens needs {pages} KV pages; {held} may be held for later")
         ids = unpack(submit.prompt)
@@ -227,6 +261,11 @@ class Admission:
         if self._state.prefills.session(name, replica) is not None:
             return None
         return no_prefill(name, "unknown" if self._state.prefills.get(name) is None else "down")
+
+
+def _from_cache(submit: Submit) -> bool:
+    """Nothing is to be computed for it."""
+    return isinstance(submit.route, SendTo) and submit.route.cached
 
 
 def no_prefill(name: str, why: str) -> ErrorInfo:

@@ -306,7 +306,7 @@ class SimulatedStage:
                     self.pipeline.exchange.ordered(self.pipeline.replica, order)
                 self._queue.append(order)
                 self.compute()
-            case SendChunk() if order.after not in self.pipeline.computed[self.index]:
+            case SendChunk() if order.after and order.after not in self.pipeline.computed[self.index]:
                 self._waiting_sends.append(order)
             case SendChunk():
                 self._start_sending(order)

@@ -1,10 +1,13 @@
-"""The simulated connection of a decode server to a prefill server: control messages and chunks."""
+"""The simulated connection of a decode server to a prefill server: control messages and chunks. Either may have any
+role: the one that connects fetches KV from the other.
+"""
 
 from headrace.core.config import SchedulerConfig
 from headrace.core.messages.peers import (
     AskCancel,
     AskRenew,
     AskReserve,
+    ControlServerEffect,
     EndPeer,
     PeerCancelled,
     PeerGone,
@@ -37,16 +40,33 @@ class SimulatedLinks:
     """The connections of a decode server to the prefill server: each of its replicas is a peer with one of its own."""
 
     def __init__(
-        self, world: World, prefill: SimulatedServer, decode: SimulatedServer, stall: float, backend: str
+        self,
+        world: World,
+        prefill: SimulatedServer,
+        decode: SimulatedServer,
+        stall: float,
+        backend: str,
+        name: str = "",
     ) -> None:
-        """stall: probability that a chunk never arrives. backend: "zmq" or "shm". decode.on_peer has to lead here, and
-        decode.on_restart for "shm"."""
-        self.name = prefill.name
+        """stall: probability that a chunk never arrives. backend: "zmq" or "shm". name: of the prefill server at the
+        decode server; "": as it calls itself. decode.on_peer has to lead here, and decode.on_restart for "shm"."""
+        name = name or prefill.name
         self._links = [
-            SimulatedLink(world, prefill, decode, index, stall, backend) for index in range(decode.config.dp)
+            SimulatedLink(world, prefill, decode, index, stall, backend, name) for index in range(decode.config.dp)
         ]
-        prefill.on_peer = self._from_control_server
-        prefill.ship = lambda chunk: self._link(chunk.order.session).ship(chunk)
+        told, ship, first = prefill.on_told, prefill.ship, prefill.connected == 0
+        prefill.connected += 1
+
+        def on_told(effect: ControlServerEffect) -> None:
+            (self._from_control_server if first or self.knows(effect.session) else told)(effect)
+
+        def on_ship(chunk: SimulatedChunk) -> None:
+            if first or self.knows(chunk.order.session):
+                self._link(chunk.order.session).ship(chunk)
+            else:
+                ship(chunk)
+
+        prefill.on_told, prefill.ship = on_told, on_ship
 
     def lose(self) -> None:
         """Break all connections; each side notices after a delay, and they come back later."""
@@ -97,9 +117,11 @@ class SimulatedLink:
         replica: int,
         stall: float,
         backend: str,
+        name: str,
     ) -> None:
-        """replica: of the decode server. Otherwise as SimulatedLinks."""
+        """replica: of the decode server. name: of the prefill server, there. Otherwise as SimulatedLinks."""
         self._world = world
+        self._name = name
         self._replica = decode.replicas[replica]
         self._prefill = prefill
         self._decode = decode
@@ -124,6 +146,7 @@ class SimulatedLink:
         """Begin a session; both sides learn of it."""
         self._sessions += 1
         other = f"{self._replica.index}-" if self._replica.index else ""
+        other = other if self._decode.name == "decode" else f"by-{self._decode.name}-{other}"
         other = other if self._prefill.name == "prefill" else f"{self._prefill.name}-{other}"
         session = self.session = f"session-{other}{self._sessions}"
         self._pools[session] = self._replica.pipeline
@@ -132,7 +155,7 @@ class SimulatedLink:
             self._to_prefill,
             self._prefill,
             PeerJoined(
-                name="decode",
+                name=self._decode.name,
                 terms=PeerTerms(
                     session=session,
                     geometries=(_geometry(decode),) * decode.stages,
@@ -142,7 +165,7 @@ class SimulatedLink:
             ),
         )
         up = PrefillUp(
-            name=self._prefill.name,
+            name=self._name,
             terms=PrefillTerms(
                 session=session,
                 endpoints=("simulated",) * len(prefill.layout.ranks),
@@ -162,7 +185,7 @@ class SimulatedLink:
             return
         gone, down = (
             PeerGone(session=session, reason="lost"),
-            PrefillDown(name=self._prefill.name, session=session, reason="", replica=self._replica.index),
+            PrefillDown(name=self._name, session=session, reason="", replica=self._replica.index),
         )
         self._to_prefill.put(lambda: self._prefill.handle(gone))
         self._to_decode.put(lambda: self._decode.handle(down))

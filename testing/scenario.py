@@ -69,6 +69,9 @@ class Scenario:
     prefills: int = 1
     """Prefill servers of a pair. With several, no router names one: hold is 0."""
 
+    prefixes: int = 0
+    """Prefixes that any server of a pair fetches from any other, at random times."""
+
     dp: int = 1
     """Data-parallel replicas of each server."""
 

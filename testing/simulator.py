@@ -2,6 +2,7 @@
 
     colocated:   clients ─► server (some requests are dropped after the first token)
     pair:        clients ─► decode server ─► its front end ─► prefill server ─► chunks ─► decode server
+                 and prefixes from any server to any other (Scenario.prefixes)
 
 A run follows from its seed. All that must hold whatever the schedule is checked as it happens, and violations are
 collected.
@@ -9,13 +10,14 @@ collected.
 
 import random
 from collections.abc import Callable
+from functools import partial
 
 import msgspec
 
 from headrace.core.config import SchedulerConfig
 from headrace.core.messages.frontend import Abort, AddPrefill, Submit
 from headrace.core.messages.peers import AskCancel, AskRenew, AskReserve, ConnectPrefill
-from headrace.core.messages.replies import RequestFailed, Reserved, SchedulerReply
+from headrace.core.messages.replies import RequestFailed, RequestFinished, Reserved, SchedulerReply
 from headrace.core.types.errors import ErrorInfo
 from headrace.core.types.kv.backends import SHM, ZMQ
 from headrace.core.types.packed import pack
@@ -53,6 +55,7 @@ class Simulation:
         self._links: dict[str, SimulatedLinks] = {}
         self._prefills: dict[str, SimulatedServer] = {}
         self._attempts: dict[str, PrefillAttempts] = {}  # by rid
+        self._prefixes: dict[str, tuple[SimulatedServer, SimulatedServer]] = {}  # by rid: who fetches, and from where
         if scenario.shape == "pair":
             backend = (ZMQ, SHM)[scenario.seed % 2]
             for number in range(scenario.prefills):
@@ -61,6 +64,8 @@ class Simulation:
             self._server.on_peer = self._on_peer
             if backend == SHM:
                 self._server.on_restart = self._lose_all  # its hellos describe other pools
+            if scenario.prefixes:
+                self._connect_all(backend)
         self._texts = [
             tuple(self._clients.randrange(VOCABULARY) for _ in range(60 // scenario.scale)) for _ in range(3)
         ]
@@ -71,6 +76,8 @@ class Simulation:
         for number in range(self._scenario.requests):
             when += self._random.expovariate(1 / self._scenario.arrivals_s)
             self._world.at(when, lambda number=number: self._arrive(number))  # type: ignore[misc]
+        for number in range(self._scenario.prefixes):
+            self._world.at(self._random.uniform(0.01, 2 * when), partial(self._fetch_prefix, number))
         for what, chance, act in (
             ("connection breaks", self._scenario.lost_peer, self._lose_peer),
             ("stage fails", self._scenario.crash, self._crash),
@@ -92,6 +99,55 @@ class Simulation:
         self._links[name] = SimulatedLinks(self._world, prefill, self._server, self._scenario.stall, backend)
         self._server.send(AddPrefill(name=name, endpoint="simulated"))
         prefill.on_output = lambda output: self._on_prefill_output(name, output)
+
+    def _connect_all(self, backend: str) -> None:
+        """Let every server fetch prefixes from every other one."""
+        for client in self._servers:
+            client.on_peer = self._on_peer
+            for other in self._servers:
+                name = f"{client.name} from {other.name}"
+                if client is other or (client is self._server and other.name in self._links):
+                    continue
+                self._links[name] = SimulatedLinks(self._world, other, client, self._scenario.stall, backend, name)
+                client.send(AddPrefill(name=name, endpoint="simulated"))
+            if backend == SHM:
+                client.on_restart = self._lose_all
+
+    def _fetch_prefix(self, number: int) -> None:
+        """Have a server fetch the beginning of a text that another one has had."""
+        rng = self._random
+        client, other = rng.sample(self._servers, 2)
+        name = f"{client.name} from {other.name}"
+        name = name if name in self._links else other.name
+        known = [one.prompt + tuple(one.tokens) for one in other.clients.values()] or self._texts
+        text = rng.choice(known)
+        tokens = text[: client.config.page_size * rng.choice([1, 1, 2, 3, 6])]
+        submit = Submit(
+            rid=f"x{number}",
+            prompt=pack(tokens),
+            sampling=SamplingParams(max_tokens=1),
+            route=FetchFrom(name, f"x{number}", prefix=True),
+            terms=RequestTerms(cache_salt=rng.choice(["", "", "tenant"])),
+        )
+        self._prefixes[submit.rid] = (client, other)
+        self._act(f"fetch prefix {submit.rid}", lambda: client.submit(SimulatedClient(submit, tokens)))
+        if rng.random() < self._scenario.cancel:
+            self._act(f"cancel {submit.rid}", lambda: client.send(Abort(rid=submit.rid)), mean_s=0.02)
+
+    def _on_prefix(self, server: SimulatedServer, output: SchedulerReply) -> bool:
+        """Post a prefix where it is fetched from, and pass on how that fails. False for outputs of other requests."""
+        if not isinstance(output, Reserved | RequestFailed | RequestFinished) or output.rid not in self._prefixes:
+            return False
+        client, other = self._prefixes[output.rid]
+        if server is client and isinstance(output, Reserved):
+            if self._random.random() >= self._scenario.abandon:
+                mine = client.clients[output.rid]
+                there = msgspec.structs.replace(mine.submit, route=SendTo(_ticket(mine), cached=True))
+                self._world.after(0.002, lambda: self._posted(other, SimulatedClient(there, mine.prompt)))
+        elif server is other and isinstance(output, RequestFailed):
+            error = ErrorInfo(code="prefill_failed", message=output.error.message, status=502, at_prefill=True)
+            client.send(Abort(rid=output.rid, error=error))
+        return True
 
     def _new_server(self, name: str, other: SchedulerConfig | None = None) -> SimulatedServer:
         scenario, rng = self._scenario, self._random
@@ -267,6 +323,8 @@ class Simulation:
                 pass
 
     def _on_decode_output(self, output: SchedulerReply) -> None:
+        if self._on_prefix(self._server, output):
+            return
         if isinstance(output, Reserved) and output.ticket:
             self._post_again(output)
         elif isinstance(output, Reserved):
@@ -299,6 +357,8 @@ class Simulation:
 
     def _on_prefill_output(self, name: str, output: SchedulerReply) -> None:
         """The front end learns from its POST that the prefill server has failed a prompt."""
+        if self._on_prefix(self._prefills[name], output):
+            return
         if isinstance(output, RequestFailed):
             client = self._server.clients.get(output.rid)
             if client is not None and client.submit.route != FetchFrom(name, _ticket(client)):

@@ -3,6 +3,8 @@
 WAITING ─► lease, PrepareReceive ─► every stage: ReceivePrepared ─► AskReserve, Reserved ─► chunks … ─► every stage:
            └──────────────── FETCHING ──────────────────────────────────────────┘              KvReceived ─► GENERATING
 
+A prefix (FetchFrom.prefix) is fetched into the prefix cache for requests to come: its request ends with KvReceived.
+
 A prefill server that writes into our pages itself may do so from AskReserve until it has said that the ticket has
 ended, or our stages have made sure that nothing can be written through its session any more (SessionClosed). Only then
 do pages of requests that failed meanwhile go to others: see core/incoming.py.
@@ -25,7 +27,8 @@ from headrace.core.messages.stage_events import (
 )
 from headrace.core.types.errors import PREFILL_FAILED, ErrorInfo
 from headrace.core.types.packed import pack, prompt_hash
-from headrace.core.types.requests.request import FetchFrom, FirstToken
+from headrace.core.types.requests.outcomes import FETCHED
+from headrace.core.types.requests.request import PREFIX, FetchFrom, FirstToken
 from headrace.core.types.requests.reservation import Reservation
 from headrace.scheduler.decode.generation import TokenGeneration
 from headrace.scheduler.lifecycle.completion import Completion
@@ -60,12 +63,16 @@ class RemoteFetch:
         if not state.metadata_rows.free:
             return False
         tokens = request.packed(0, request.target)
-        lease = replica.cache.acquire(tokens, request.salt, request.images, computed=False)
+        lease = replica.cache.acquire(tokens, request.salt, request.images, computed=False, whole=route.prefix)
         if lease is None:
             return False
         request.lease = lease
-        request.row = state.metadata_rows.allocate(1, request.arrival)[0]
         cached = lease.matched * state.config.page_size
+        if cached >= request.target:  # a prefix that has come otherwise
+            request.cached_tokens = cached
+            self._completion.complete(request, FETCHED, now)
+            return True
+        request.row = state.metadata_rows.allocate(1, request.arrival)[0]
         self._generations += 1
         reservation = Reservation(
             ticket=route.ticket,
@@ -86,6 +93,7 @@ class RemoteFetch:
         request.on_stages.known = True
         if not request.preempted:
             request.cached_tokens = cached
+        if not request.preempted and not route.prefix:
             state.metrics.counters.add("prompt_tokens_total", request.prompt_tokens)
             state.metrics.counters.add("cached_tokens_total", cached)
         state.enter(request, Phase.FETCHING, now)
@@ -137,6 +145,10 @@ class RemoteFetch:
         assert request.lease is not None, "start() has leased pages"
         state.prefills.end_fetch(request)
         request.computed = request.target
+        if isinstance(request.route, FetchFrom) and request.route.prefix:
+            state.of(request).cache.publish(request.lease, request.tokens, request.computed)
+            self._completion.complete(request, FETCHED, now)
+            return
         if request.preempted:
             state.metrics.counters.add("refetches_total", labels=("fetched",))
             self._generation.resume(request, now)
@@ -167,7 +179,7 @@ class RemoteFetch:
         request = self._end_ticket(event)
         if request is None or self._reject_metadata(request, event.first, now):
             return
-        if event.first.finish_reason and not request.preempted:
+        if event.first.finish_reason not in ("", PREFIX) and not request.preempted:
             self._accept_first_token(request, event.first, now)
         else:
             self._bad_metadata(request, "the request goes on after its first token, and its KV has not come", now)
@@ -192,6 +204,12 @@ class RemoteFetch:
 
     def _reject_metadata(self, request: Request, first: FirstToken, now: float) -> bool:
         """Fails a request whose metadata row cannot be of its prompt and model; True if it did."""
+        if (prefix := isinstance(request.route, FetchFrom) and request.route.prefix) != (first.finish_reason == PREFIX):
+            text = (
+                "the server computed a prompt; its prefix cache was asked for" if prefix else "there is no first token"
+            )
+            self._bad_metadata(request, text, now)
+            return True
         vocab, logprob = self._state.engine.vocab_size, first.logprob
         tokens = (first.token, *(logprob.top_ids if logprob is not None else ()))
         wanted = request.submit.sampling.logprobs is not None and not request.preempted
@@ -208,7 +226,7 @@ class RemoteFetch:
             text = "the prefill server sent no logprob of the first token, and the request asks for logprobs"
         elif logprob is not None and not all(map(math.isfinite, (logprob.logprob, *logprob.top_logprobs))):
             text = "the prefill server sent a logprob of the first token that is not finite"
-        elif first.finish_reason not in FIRST_REASONS:
+        elif first.finish_reason not in FIRST_REASONS and not prefix:
             text = f"the prefill server ended the request for an unknown reason, {first.finish_reason!r}"
         else:
             return False

@@ -151,6 +151,11 @@ class KvCache:
         return {**kept, "leased": slots.total - sum(kept.values())}
 
     @property
+    def has_states(self) -> bool:
+        """Requests have states, beside their pages."""
+        return self._slots.total > 0
+
+    @property
     def leases(self) -> int:
         """Leases that have not ended."""
         return len(self._leases)
@@ -195,6 +200,13 @@ class KvCache:
         path = pages_of(self._known(tokens, salt, images, cacheable))
         return len(resumable(path) if self._slots.total else path) * self.page_size
 
+    def resident_positions(self, tokens: bytes | bytearray, salt: str, images: Sequence[ImageInput] = ()) -> int:
+        """Positions of packed tokens whose KV is in the pool now, the last token's among them: what acquire(whole=True)
+        would find. 0 where requests have states, which only checkpoints have."""
+        if not self._prefix_cache or self._slots.total:
+            return 0
+        return len(_loaded(pages_of(self._known(tokens, salt, images, None, whole=True)))) * self.page_size
+
     def acquire(
         self,
         tokens: bytes | bytearray,
@@ -205,6 +217,7 @@ class KvCache:
         cacheable: int | None = None,
         load: LoadChoice | None = None,
         computed: bool = True,
+        whole: bool = False,
     ) -> Lease | None:
         """Lease pages for packed tokens and extra positions behind them; None when they do not fit now. images: among
         the tokens.
@@ -212,15 +225,16 @@ class KvCache:
         Pages found in the tree are used, but never for the last token: it has to be computed to get logits. cacheable:
         positions that they may serve; None: all. load: how many of the pages that follow in other tiers are to be
         loaded; Lease.load is set when some are. computed: what follows is computed here, so that it needs the state
-        behind the pages that are found; False: states come with what follows.
+        behind the pages that are found; False: states come with what follows. whole: pages that are found may be those
+        of the last token, too, as nothing is computed from them.
         """
         length = len(tokens) // ITEM_BYTES
-        known = self._known(tokens, salt, images, cacheable) if self._prefix_cache else []
+        known = self._known(tokens, salt, images, cacheable, whole=whole) if self._prefix_cache else []
         path, turn = pages_of(known), next_turn(known)
         if self._slots.total and computed:
             path = resumable(path)
         if self.tiers is not None and load is None:
-            path = list(takewhile(lambda node: load_of(node) is None, path))  # the rest is being loaded
+            path = _loaded(path)  # the rest is being loaded
         further = self._further(known, len(path), load)
         self._tree.lock(path)
         self._owners += 1
@@ -384,11 +398,17 @@ class KvCache:
         return problems
 
     def _known(
-        self, tokens: bytes | bytearray, salt: str, images: Sequence[ImageInput], cacheable: int | None
+        self,
+        tokens: bytes | bytearray,
+        salt: str,
+        images: Sequence[ImageInput],
+        cacheable: int | None,
+        *,
+        whole: bool = False,
     ) -> list[Node]:
-        """The nodes of the longest prefix that is known, ghosts among them, without the page of the last token and
-        within the positions that are cacheable."""
-        computed = len(tokens) // ITEM_BYTES - 1
+        """The nodes of the longest prefix that is known, ghosts among them, within the positions that are cacheable,
+        and without the page of the last token unless it is to be whole."""
+        computed = len(tokens) // ITEM_BYTES - (0 if whole else 1)
         full = (computed if cacheable is None else min(computed, cacheable)) // self.page_size
         return self._tree.find(self._keys(tokens, 0, full, None, salt, images), salt)
 
@@ -472,3 +492,8 @@ class KvCache:
     def _page_key(self, tokens: bytes | bytearray, index: int, images: Sequence[ImageInput]) -> bytes:
         """What is on a full page."""
         return page_key(tokens, index * self.page_size, self.page_size, images)
+
+
+def _loaded(path: Sequence[Node]) -> list[Node]:
+    """The first nodes of a path, up to one whose page is being loaded."""
+    return list(takewhile(lambda node: load_of(node) is None, path))

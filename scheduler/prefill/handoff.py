@@ -190,6 +190,7 @@ class KvHandoff:
         assert request.row is not None, "a row is given out when a peer has reserved"
         start, size = outgoing.sent, state.config.page_size
         replica = state.of(request)
+        request.on_stages.known = True
         replica.order(
             SendChunk(
                 seq=state.out.next_seq(),

@@ -1,11 +1,13 @@
 """The phases of a request.
 
              BOOTSTRAP ─► WAITING ─► RUNNING ──► INFLIGHT ───► DONE     route SendTo
+                                                 INFLIGHT ───► DONE     route SendTo, found in the prefix cache
                           WAITING ─► RUNNING ──► INFLIGHT ───► DONE     route SendTo, computed before its peer reserves
                           WAITING ─► RUNNING ──► DONE                   route Discard
                           WAITING ─► RUNNING ──► GENERATING ─► DONE     route DecodeHere
                           WAITING ─► FETCHING ─► GENERATING ─► DONE     route FetchFrom
                              ▲────── preempted ──────┘
+                          WAITING ─► FETCHING ───────────────► DONE     route FetchFrom, a prefix
 any of them ─► FAILED, which is absorbing and keeps the first reason
 """
 

@@ -13,6 +13,7 @@ from headrace.core.types.requests.draft import NO_DRAFT, Draft, DraftTerms
 from headrace.core.types.requests.images import ImageInput, next_position
 from headrace.core.types.requests.request import (
     NO_HANDOFF,
+    PREFIX,
     AnyRoute,
     FetchFrom,
     FinishReason,
@@ -237,6 +238,11 @@ class Request:
         return self.lease is not None and self.lease.load is None
 
     @property
+    def from_cache(self) -> bool:
+        """Its KV was in the prefix cache when it came, and is handed over without computing anything."""
+        return isinstance(self.route, SendTo) and self.route.cached
+
+    @property
     def awaiting_peer(self) -> bool:
         """It is computed, or will be, before a peer has reserved its ticket."""
         return self.early_prefill and self.outgoing is None and not self.ended
@@ -245,7 +251,7 @@ class Request:
     def gives_way(self) -> bool:
         """It is computed in the hope that its peer comes soon: prompts whose peer has come go first, and may have its
         pages."""
-        return self.awaiting_peer and not self.held
+        return self.awaiting_peer and not self.held and not self.from_cache
 
     @property
     def salt(self) -> str:
@@ -359,6 +365,12 @@ class Request:
         if self.incoming is not None and self.incoming.chunks:
             return self.fetched.plus(HandoffStats(self.incoming.pages, self.incoming.bytes, self.incoming.chunks))
         return self.fetched
+
+    def found(self, lease: Lease) -> None:
+        """Its prompt is in the prefix cache, and this lease keeps it: nothing is left to compute."""
+        self.lease = lease
+        self.planned = self.computed = self.cached_tokens = self.target
+        self.result.first = self.make_first_token(0, None, PREFIX)
 
     def make_first_token(self, token: int, logprob: TokenLogprob | None, reason: str) -> FirstToken:
         """What the metadata row says of this first token."""

@@ -6,6 +6,7 @@ from headrace.core.stats import SECONDS, TOKENS, MetricSpec
 from headrace.core.types.errors import (
     CANCELLED,
     DRAINING,
+    NOT_CACHED,
     NOT_READY,
     QUEUE_FULL,
     SLO_UNREACHABLE,
@@ -28,6 +29,7 @@ ADMISSION = "admission"  # where requests fail before they have a phase
 REFUSED_AT_ADMISSION = (
     CANCELLED,
     DRAINING,
+    NOT_CACHED,
     NOT_READY,
     QUEUE_FULL,
     SLO_UNREACHABLE,

@@ -9,14 +9,14 @@ from typing import NamedTuple
 import numpy as np
 
 from headrace.core.types.kv.kv_tiers import TierTokens
-from headrace.core.types.requests.request import FirstToken, TokenLogprob
+from headrace.core.types.requests.request import PREFIX, FirstToken, TokenLogprob
 from headrace.transfer.protocol.checksum import of_ticket
 
 VERSION = 1
 ROW_BYTES = 256
 MAX_TOP = 20
 HAS_LOGPROB = 1
-FINISH_REASONS = ("", "stop", "length")  # the row stores the index
+FINISH_REASONS = ("", "stop", "length", PREFIX)  # the row stores the index
 
 ROW = np.dtype(
     {

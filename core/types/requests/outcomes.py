@@ -11,9 +11,10 @@ Outcome = Literal["finished", "failed", "refused", "cancelled"]
 HANDOFF = "handoff"  # its KV went to a peer, which goes on
 HELD = "held"  # its KV is held for a peer
 DISCARDED = "discarded"  # no decode peer wanted its KV: "handoff": "none"
+FETCHED = "fetched"  # its KV is in the prefix cache, for requests to come
 OTHER = "other"  # an error code that is not listed below, of a server of another release, say
 
-FINISHED = ("stop", "length", HANDOFF, HELD, DISCARDED)
+FINISHED = ("stop", "length", HANDOFF, HELD, DISCARDED, FETCHED)
 """Reasons of requests that ended well."""
 
 REFUSED = (
@@ -36,6 +37,7 @@ REFUSED = (
     "no_chat_template",
     "no_tool_parser",
     "no_tools",
+    errors.NOT_CACHED,
     errors.PREFILL_NEEDED,
     PREFILL_NOT_ALLOWED,
     errors.TOO_LONG,

@@ -25,15 +25,15 @@ class Route(msgspec.Struct, frozen=True, omit_defaults=True, tag=True):
 
     route        KV source                  KV sink
     DecodeHere   computed here              decoded here
-    SendTo       computed here              remote: a decode peer
-    FetchFrom    remote: a prefill server   decoded here
+    SendTo       computed here, or cached   remote: a peer
+    FetchFrom    remote: another server     decoded here, or the prefix cache
     Discard      computed here              none
     """
 
     @property
     def decodes_here(self) -> bool:
         """Tokens after the first one are generated on this server."""
-        return isinstance(self, DecodeHere | FetchFrom)
+        return isinstance(self, DecodeHere) or (isinstance(self, FetchFrom) and not self.prefix)
 
 
 class DecodeHere(Route, frozen=True):
@@ -48,6 +48,10 @@ class SendTo(Route, frozen=True):
 
     hold: bool = False
     """Answer once the prompt is computed, and keep its KV under a lease until a peer reserves the ticket."""
+
+    cached: bool = False
+    """Compute nothing: the prefix cache has the KV of all these tokens, or the request is refused. It has no first
+    token."""
 
 
 class FetchFrom(Route, frozen=True):
@@ -67,6 +71,10 @@ class FetchFrom(Route, frozen=True):
 
     compare: bool = False
     """Compute the prompt here where that is expected to cost less."""
+
+    prefix: bool = False
+    """The other server's prefix cache has the KV (SendTo.cached): the request ends once it is in the prefix cache here,
+    whole pages of it, without a token. Only what is not cached here is fetched."""
 
 
 class Discard(Route, frozen=True):
@@ -223,6 +231,9 @@ class HandoffStats(msgspec.Struct, frozen=True):
 
 
 NO_HANDOFF = HandoffStats()
+
+PREFIX = "prefix"
+"""FirstToken.finish_reason of KV from a prefix cache: there is no first token."""
 
 
 class Usage(msgspec.Struct, frozen=True):

@@ -96,8 +96,8 @@ def test_values_that_cannot_be_are_refused(changes: dict[str, Any], said: str) -
 
 def test_an_unknown_finish_reason_is_refused() -> None:
     data = bytearray(metadata.encode("t", 1, FirstToken(token=7, prompt_tokens=10, cached_tokens=0)))
-    data[4] = 3
-    with pytest.raises(ValueError, match="finish reason 3, expected < 3"):
+    data[4] = 4
+    with pytest.raises(ValueError, match="finish reason 4, expected < 4"):
         metadata.decode(bytes(data))
 
 

@@ -1,0 +1,138 @@
+"""Prefixes that are fetched into the prefix cache, and handed over from one: nothing is computed and nothing decoded."""
+
+from msgspec.structs import replace
+
+from headrace.core.messages.orders import Forward, PrepareReceive, ReleaseRequest, SendChunk
+from headrace.core.messages.peers import AskReserve, PeerGone, TellFailed, TellFinished
+from headrace.core.messages.stage_events import KvReceived
+from headrace.core.types.packed import pack
+from headrace.core.types.requests.request import PREFIX, DecodeHere, Discard, FetchFrom, FirstToken, SendTo
+from tests.scheduler.bench import Bench, ids, none, only
+
+PREFIX_ROUTE = FetchFrom("p", "t", prefix=True)
+CACHED = SendTo("t", cached=True)
+
+
+def connected(**changes: object) -> Bench:
+    bench = Bench(True, **changes)
+    bench.prefill_up()
+    return bench
+
+
+def fetched(bench: Bench, tokens: int = 8, first: FirstToken | None = None) -> PrepareReceive:
+    bench.submit(tokens=tokens, route=PREFIX_ROUTE)
+    prepare = bench.last(PrepareReceive)
+    bench.expecting(prepare.request)
+    row = first or FirstToken(0, tokens, tokens, finish_reason=PREFIX)
+    bench.do(KvReceived(stage=0, request=prepare.request, first=row, bytes=100, chunks=1))
+    return prepare
+
+
+def cached(bench: Bench, tokens: int = 13) -> None:
+    """The pages of a prompt are in the prefix cache."""
+    bench.submit("before", tokens, route=Discard())
+    bench.compute(5)
+
+
+def test_a_prefix_that_has_come_is_cached_and_nothing_is_decoded() -> None:
+    bench = connected()
+    fetched(bench)
+    assert bench.finished().reason == "fetched"
+    assert bench.tokens() == []
+    assert bench.plan() is None
+    bench.assert_empty()
+    bench.submit("b", 10, route=DecodeHere(), max_tokens=1)
+    assert bench.plan() is not None
+    assert bench.one(Forward).rows[0].start == 8
+
+
+def test_only_what_is_not_cached_is_fetched() -> None:
+    bench = connected()
+    cached(bench, 5)
+    prepare = fetched(bench, 12)
+    assert (prepare.start, prepare.count) == (4, 8)
+    assert bench.one(AskReserve).reservation.cached_tokens == 4
+
+
+def test_a_prefix_that_is_cached_is_not_fetched() -> None:
+    bench = connected()
+    cached(bench, 13)
+    bench.submit(tokens=12, route=PREFIX_ROUTE)
+    assert bench.finished().reason == "fetched"
+    assert bench.all(PrepareReceive) == []
+    bench.assert_empty()
+
+
+def test_a_server_that_has_computed_is_not_believed() -> None:
+    bench = connected()
+    fetched(bench, first=FirstToken(7, 8, 8))
+    assert bench.error().code == "bad_metadata"
+    assert bench.scheduler.cached_tokens(pack(range(9))) == 0
+
+
+def test_a_request_with_a_first_token_takes_no_row_without() -> None:
+    bench = connected()
+    bench.submit(tokens=8, route=FetchFrom("p", "t"))
+    prepare = bench.last(PrepareReceive)
+    bench.expecting(prepare.request)
+    row = FirstToken(0, 8, 8, finish_reason=PREFIX)
+    bench.do(KvReceived(stage=0, request=prepare.request, first=row, bytes=100, chunks=1))
+    assert bench.error().code == "bad_metadata"
+
+
+def test_cached_pages_are_handed_over_without_a_plan() -> None:
+    bench = Bench(True)
+    cached(bench)
+    bench.join()
+    bench.reserve(tokens=12)
+    bench.submit(tokens=12, route=CACHED)
+    assert bench.plan() is None
+    send = bench.one(SendChunk)
+    assert send.last == FirstToken(0, 12, 12, finish_reason=PREFIX)
+    assert len(ids(send.pages)) == 3
+    effects = bench.ack(send)
+    only(effects, TellFinished)
+    only(effects, ReleaseRequest)
+    assert bench.finished().usage.cached_tokens == 12
+    bench.assert_empty()
+
+
+def test_cached_pages_wait_for_their_peer_and_not_longer_than_prompts() -> None:
+    bench = Bench(True, bootstrap_timeout_s=5.0)
+    cached(bench)
+    bench.submit(tokens=12, route=CACHED)
+    assert bench.metric("kv_pages", "leased") == 3
+    bench.join()
+    bench.reserve(tokens=12, cached=4)
+    assert bench.one(SendChunk).start == 4
+    bench.ack(bench.one(SendChunk))
+    bench.submit("late", tokens=12, route=replace(CACHED, ticket="u"))
+    bench.wait(5.1)
+    assert bench.error("late").code == "no_peer"
+    bench.assert_empty()
+
+
+def test_what_is_not_wholly_cached_is_refused_with_how_much_is() -> None:
+    bench = Bench(True)
+    cached(bench)
+    bench.join()
+    bench.reserve(tokens=16)
+    effects = bench.submit(tokens=16, route=CACHED)
+    assert bench.error().code == "not_cached"
+    assert bench.error().message == "the prefix cache has 12 of the 16 tokens"
+    assert only(effects, TellFailed).error.code == "not_cached"
+    assert none(bench.seen, SendChunk)
+    bench.assert_empty()
+
+
+def test_a_lost_peer_gives_the_pages_back() -> None:
+    bench = Bench(True)
+    cached(bench)
+    bench.join()
+    bench.submit(tokens=12, route=CACHED)
+    bench.reserve(tokens=12)
+    send = bench.one(SendChunk)
+    bench.do(PeerGone(session="s", reason="lost"))
+    assert bench.error().code == "peer_gone"
+    bench.quiet(send.request)
+    bench.assert_empty()

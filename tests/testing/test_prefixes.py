@@ -1,0 +1,21 @@
+"""Random schedules in which every server fetches prefixes from every other one, whatever happens to them."""
+
+from collections import Counter
+from typing import Any
+
+from headrace.testing.scenario import Scenario
+from headrace.testing.simulator import simulate
+
+
+def test_prefixes_go_in_all_directions_and_damage_nothing() -> None:
+    outcomes: Counter[str] = Counter()
+    for seed in range(90_000, 90_060):
+        changes: dict[str, Any] = {"prefills": 2} if seed % 2 else {"dp": 1 + seed % 4 // 2, "small": seed % 8 == 0}
+        scenario = Scenario(seed, "pair", 8, prefixes=8, lost_peer=0.4, crash=0.15, stall=0.02, **changes)
+        report = simulate(scenario)
+        assert report.violations == [], f"seed {seed}: {report.violations[:3]}"
+        outcomes.update(report.outcomes)
+    assert outcomes["decode:fetched"] > 20
+    assert outcomes["prefill:fetched"] > 20
+    assert outcomes["prefill:not_cached"] > 0
+    assert outcomes["decode:handoff"] > 0
