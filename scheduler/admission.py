@@ -9,7 +9,8 @@ from headrace.core.types import refusals
 from headrace.core.types.errors import CANCELLED, NOT_CACHED, PREFILL_NEEDED, TICKET_IN_USE, TOO_LONG, ErrorInfo
 from headrace.core.types.packed import ITEM_BYTES, packed_length, unpack
 from headrace.core.types.requests.remote_prefill import LocalForecast, decide, threshold_of
-from headrace.core.types.requests.request import DecodeHere, FetchFrom, SendTo
+from headrace.core.types.requests.request import DecodeHere, Discard, FetchFrom, SendTo
+from headrace.scheduler.batching.open_prompts import open_target
 from headrace.scheduler.costs.cost_model import Load
 from headrace.scheduler.kv.kv_cache import Lease
 from headrace.scheduler.lifecycle.completion import release_ticket
@@ -41,12 +42,13 @@ class Admission:
             return
         submit, (index, cached) = self._placed(submit, now)
         replica = self._state.replicas[index]
-        full = None if submit.moved or _from_cache(submit) else self._overload.full(submit)
+        waits = not (submit.moved or submit.open or _from_cache(submit))
+        full = self._overload.full(submit) if waits else None
         error = self._misfit(submit, replica) or full or self._no_prefill(submit, index)
         error = error or self._held_too_many(submit, replica) or self._abandoned(submit, now)
         if error is not None:
             self._refuse(submit, error)
-        elif isinstance(submit.route, FetchFrom):
+        elif isinstance(submit.route, FetchFrom) or submit.open:
             self._admit(submit, replica, now)
         elif _from_cache(submit):
             self._admit_cached(submit, replica, now)
@@ -93,6 +95,7 @@ class Admission:
             pinned=submit.terms.replica,
             cacheable=submit.sampling.cacheable(packed_length(submit.prompt)),
             to_fetch=isinstance(submit.route, FetchFrom),
+            open_prompt=submit.open,
         )
 
     def _most_cached(self, submit: Submit) -> Binding:
@@ -155,6 +158,8 @@ class Admission:
         )
         if lease is not None:
             request.found(lease)
+        if request.open:
+            request.target = open_target(state.config, request.length)
         state.requests.add(request)
         replica.queues.admit(request, now)
         if submit.terms.deadline_s is not None:
@@ -303,6 +308,8 @@ def _invalid_value(submit: Submit) -> ErrorInfo | None:
         field, text = "max_tokens", f"max_tokens is {submit.sampling.max_tokens}; it has to be at least 1"
     elif isinstance(submit.route, SendTo | FetchFrom) and not submit.route.ticket:
         field, text = "ticket", "a handoff needs a ticket"
+    elif submit.open and not isinstance(submit.route, Discard):
+        field, text = "open", "a piece of an open prompt is computed here, and goes nowhere"
     else:
         return None
     return ErrorInfo(code="invalid_value", message=text, status=400, field=field)

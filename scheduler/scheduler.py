@@ -69,6 +69,7 @@ from headrace.core.messages.stage_events import (
 from headrace.core.stats import Stats
 from headrace.core.types.errors import CANCELLED, DEADLINE, ErrorInfo
 from headrace.scheduler.admission import Admission
+from headrace.scheduler.batching.open_prompts import OpenPrompts
 from headrace.scheduler.batching.page_copies import PageCopies
 from headrace.scheduler.batching.planner import LockstepPlanner, Planner
 from headrace.scheduler.batching.stages import StageGroup
@@ -124,9 +125,10 @@ class Scheduler:
         self._generation = TokenGeneration(state, self._completion, self._handoff, self._preemption)
         self._fetch = RemoteFetch(state, self._completion, self._generation)
         self._prefills = PrefillSessions(state, self._completion)
+        self._open_prompts = [OpenPrompts(state, replica, self._completion) for replica in state.replicas]
         self._planners = [
-            Planner(state, replica, self._generation, self._handoff, self._fetch, self._preemption)
-            for replica in state.replicas
+            Planner(state, replica, self._generation, self._handoff, self._fetch, self._preemption, open_prompts)
+            for replica, open_prompts in zip(state.replicas, self._open_prompts, strict=True)
         ]
         self._lockstep = LockstepPlanner(state, self._planners) if config.lockstep and config.dp > 1 else None
         self._turn = 0  # the replica that is planned first
@@ -227,6 +229,8 @@ class Scheduler:
                 self._tracing.end(event, now)
             case Drain():
                 self._draining.begin()
+                for request in [each for each in self._state.requests if each.open and not each.ended]:
+                    self._open_prompts[request.replica].finish(request, now)
             case Shutdown():
                 self._draining.shut_down(now)
 
@@ -331,6 +335,8 @@ class Scheduler:
             state.drop("unknown_rid")
         elif event.finish and request.decodes_here:
             self._completion.complete(request, "stop", now)
+        elif event.finish and request.open:
+            self._open_prompts[request.replica].finish(request, now)
         elif event.error is not None and event.error.at_prefill and request.needs_no_prefill:
             state.drop("late_error")  # all of the KV is here
         else:

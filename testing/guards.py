@@ -223,6 +223,7 @@ class PromiseGuard:
         self._limit_s = config.hold_limit_s
         self._rooms: dict[str, tuple[str, float, float]] = {}  # by ticket: rid, end of the wait, and its limit
         self._live: set[str] = set()
+        self._pieces: set[str] = set()  # of open prompts: one that is finished ends with the pass that it is in
         self._tickets: dict[str, str] = {}  # of held requests, by rid
         self._leases: dict[str, tuple[float, float]] = {}  # by ticket: its end, and beyond what it is not renewed
         self._released: set[int] = set()
@@ -230,7 +231,12 @@ class PromiseGuard:
 
     def handled(self, event: Event, now: float) -> str | None:
         """An event was handled, and its effects are known; returns what that violates, None if nothing."""
-        if isinstance(event, Abort) and event.rid in self._live and not (event.error and event.error.at_prefill):
+        late = isinstance(event, Abort) and event.finish and event.rid in self._pieces
+        if (
+            isinstance(event, Abort)
+            and event.rid in self._live
+            and not ((event.error and event.error.at_prefill) or late)
+        ):
             return f"{event.rid} goes on after it was cancelled"
         if isinstance(event, PeerRenewed):
             for ticket in event.tickets:
@@ -245,6 +251,8 @@ class PromiseGuard:
     def submitted(self, event: Submit, now: float) -> None:
         """A request comes now."""
         self._live.add(event.rid)
+        if event.open:
+            self._pieces.add(event.rid)
         if not isinstance(event.route, SendTo):
             return
         if event.route.hold:

@@ -81,6 +81,9 @@ class Scenario:
     policy: Policy | None = None
     """None takes each of them in turn, by seed. The requests are the same whatever it is."""
 
+    opened: float = 0.0
+    """Probability that pieces of an open prompt come before a request: its beginnings, some of them cut short."""
+
     small: bool = False
     """A quarter of all lengths: of prompts and texts, of a plan, and of the pool."""
 

@@ -275,7 +275,11 @@ class SimulatedServer:
             client.prompt, min(sampling.max_tokens, room), sampling.stop_token_ids, sampling.min_tokens
         )
         if not submit.route.decodes_here:
+<<<<<<< HEAD
             expected = expected[:1] if _samples(submit) else []
+=======
+            expected = [] if submit.open else expected[:1]
+>>>>>>> 45b28b9d (Scheduler: pieces of open prompts, computed where nothing else is)
         got = client.tokens
         full_pool = finished.reason == "length" and len(client.prompt) + len(got) > self._pool_tokens()
         if got != (expected[: len(got)] if client.finished_early or full_pool else expected):

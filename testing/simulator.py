@@ -210,6 +210,8 @@ class Simulation:
             self._call_both(client)
             return
         alone, rid = self._scenario.prefills == 1, submit.rid
+        if self._scenario.opened and rng.random() < self._scenario.opened:
+            self._open(client)
         if pair and alone and rng.random() < self._scenario.hold:
             self._post(client, hold=True)
         else:
@@ -220,6 +222,34 @@ class Simulation:
             self._act(f"cancel {rid}", lambda: self._cancel(client, finish), mean_s=mean_s)
         if pair and alone and rng.random() < 0.3:  # a router that calls both sides at once
             self._post(client)
+
+    def _open(self, client: SimulatedClient) -> None:
+        """Submit beginnings of a prompt as pieces of an open prompt, at a server of the run, and finish some of them
+        early, or cancel them."""
+        rng, submit = self._clients, client.submit
+        server = rng.choice(self._servers)
+        ends = sorted(rng.randrange(1, len(client.prompt) + 1) for _ in range(rng.choice([1, 2, 4])))
+        for number, end in enumerate(ends):
+            terms = RequestTerms(cache_salt=submit.terms.cache_salt, tenant=submit.terms.tenant)
+            piece = SimulatedClient(
+                Submit(
+                    rid=f"{submit.rid}.{number}",
+                    prompt=pack(client.prompt[:end]),
+                    sampling=SamplingParams(max_tokens=1),
+                    route=Discard(),
+                    terms=terms,
+                    progress=rng.random() < 0.5,
+                    open=True,
+                ),
+                client.prompt[:end],
+            )
+            mean_s = 0.01 * (number + 1)
+            self._act(f"open {piece.submit.rid}", lambda piece=piece: server.submit(piece), mean_s=mean_s)  # type: ignore[misc]
+            if rng.random() < 0.5:
+                abort = Abort(rid=piece.submit.rid, finish=rng.random() < 0.7)
+                piece.finished_early = abort.finish
+                mean_s += rng.choice([0.001, 0.01])
+                self._act(f"end {piece.submit.rid}", lambda abort=abort: server.send(abort), mean_s=mean_s)  # type: ignore[misc]
 
     def _call_both(self, client: SimulatedClient) -> None:
         """As a router that sends the request to both servers at once, under a room."""
@@ -333,7 +363,7 @@ class Simulation:
                 return  # its router posts it
             if self._random.random() >= self._scenario.abandon:
                 self._post(self._server.clients[output.rid], local=True)
-        elif isinstance(output, RequestFailed):
+        elif isinstance(output, RequestFailed) and not self._server.clients[output.rid].submit.open:
             route = self._server.clients[output.rid].submit.route
             assert isinstance(route, FetchFrom), "in a pair every request is fetched"
             if self._random.random() < 0.8:
@@ -360,6 +390,8 @@ class Simulation:
         if self._on_prefix(self._prefills[name], output):
             return
         if isinstance(output, RequestFailed):
+            if self._prefills[name].clients[output.rid].submit.open:
+                return
             client = self._server.clients.get(output.rid)
             if client is not None and client.submit.route != FetchFrom(name, _ticket(client)):
                 return  # it was moved: the POST was given up

@@ -39,6 +39,10 @@ class Submit(FrontendRequest, frozen=True, kw_only=True):
     traceparent: str = ""
     """The span, as W3C Trace Context writes it, whose children the spans of this request are; "": none are wanted."""
 
+    open: bool = False
+    """A piece of an open prompt, of route Discard: it is computed where nothing else is to be, and ends without a
+    token. Abort(finish=True) ends it with what is planned."""
+
     moved: bool = False
     """It was admitted before, and is fetched from another prefill server now: neither a full queue nor a drain refuses
     it."""

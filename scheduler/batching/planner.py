@@ -27,6 +27,7 @@ from headrace.core.types.kv.geometry import ceil_div
 from headrace.core.types.packed import pack
 from headrace.core.types.ranks.coordinate import Agreement, coordinate, cut_result, vote
 from headrace.core.types.requests.images import rotary_positions
+from headrace.scheduler.batching.open_prompts import OpenPrompts, short_pass
 from headrace.scheduler.batching.prefill_shares import PrefillShares, next_chunk
 from headrace.scheduler.batching.starting import Starter
 from headrace.scheduler.costs.cost_model import CostModel
@@ -86,6 +87,7 @@ class Planner:
         handoff: KvHandoff,
         fetch: RemoteFetch,
         preemption: Preemption,
+        open_prompts: OpenPrompts,
     ) -> None:
         self._state = state
         self._replica = replica
@@ -94,13 +96,18 @@ class Planner:
         self._starter = Starter(state, replica, fetch)
         self._preemption = preemption
         self._shares = PrefillShares(state, replica, self._starter)
+        self._open = open_prompts
 
     def plan(self, now: float) -> None:
         """Order the next forward pass, if there is anything to compute and a credit left."""
         if self._due(now):
             batch = self.draft(now)
-            if batch.rows:
-                self.send(self.order(batch, self._state.out.next_seq(), None, now))
+        elif self.may_open:
+            batch = self.draft_open(now)
+        else:
+            return
+        if batch.rows:
+            self.send(self.order(batch, self._state.out.next_seq(), None, now))
 
     def draft(self, now: float) -> BatchBuilder:
         """The rows of the next forward pass, which has to be ordered if there are any."""
@@ -116,6 +123,20 @@ class Planner:
             for request in self._shares.divided:
                 if request in queues.policy:
                     queues.revise(request, now)
+        return batch
+
+    @property
+    def may_open(self) -> bool:
+        """Whether a short pass of open prompts may be ordered now."""
+        return self._state.may_plan(len(self._replica.plans)) and self._open.may_run
+
+    def draft_open(self, now: float) -> BatchBuilder:
+        """The rows of a short pass of open prompts. They give their pages up when it is done."""
+        config = self._state.config
+        batch = BatchBuilder(short_pass(config), config.max_running)
+        for request, count in self._open.divide(batch.slots, now):
+            self._prefill(batch, request, count)
+            self._replica.queues.preempt(request)
         return batch
 
     def order(self, batch: BatchBuilder, seq: int, agreement: Agreement | None, now: float) -> Plan:
@@ -194,12 +215,12 @@ class Planner:
     def _prefill(self, batch: BatchBuilder, request: Request, count: int) -> None:
         """Add the next count tokens of a prefill; with its last ones it may begin to decode."""
         queues, cache, start = self._replica.queues, self._replica.cache, request.planned
-        count = cache.cut(start, count, request.target)
+        count = cache.cut(start, count, request.target + request.open)  # the prompt goes on behind a piece
         self._state.metrics.served(request, queues.charge(request, count))
         assert request.lease is not None, "a request is planned with its pages"
         checkpoint = cache.checkpoint(request.lease, start + count)
         self._add(batch, request, count, request.packed(start, start + count), checkpoint)
-        if request.planned < request.target:
+        if request.planned < request.target or request.open:
             return
         queues.end_prefill(request)
         if request.decodes_here and request.planned + 1 < request.token_limit:
@@ -210,7 +231,7 @@ class Planner:
         assert lease is not None, "a request is planned with its pages"
         sampling = request.submit.sampling
         end = request.planned + count
-        sampled = end >= request.target
+        sampled = end >= request.target and not request.open
         logprobs = sampling.prompt_logprobs if request.generated == 0 and end <= request.target else None
         if end < sampling.prompt_logprobs_start:
             logprobs = None
@@ -255,11 +276,15 @@ class LockstepPlanner:
         self._planners = planners
 
     def plan(self, now: float) -> None:
-        """Order the next pass, if any replica has anything to compute."""
-        if not self._due(now):
-            return
+        """Order the next pass, if any replica has anything to compute. Pieces of open prompts have passes of their own,
+        as the longest part of a pass is what all replicas wait for."""
         state, rules = self._state, self._state.config.rules
-        drafts = [planner.draft(now) for planner in self._planners]
+        if self._due(now):
+            drafts = [planner.draft(now) for planner in self._planners]
+        elif self._may_open():
+            drafts = [planner.draft_open(now) for planner in self._planners]
+        else:
+            return
         votes = [vote([row.count for row in draft.rows], rules) for draft in drafts]
         agreement = coordinate(votes, rules)
         assert agreement is not None, "there are several replicas"
@@ -280,6 +305,12 @@ class LockstepPlanner:
         if not self._state.may_plan(in_flight) or not any(replica.queues.runnable for replica in replicas):
             return False
         return _reached(self._state, OrderTimer(0), self._order_at(), now)
+
+    def _may_open(self) -> bool:
+        """Whether no replica has anything else to compute."""
+        if any(replica.queues.runnable for replica in self._state.replicas):
+            return False
+        return any(planner.may_open for planner in self._planners)
 
     def _order_at(self) -> float | None:
         """Shortly before the replica that takes longest for the passes ahead has computed them; None for at once."""

@@ -131,6 +131,8 @@ class TokenGeneration:
             self._progress(request)
         if sampled is not None and row.sampled:
             self._token_computed(plan, request, sampled, now)
+        elif request.open and row.end >= request.target:
+            self._completion.complete(request, DISCARDED, now)
         self._preemption.requeue_if_due(request, now)
 
     def _token_computed(self, plan: Plan, request: Request, sampled: SampledToken, now: float) -> None:

@@ -77,7 +77,7 @@ class Preemption:
         if request.lease is not None:
             state.of(request).cache.publish(request.lease, request.tokens, request.computed)
         self._completion.free_pages(request)
-        request.preempted = True
+        request.preempted, request.kept = True, request.computed
         state.requests.renumber(request)
         state.unacknowledged.remove(request)
         match request.route:

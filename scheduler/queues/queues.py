@@ -31,13 +31,13 @@ class QueuedShares:
 
     def count(self, request: Request, sign: int) -> None:
         """A request enters its phase (1), or leaves it (-1)."""
-        if request.phase in QUEUED:
+        if request.phase in QUEUED and not request.open:
             self.requests.add(request.terms.tenant, sign)
             self.tokens.add(request.terms.tenant, sign * request.prompt_tokens)
 
     def check(self, requests: Iterable[Request]) -> Iterator[str]:
         """Counts that are wrong."""
-        queued = [request for request in requests if request.phase in QUEUED]
+        queued = [request for request in requests if request.phase in QUEUED and not request.open]
         counted = (self.requests.total, self.tokens.total)
         if counted != (found := (len(queued), sum(request.prompt_tokens for request in queued))):
             yield f"{counted} requests and tokens counted as queued by tenants; there are {found}"
@@ -48,6 +48,7 @@ class Queues:
 
     policy: waiting ──RUNNING──► prefilling ──all planned──► decoding ──preempt()──► preempting ──requeue()──► policy
     to_fetch ───────FETCHING───────────────────────────────────▲
+    open ───────────RUNNING──► preempting, for one short pass ──requeue()──► open
 
     Queues are keyed by arrival number. Only the methods below change them, and keep the counts right.
     """
@@ -56,19 +57,23 @@ class Queues:
         self,
         policy: Policy,
         to_fetch: Policy,
+        open_prompts: Policy,
         costs: CostModel,
         cache: KvCache,
         rank_of: RankOf,
         awaiting_row: dict[int, Request],
         tenants: QueuedShares,
     ) -> None:
-        """to_fetch: another policy of the same kind; not used when prompts are started strictly in order. awaiting_row,
-        tenants: shared with the queues of other replicas."""
+        """to_fetch, open_prompts: other policies of the same kind; the former is not used when prompts are started
+        strictly in order. awaiting_row, tenants: shared with the queues of other replicas."""
         self.policy = policy
         """What is to be computed: phase WAITING, and phase RUNNING until it is wholly planned."""
 
         self.to_fetch = policy if policy.strict else to_fetch
         """Phase WAITING, and its KV is to be fetched. The same object as policy when all are started in one order."""
+
+        self.open = open_prompts
+        """Pieces of open prompts that wait. They are in none of the counts below."""
 
         self.prefilling: dict[int, Request] = {}
         """Phase RUNNING and not wholly planned: has its pages, and may be paused for others."""
@@ -152,9 +157,9 @@ class Queues:
         left, unplanned = request.phase, request.unplanned
         self._count(request, -1)
         if left is Phase.WAITING and phase is Phase.RUNNING:
-            self.policy.start(request)
+            self._computes(request).start(request)
         elif left is Phase.WAITING:
-            (self.to_fetch if request in self.to_fetch else self.policy).remove(request)
+            (self.to_fetch if request in self.to_fetch else self._computes(request)).remove(request)
         elapsed = request.enter(phase, now)
         if request.ended:
             self._remove(request)
@@ -171,7 +176,7 @@ class Queues:
 
     def plan(self, request: Request, count: int) -> None:
         """The next count positions of a request are in a plan, found in the cache or being fetched."""
-        if request.planned < request.target:
+        if request.planned < request.target and not request.open:
             self.unplanned -= count
         request.planned += count
         self.recount(request)
@@ -189,17 +194,17 @@ class Queues:
         place in the order now."""
         if request.queued.cache_version == self._cache.tree_version:
             return False
+        before = request.work
         self._look_up(request)
-        before = request.queued.load
         self.recount(request)
-        if request.queued.load == before:
+        if request.work == before:
             return False
         self.revise(request, now)
         return True
 
     def revise(self, request: Request, now: float) -> None:
         """Tell the policy what a request that is to be computed has left."""
-        self.policy.revise(request, self._costs.key_s(request.queued.load), now)
+        self._computes(request).revise(request, self._work_s(request), now)
 
     def renew_keys(self, now: float) -> None:
         """Tell the policy of every request anew, if seconds are counted otherwise than before."""
@@ -212,7 +217,7 @@ class Queues:
     def charge(self, request: Request, count: int) -> float:
         """The tenant of a request is served: the next count positions are planned. Returns their predicted seconds."""
         seconds = self._costs.load_s(Load.between(request.planned, request.planned + count))
-        self.policy.charge(request, seconds)
+        self._computes(request).charge(request, seconds)
         return seconds
 
     def peer_came(self, request: Request, now: float) -> None:
@@ -223,7 +228,7 @@ class Queues:
     def end_prefill(self, request: Request) -> None:
         """The whole prompt is planned."""
         del self.prefilling[request.arrival]
-        self.policy.remove(request)
+        self._computes(request).remove(request)
 
     def start_decoding(self, request: Request) -> None:
         """Let a request have decode rows from the next plan on."""
@@ -252,7 +257,8 @@ class Queues:
         request.planned = request.computed = 0
         self._look_up(request)
         request.on_stages.next_token = False
-        request.target = request.length - request.to_fetch
+        if not request.open:
+            request.target = request.length - request.to_fetch
         self.unplanned += request.unplanned - before
         self.recount(request)
 
@@ -266,15 +272,16 @@ class Queues:
     def check(self, requests: Iterable[Request]) -> Iterator[str]:
         """Requests in a queue that is not that of their phase, and counts that are wrong."""
         counts, tokens = NONE_QUEUED.copy(), NONE_QUEUED.copy()
-        unplanned, squares, left, arrivals = 0, 0, 0, set()
+        unplanned, squares, left, waiting_open, arrivals = 0, 0, 0, 0, set()
         for request in requests:
             arrivals.add(request.arrival)
             if not request.ended:
                 unplanned += request.unplanned
                 own = request.load
                 squares, left = squares + own.squares, left + own.tokens
-                counts[request.phase] += 1
-                tokens[request.phase] += request.prompt_tokens
+                counts[request.phase] += not request.open
+                tokens[request.phase] += 0 if request.open else request.prompt_tokens
+                waiting_open += request.open and request.phase is Phase.WAITING
             yield from self._check_request(request)
         if counts != self.requests or tokens != self.tokens:
             yield f"queues count {self.requests}, {self.tokens}; there are {counts}, {tokens}"
@@ -286,6 +293,8 @@ class Queues:
         listed = len(self.policy) + (0 if self.to_fetch is self.policy else len(self.to_fetch))
         if listed != (expected := counts[Phase.WAITING] + len(self.prefilling)):
             yield f"{listed} requests are ordered by the policy; {expected} wait or are half done"
+        if len(self.open) != waiting_open:
+            yield f"{len(self.open)} pieces of open prompts are ordered; {waiting_open} wait"
         for queue in (self.prefilling, self.decoding, self.preempting):
             if queue and (unknown := queue.keys() - arrivals):
                 yield f"requests {unknown} are queued and not known"
@@ -293,7 +302,7 @@ class Queues:
     def _check_request(self, request: Request) -> list[str]:
         """What is wrong with the queues of one request. Runs after every event of a simulation."""
         phase, arrival, found = request.phase, request.arrival, []
-        ordered = request in self.policy or request in self.to_fetch
+        ordered = request in self.policy or request in self.to_fetch or request in self.open
         prefilling, decoding, preempting = (
             arrival in self.prefilling, arrival in self.decoding, arrival in self.preempting)  # fmt: skip
         if ordered != (phase is Phase.WAITING or prefilling):
@@ -320,8 +329,16 @@ class Queues:
         self.backlog.move(old, entry.load, entry.rank, load)
 
     def _push(self, request: Request, now: float) -> None:
-        policy = self.to_fetch if request.to_fetch else self.policy
-        policy.push(request, self._costs.key_s(request.queued.load), now)
+        policy = self.to_fetch if request.to_fetch else self._computes(request)
+        policy.push(request, self._work_s(request), now)
+
+    def _work_s(self, request: Request) -> float:
+        """Predicted seconds of prefill that a request has left, by which the policy orders."""
+        return self._costs.key_s(request.work if request.open else request.queued.load)
+
+    def _computes(self, request: Request) -> Policy:
+        """The queue of what is to be computed that a request belongs to."""
+        return self.open if request.open else self.policy
 
     def _look_up(self, request: Request) -> None:
         """Note how much of a request's prompt is cached."""
@@ -332,6 +349,8 @@ class Queues:
         )
 
     def _count(self, request: Request, sign: int) -> None:
+        if request.open:
+            return
         self.requests[request.phase] += sign
         self.tokens[request.phase] += sign * request.prompt_tokens
         self._tenants.count(request, sign)
@@ -339,6 +358,6 @@ class Queues:
     def _remove(self, request: Request) -> None:
         self.awaiting_row.pop(request.arrival, None)
         if self.prefilling.pop(request.arrival, None) is not None:
-            self.policy.remove(request)
+            self._computes(request).remove(request)
         self.decoding.pop(request.arrival, None)
         self.preempting.pop(request.arrival, None)

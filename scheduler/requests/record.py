@@ -97,6 +97,9 @@ class Request:
     preempted: bool = False
     """It gave up its pages once: what the prefix cache has of it since is its own work."""
 
+    kept: int = 0
+    """Of a piece of an open prompt: positions that its passes have left in the prefix cache."""
+
     computes_here: bool = False
     """Route FetchFrom, preempted: its KV is not worth fetching again, or not to be had."""
 
@@ -139,10 +142,14 @@ class Request:
     penalizes: bool = field(init=False)
     """submit.sampling.penalizes (kept likewise)"""
 
+    open: bool = field(init=False)
+    """submit.open: a piece of an open prompt, which counts as no work that others wait for."""
+
     def __post_init__(self) -> None:
         self.route, self.terms = self.submit.route, self.submit.terms
         self.decodes_here = self.route.decodes_here
         self.penalizes = self.submit.sampling.penalizes
+        self.open = self.submit.open
         self.since = self.arrived
         self.tokens = bytearray(self.submit.prompt)
         self.prompt_tokens = self.target = self.length
@@ -188,7 +195,7 @@ class Request:
     def unplanned(self) -> int:
         """Tokens whose KV is in no plan and not being fetched."""
         left = self.target - self.planned
-        return left if left > 0 and self.phase not in ENDED else 0
+        return left if left > 0 and self.phase not in ENDED and not self.open else 0
 
     @property
     def to_fetch(self) -> bool:
@@ -228,8 +235,11 @@ class Request:
     @property
     def load(self) -> Load:
         """What is left to compute of its prefill: neither planned, nor expected to be cached, nor to be fetched."""
-        if self.ended or self.to_fetch:
-            return NOTHING
+        return NOTHING if self.ended or self.to_fetch or self.open else self.work
+
+    @property
+    def work(self) -> Load:
+        """What is left of its prefill, whether others wait for it or not."""
         return Load.between(max(self.planned, self.queued.expected_cached), self.target)
 
     @property

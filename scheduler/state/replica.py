@@ -84,6 +84,7 @@ class Replica:
         self.queues = Queues(
             make_policy(config),
             make_policy(config),
+            make_policy(config),
             self.costs,
             self.cache,
             rank_of(config.policy),
@@ -146,8 +147,10 @@ def bind(
     pinned: int | None = None,
     cacheable: int | None = None,
     to_fetch: bool = False,
+    open_prompt: bool = False,
 ) -> Binding:
-    """The replica with the least load; of equal ones that with fewer running requests, then the lower number.
+    """The replica with the least load; of equal ones that with fewer running requests, then the lower number. A piece
+    of an open prompt goes where most of it is cached.
 
     Loads are seconds once every replica's cost model predicts them, tokens before. Those of requests whose KV is
     fetched are the positions that the pool keeps: they are not computed.
@@ -163,6 +166,8 @@ def bind(
 
     def cost(replica: Replica) -> tuple[float, int, int]:
         found = cached[replica.index]
+        if open_prompt:
+            return -found, len(replica.queues.open), replica.index
         kept = replica.kept_with(length - found)
         load = kept if to_fetch else replica.load_with(Load.between(found, length), seconds)
         return load, replica.running, replica.index

@@ -131,6 +131,7 @@ class State:
             pinned=request.terms.replica,
             cacheable=request.cacheable,
             to_fetch=request.to_fetch,
+            open_prompt=request.open,
         )
         self.of(request).queues.take_over(request)
 

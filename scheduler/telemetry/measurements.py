@@ -47,7 +47,8 @@ class Measurements:
     def phase_left(self, request: Request, left: Phase, since: float, now: float, peer: str) -> None:
         """A request has gone from a phase, which it entered at `since`, to the phase that it has now. peer: name of
         the server at the other end of its transfer, "" if there is none."""
-        self.histograms.observe("phase_duration_seconds", now - since, (left.value,))
+        if not request.open:
+            self.histograms.observe("phase_duration_seconds", now - since, (left.value,))
         if self.trace is not None:
             self.trace.phase(request, left, since, now, peer)
 

@@ -62,6 +62,7 @@ def case_of(seed: int) -> Case:
         lockstep=dp > 1 and rng.random() < 0.5,
         small=not large,
         rooms=pick((0.0, 0.0, 0.0, 1.0)),
+        opened=pick((0.0, 0.0, 0.7)),
     )
 
 

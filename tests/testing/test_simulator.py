@@ -103,6 +103,15 @@ def test_states_of_requests_are_in_their_slots(shape: Shape, monkeypatch: pytest
     assert outcomes["decode:length" if shape == "pair" else "colocated:length"] > BATCH
 
 
+@pytest.mark.parametrize("shape", ["colocated", "pair"])
+@pytest.mark.parametrize("changes", [{}, {"states": True}, {"dp": 2, "lockstep": True}, {"tiers": True}])
+def test_pieces_of_open_prompts(shape: Shape, changes: dict[str, Any]) -> None:
+    """What they leave in the prefix cache is true: the prompts that begin with them generate what they would alone."""
+    outcomes = run(shape, 90_000, opened=0.8, **changes)
+    assert outcomes["prefill:discarded" if shape == "pair" else "colocated:discarded"] > BATCH // 2
+    assert outcomes["decode:length" if shape == "pair" else "colocated:length"] > BATCH // 2
+
+
 def test_storms_of_cancels() -> None:
     run("pair", 20_000, cancel=0.9, arrivals_s=0.0005)
 

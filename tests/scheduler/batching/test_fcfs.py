@@ -54,8 +54,8 @@ class PlainFcfs(Planner):
             if not to_fetch and batch is not None:
                 self._chunk(batch, head)
 
-    def __init__(self, state, replica, generation, handoff, fetch, preemption) -> None:  # type: ignore[no-untyped-def]
-        super().__init__(state, replica, generation, handoff, fetch, preemption)
+    def __init__(self, state, replica, generation, handoff, fetch, *others) -> None:  # type: ignore[no-untyped-def]
+        super().__init__(state, replica, generation, handoff, fetch, *others)
         self._fetch = fetch
 
 
