@@ -1,10 +1,10 @@
 """Tokenization outside the event loop, on a few threads; the tokenizers library releases the GIL."""
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -13,6 +13,7 @@ from headrace.text.tokenizer import Tokenizer, check_text_bytes
 
 THREADS = 2
 MAX_CACHED_STOPS = 1024
+T = TypeVar("T")
 LONG = 1 << 16  # characters, or ids, that take tens of milliseconds; they have a thread of their own
 
 
@@ -32,6 +33,11 @@ class AsyncTokenizer:
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._fit(len(text)), self.tokenizer.encode, text, self._limit, field)
 
+    async def encode_open(self, text: str, field: str = "prompt") -> tuple[list[int], int]:
+        """The same, and how many of the ids are not expected to change whatever text follows."""
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._fit(len(text)), self.tokenizer.encode_open, text, self._limit, field)
+
     async def encode_chat(
         self,
         messages: Sequence[Mapping[str, Any]],
@@ -41,6 +47,26 @@ class AsyncTokenizer:
     ) -> list[int]:
         """Token ids of a conversation. Raises HeadraceError (400) for messages that are too long, or that the chat
         template refuses."""
+        return await self._chat(self.tokenizer.encode_chat, messages, field, tools, use)
+
+    async def encode_open_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        field: str = "messages",
+        tools: Sequence[Mapping[str, Any]] = (),
+        use: TemplateUse = TemplateUse(),  # noqa: B008 - immutable
+    ) -> tuple[list[int], int]:
+        """The same, and how many of the ids are not expected to change whatever messages follow."""
+        return await self._chat(self.tokenizer.encode_open_chat, messages, field, tools, use)
+
+    async def _chat(
+        self,
+        encode: Callable[..., T],
+        messages: Sequence[Mapping[str, Any]],
+        field: str,
+        tools: Sequence[Mapping[str, Any]],
+        use: TemplateUse,
+    ) -> T:
         length = sum(_length(message["content"]) + len(message.get("reasoning_content", "")) for message in messages)
         calls = [message["tool_calls"] for message in messages if "tool_calls" in message]
         others = [*tools, *calls, *use.variables.values()]
@@ -49,7 +75,6 @@ class AsyncTokenizer:
             length += size
             if self._limit:  # a filter of the template may hold the GIL for all of them
                 check_text_bytes(size, self._limit, field, " of tools, calls and variables")
-        encode = self.tokenizer.encode_chat
         return await asyncio.get_running_loop().run_in_executor(
             self._fit(length), encode, messages, self._limit, field, tools, use
         )

@@ -7,6 +7,7 @@ import json
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from functools import cached_property
+from os.path import commonprefix
 from types import MappingProxyType
 from typing import Any, NamedTuple, NoReturn
 
@@ -84,6 +85,21 @@ class ChatTemplate:
         }
         text = self._environment.render_limited(self._compiled, variables)
         return _up_to_end(text) if use.continues else text
+
+    def common_text(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], use: TemplateUse
+    ) -> str:
+        """The beginning of a conversation's text that is the same with one message more, of whatever role the template
+        takes; "" if it takes none."""
+        plain = use._replace(opens=False, continues=False)
+        texts = []
+        for role in ("user", "assistant", "tool"):
+            more = {"role": role, "content": "0"}
+            try:
+                texts.append(self.render([*messages, more], tools, plain))
+            except REFUSALS:
+                continue  # roles have to take turns, say
+        return commonprefix([self.render(messages, tools, plain), *texts]) if texts else ""
 
     def check(self) -> None:
         """Raises jinja2.TemplateError for a source that cannot be compiled."""

@@ -24,6 +24,7 @@ from headrace.text.byte_fallback import (
 )
 from headrace.text.chat_template import REFUSALS, ChatTemplate, TemplateUse
 from headrace.text.detokenizer import TokenDecoder
+from headrace.text.stable_prefix import StablePrefix, common_length
 from headrace.text.token_length import TokenBound, length_bound
 
 MAX_STOP_IDS = 512  # a stop string that more tokens contain is looked for in the text only
@@ -87,6 +88,30 @@ class Tokenizer:
             raise invalid(field, message) from error
         return self._ids(text, limit, field, special=False)
 
+    def encode_open(self, text: str, limit: int = 0, field: str = "prompt") -> tuple[list[int], int]:
+        """Token ids of a plain prompt as encode() has them, and how many of them are not expected to change whatever
+        text follows (see stable_prefix.py)."""
+        ids = self.encode(text, limit, field)
+        return ids, min(len(ids), self._stable.count(text, ids, lambda texts: self._batch(texts, special=True)))
+
+    def encode_open_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        limit: int = 0,
+        field: str = "messages",
+        tools: Sequence[Mapping[str, Any]] = (),
+        use: TemplateUse = TemplateUse(),  # noqa: B008 - immutable
+    ) -> tuple[list[int], int]:
+        """Token ids of a conversation as encode_chat() has them, and how many of them are not expected to change
+        whatever messages follow: those of the text that is the same with one message more."""
+        ids = self.encode_chat(messages, limit, field, tools, use)
+        template = self.tool_template if tools else self._template
+        assert template is not None, "encode_chat() has refused it"
+        text = template.common_text(messages, tools, use)
+        (begun,) = self._batch([text], special=False) if text else ([],)
+        stable = self._stable.count(text, begun, lambda texts: self._batch(texts, special=False))
+        return ids, common_length(begun[:stable], ids)
+
     def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str:
         """Text of token ids; bytes that are no whole UTF-8 character become U+FFFD."""
         if self._has_byte_tokens(ids):
@@ -146,11 +171,15 @@ class Tokenizer:
     def _ids(self, text: str, limit: int, field: str, *, special: bool) -> list[int]:
         if limit:
             self._check_length(text, limit, field)
+        (ids,) = self._batch([text], special=special)
+        if 0 < limit <= len(ids):
+            raise too_long(field, f"{len(ids)} tokens", limit)
+        return ids
+
+    def _batch(self, texts: Sequence[str], *, special: bool) -> list[list[int]]:
         # Not encode(), which holds the GIL: nothing else would be served meanwhile.
-        (encoding,) = self._backend.encode_batch_fast([text], add_special_tokens=special)
-        if 0 < limit <= len(encoding):
-            raise too_long(field, f"{len(encoding)} tokens", limit)
-        return list(encoding.ids)
+        found = self._backend.encode_batch_fast(list(texts), add_special_tokens=special)
+        return [list(encoding.ids) for encoding in found]
 
     def _check_length(self, text: str, limit: int, field: str) -> None:
         """Refuse what certainly has too many tokens, and what takes too long to find out."""
@@ -162,6 +191,10 @@ class Tokenizer:
     @cached_property
     def _bound(self) -> TokenBound | None:
         return length_bound(self._backend.to_str(), _BYTES)
+
+    @cached_property
+    def _stable(self) -> StablePrefix:
+        return StablePrefix(self._added_ids)
 
     @cached_property
     def _added_ids(self) -> Mapping[str, int]:
