@@ -8,7 +8,8 @@ from fastapi import APIRouter, FastAPI
 from headrace.core.runtime.process import max_http_connections
 from headrace.core.types.requests.tenants import tenant_keys
 from headrace.server.api.description.operation import audiences
-from headrace.server.api.native.prefill_routes import handoff_routes, prefill_routes
+from headrace.server.api.native.open_routes import OpenPromptOpener, open_routes
+from headrace.server.api.native.prefill_routes import PrefillResponder, handoff_routes, prefill_routes
 from headrace.server.api.openai.openai_routes import openai_routes
 from headrace.server.api.operations.debug import debug_routes
 from headrace.server.api.operations.discovery import bootstrap_routes, discovery_routes, load_routes
@@ -34,8 +35,11 @@ def create_app(service: Service) -> FastAPI:
     budget = BodyBudget(server.max_body_bytes)
     service.metrics.include(budget.statistics)
     endpoint = CompletionEndpoint(model, completions, control, server, budget)
+    responder = PrefillResponder(model, completions, server)
+    opener = OpenPromptOpener(model, service.open_prompts, server)
     routers = [  # matched in this order: those of prompts first
-        prefill_routes(model, completions, server, budget),
+        prefill_routes(responder, completions, opener, server, budget, service.open_prompts.drop),
+        open_routes(model, service.open_prompts, responder, server, budget),
         openai_routes(model, endpoint),
         generate_routes(model, endpoint),
         token_routes(model, endpoint),

@@ -38,6 +38,10 @@ class AsyncTokenizer:
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._fit(len(text)), self.tokenizer.encode_open, text, self._limit, field)
 
+    async def cut(self, text: str, tokens: int) -> str:
+        """See Tokenizer.cut()."""
+        return await asyncio.get_running_loop().run_in_executor(self._fit(len(text)), self.tokenizer.cut, text, tokens)
+
     async def encode_chat(
         self,
         messages: Sequence[Mapping[str, Any]],

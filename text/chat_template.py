@@ -7,7 +7,6 @@ import json
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from functools import cached_property
-from os.path import commonprefix
 from types import MappingProxyType
 from typing import Any, NamedTuple, NoReturn
 
@@ -99,7 +98,12 @@ class ChatTemplate:
                 texts.append(self.render([*messages, more], tools, plain))
             except REFUSALS:
                 continue  # roles have to take turns, say
-        return commonprefix([self.render(messages, tools, plain), *texts]) if texts else ""
+        if not texts:
+            return ""
+        texts.append(self.render(messages, tools, plain))
+        first, last = min(texts), max(texts)  # what these two have in common, all of them have
+        end = next((at for at, (one, other) in enumerate(zip(first, last, strict=False)) if one != other), len(first))
+        return first[:end]
 
     def check(self) -> None:
         """Raises jinja2.TemplateError for a source that cannot be compiled."""

@@ -94,6 +94,11 @@ class Tokenizer:
         ids = self.encode(text, limit, field)
         return ids, min(len(ids), self._stable.count(text, ids, lambda texts: self._batch(texts, special=True)))
 
+    def cut(self, text: str, tokens: int) -> str:
+        """The beginning of a text that its first tokens, as encode() has them, are made of."""
+        (encoding,) = self._backend.encode_batch([text])
+        return text[: max((end for _, end in encoding.offsets[:tokens]), default=0)]
+
     def encode_open_chat(
         self,
         messages: Sequence[Mapping[str, Any]],

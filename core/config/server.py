@@ -220,6 +220,20 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
             "least-load by prompt tokens sent and not answered",
         ),
     ] = "score"
+    open_prompts: Annotated[
+        int,
+        Flag("open-prompts", HTTP, "prompts of one tenant that may be open, to be appended to; 0: none", low=0),
+    ] = 16
+    open_s: Annotated[
+        float,
+        Flag(
+            "open-seconds",
+            HTTP,
+            "seconds after its last change in which an open prompt that is not committed expires",
+            low=0.001,
+            high=86400,
+        ),
+    ] = 300.0
     max_body_bytes: MaxBodyBytes = 16 << 20
     keep_alive_s: KeepAlive = 630.0
     max_hidden_bytes: Annotated[

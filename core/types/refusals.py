@@ -74,6 +74,11 @@ OPEN_BY_KEY = _full(
 OPEN_REQUESTS = _full(
     "{most} requests are open, which is the limit", "requests that are open (front end)", "`--max-queued-requests`"
 )
+OPEN_PROMPTS = _full(
+    "{own} prompts of this API key are open, which is the limit; commit or delete one",
+    "open prompts of a tenant (`POST /v1/prefill` with `open`)",
+    "`--open-prompts`",
+)
 CLIENT_WAITS = _full(
     "{own} {what} of this client wait, of {total} in all; retry",
     "constraints or first tokens that wait for the child process",

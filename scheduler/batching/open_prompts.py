@@ -9,6 +9,7 @@ they are in the prefix cache, where others may take them, and its next pass begi
 """
 
 from headrace.core.config import SchedulerConfig
+from headrace.core.messages.replies import Progress
 from headrace.core.types.requests.outcomes import DISCARDED
 from headrace.scheduler.batching.starting import LOOKED_AT
 from headrace.scheduler.lifecycle.completion import Completion
@@ -53,7 +54,9 @@ class OpenPrompts:
         """Pieces and the tokens that each has in a short pass, at most slots of them, which are started. Those that
         have nothing left to compute end."""
         queues, before = self._replica.queues, self._replica.cache.version
-        left, chosen, over = short_pass(self._state.config), [], []
+        left = short_pass(self._state.config)
+        chosen: list[tuple[Request, int]] = []
+        over: list[tuple[Request, int]] = []  # with the positions that are cached
         looked_at = LOOKED_AT if self._refused != (before, len(queues.open)) else 0
         for request in queues.open.order(now):
             if not looked_at or left < self._state.config.page_size or len(chosen) >= slots:
@@ -63,11 +66,14 @@ class OpenPrompts:
                 continue  # it comes up again at its place
             cached = request.queued.expected_cached
             if cached >= request.target or cached < request.kept:
-                over.append(request)
+                over.append((request, cached))
             elif count := self._start(request, min(left, request.target - cached), now):
                 chosen.append((request, count))
                 left -= count
-        for request in over:
+        for request, cached in over:
+            if request.submit.progress:
+                done, total = min(cached, request.target), request.prompt_tokens
+                self._state.out.add(Progress(rid=request.rid, phase="computing", done=done, total=total))
             self._completion.complete(request, DISCARDED, now)
         if not chosen:
             self._refused = (self._replica.cache.version, len(queues.open))

@@ -30,6 +30,7 @@ from headrace.server.frontend.generation.runner import GenerationRunner
 from headrace.server.frontend.link.control_address import ControlAddress
 from headrace.server.frontend.link.scheduler_client import News, SchedulerClient
 from headrace.server.frontend.link.scheduler_link import SchedulerLink
+from headrace.server.frontend.open_prompts.open_prompts import OpenPrompts
 from headrace.server.frontend.request.request_context import TraceSampler
 from headrace.server.frontend.served_model import ServedModel
 from headrace.server.frontend.status.readiness import Readiness
@@ -118,6 +119,15 @@ class Service:
         self._statistics_log: asyncio.Task[None] | None = None
         self.control = ControlAddress(self._client, config.transfer.host)
         self.completions = self._make_completions()
+        self.open_prompts = OpenPrompts(
+            self.completions.piece,
+            self.clock,
+            most=config.server.open_prompts,
+            seconds=config.server.open_s,
+            page_size=config.engine.page_size,
+            prefix_cache=config.scheduler.prefix_cache,
+        )
+        self.metrics.include(self.open_prompts.samples)
 
     async def start(self) -> None:
         """Connect to the scheduler, load the tokenizer, find the prefill servers. Raises ConfigError."""
@@ -136,6 +146,7 @@ class Service:
         """End every task. Requests that are still open fail. Spans that are left are sent, for FLUSH_S at most."""
         if self._statistics_log is not None:
             self._statistics_log.cancel()
+        await self.open_prompts.close()
         if self.prefills is not None:
             await self.prefills.stop()
         await self._client.stop()

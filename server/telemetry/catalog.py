@@ -325,6 +325,16 @@ FRONT: tuple[MetricSpec, ...] = (
         zeros=(("queue_full",), ("not_taken",)),
     ),
     MetricSpec("open_requests", "gauge", "Requests that were submitted to the scheduler and have not ended."),
+    MetricSpec("open_prompts", "gauge", "Prompts that are open, to be appended to."),
+    MetricSpec("open_prompt_tokens", "gauge", "Tokens of those prompts."),
+    MetricSpec("open_pieces_total", "counter", "Pieces of open prompts that were begun to be computed.", (), ((),)),
+    MetricSpec(
+        "open_prompts_total",
+        "counter",
+        "Open prompts that have ended, by how: committed, deleted, expired.",
+        ("end",),
+        _each(label_values.OPEN_ENDS),
+    ),
     *ENGINE_GAUGES,
 )
 

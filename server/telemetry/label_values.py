@@ -80,3 +80,6 @@ CLOSED = (
     *((socket, "unread") for socket in ("control", "data", "receiver")),
     *((socket, "shed") for socket in ("kv_events", "kv_events_replay", "stages")),
 )
+
+OPEN_ENDS = ("committed", "deleted", "expired")
+"""How open prompts end."""

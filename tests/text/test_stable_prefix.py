@@ -1,4 +1,4 @@
-"""Tokens of texts that grow: what is computed early is what the whole text has, and where it is not, nothing is lost."""
+"""Tokens of texts that grow: what is computed early is what the whole text has; where it is not, only time is lost."""
 
 import os
 from functools import cache
@@ -62,7 +62,8 @@ def stable_share(tokenizer: Tokenizer, text: str, cuts: list[int]) -> None:
     whole = tokenizer.encode(text)
     for cut in sorted(cut % (len(text) + 1) for cut in cuts):
         ids, stable = tokenizer.encode_open(text[:cut])
-        assert ids == tokenizer.encode(text[:cut]) and 0 <= stable <= len(ids)
+        assert ids == tokenizer.encode(text[:cut])
+        assert 0 <= stable <= len(ids)
         assert common_length(ids[:stable], whole) == stable, (text[:cut], text[cut:])
 
 

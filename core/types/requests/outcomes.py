@@ -19,6 +19,7 @@ FINISHED = ("stop", "length", HANDOFF, HELD, DISCARDED, FETCHED)
 
 REFUSED = (
     # what the client sent
+    "already_committed",
     "body_timeout",
     "body_too_large",
     "empty_prompt",

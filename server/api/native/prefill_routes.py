@@ -2,7 +2,8 @@
 
 import re
 import secrets
-from typing import Any, Literal
+from collections.abc import Callable, Coroutine
+from typing import Any, Literal, Protocol
 
 import msgspec
 from fastapi import APIRouter, Request
@@ -119,6 +120,18 @@ class HandoffReply(msgspec.Struct):
     load: dict[str, Any] | None
 
 
+Run = Coroutine[Any, Any, PrefillReply]
+Guard = Callable[[Callable[[], Run]], Run]
+
+
+class Opener(Protocol):
+    """Answers POST /v1/prefill with open."""
+
+    async def respond(self, http: Request, body: PrefillBody) -> Response:
+        """The response. Raises HeadraceError."""
+        ...
+
+
 _PREFILL = described(
     "Compute a prompt, and send or hold its KV",
     body=PrefillBody,
@@ -140,8 +153,41 @@ _HANDOFF = described(
 )
 
 
-def prefill_routes(model: ServedModel, completions: Completions, config: ServerConfig, budget: BodyBudget) -> APIRouter:
-    """POST and DELETE of prefills."""
+class PrefillResponder:
+    """Makes requests of bodies, and responses of their results."""
+
+    def __init__(self, model: ServedModel, completions: Completions, config: ServerConfig) -> None:
+        self._model = model
+        self._completions = completions
+        self._config = config
+
+    async def request(self, http: Request, body: PrefillBody) -> GenerationRequest:
+        """The request that a body stands for. Raises HeadraceError (400, 404)."""
+        check_model(self._model, body.model)
+        request = await _request(self._model, self._config, client_of(http), body)
+        return with_client_terms(request, http, self._config)
+
+    def respond(self, request: GenerationRequest, *, stream: bool, guard: Guard = lambda run: run()) -> Response:
+        """The response, which has the request computed. guard: runs that."""
+        model, completions = self._model, self._completions
+
+        def whole(emit: Emit) -> Run:
+            return guard(lambda: _prefill(model, completions, request, emit))
+
+        if not stream:
+            return JsonAnswer(lambda: whole(discard_events))
+        return EventStream(lambda events: _stream(request, events, whole), _write_error)
+
+
+def prefill_routes(
+    responder: PrefillResponder,
+    completions: Completions,
+    opener: Opener,
+    config: ServerConfig,
+    budget: BodyBudget,
+    drop: Callable[[str, str], bool],
+) -> APIRouter:
+    """POST and DELETE of prefills. drop: deletes the open prompt of this id and tenant, if there is one."""
     router = APIRouter()
 
     @router.post("/v1/prefill", openapi_extra=_PREFILL)
@@ -149,15 +195,15 @@ def prefill_routes(model: ServedModel, completions: Completions, config: ServerC
         raw = await read_body(http, config.max_body_bytes, budget)
         async with notify_peers_on_refusal(completions, config, raw):
             body = await decode_body(raw, PrefillBody)
-            check_model(model, body.model)
-            request = with_client_terms(await _request(model, config, client_of(http), body), http, config)
-        if not body.stream:
-            return JsonAnswer(lambda: _prefill(model, completions, request, discard_events))
-        return EventStream(lambda events: _stream(model, completions, request, events), _write_error)
+            if body.open:
+                return await opener.respond(http, body)
+            request = await responder.request(http, body)
+        return responder.respond(request, stream=bool(body.stream))
 
     @router.delete("/v1/prefill/{rid}", openapi_extra=_CANCEL)
     async def cancel(rid: str, http: Request) -> Response:
-        if not completions.cancel(rid, tenant_of(http)):
+        tenant = tenant_of(http)
+        if not drop(rid, tenant) and not completions.cancel(rid, tenant):
             raise invalid("rid", f"no request {shown(rid)!r} is open", code=UNKNOWN_RID, status=404)
         return json_response(Cancelled(cancelled=True))
 
@@ -297,9 +343,7 @@ def _first_token(tokenizer: Tokenizer, first: Tokens) -> FirstToken:
     return FirstToken(token, tokenizer.piece(token), None, None)
 
 
-async def _stream(
-    model: ServedModel, completions: Completions, request: GenerationRequest, events: EventWriter
-) -> None:
+async def _stream(request: GenerationRequest, events: EventWriter, whole: Callable[[Emit], Run]) -> None:
     """Events: bootstrapped, progress {done, total}, transferring, done (the response)."""
 
     async def emit(event: Progress | GenerationDelta) -> None:
@@ -307,7 +351,7 @@ async def _stream(
             name = "progress" if event.phase == "computing" else event.phase
             await events.data(PrefillProgress(request.rid, event.done, event.total), name)
 
-    await events.data(await _prefill(model, completions, request, emit), "done")
+    await events.data(await whole(emit), "done")
 
 
 async def _write_error(events: EventWriter, info: ErrorInfo) -> None:

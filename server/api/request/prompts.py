@@ -119,13 +119,7 @@ async def encode_chat(
     use: see template_use(). Raises HeadraceError (400, 413) as encode() does, for content other than text and images
     of users, and for images that are not taken (ImageReader).
     """
-    if not messages:
-        raise invalid(field, f"{field} is empty", code="empty_prompt")
-    await check_arguments((call.function.arguments for each in messages for call in each.tool_calls or ()), field)
-    if not places:
-        check_results(messages, field)
-        places = [f"{field}[{index}]" for index in range(len(messages))]
-    plain = [_plain(model, message, place) for message, place in zip(messages, places, strict=True)]
+    plain, places = await _plain_messages(model, messages, field, places)
     if instructions:
         plain.insert(0, {"role": "system", "content": instructions})
     tools = template_tools(functions)
@@ -136,6 +130,52 @@ async def encode_chat(
     images = await reader.read(given)
     ids, images = reader.tokens.expanded(await model.tokens.encode_chat(plain, field, tools, use), images, field)
     return _checked(model, ids, field), images
+
+
+async def encode_open(model: ServedModel, body: PrefillBody) -> tuple[tuple[int, ...], int]:
+    """Token ids of a prompt that is to grow, and how many of them are not expected to change then. Raises HeadraceError
+    (400) as encode_any() does, and for images."""
+    field = prompt_field(body)
+    if body.messages is not None:
+        plain, places = await _plain_messages(model, body.messages, field)
+        for given in _given_images(body.messages, places):
+            raise invalid(given.field, f"{given.field}: an open prompt has no images", code="unsupported")
+        ids, stable = await model.tokens.encode_open_chat(plain, field, (), template_use(body))
+    elif isinstance(body.prompt, str) and body.prompt:
+        ids, stable = await model.tokens.encode_open(body.prompt, field)
+    else:
+        tokens = await encode(model, body.prompt or body.prompt_token_ids or "", field)
+        return tokens, len(tokens)
+    return _checked(model, ids, field), stable
+
+
+def prompt_field(body: PrefillBody) -> str:
+    """The field that has the prompt of POST /v1/prefill. Raises HeadraceError (400) unless there is exactly one."""
+    given = {
+        "prompt": body.prompt is not None,
+        "prompt_token_ids": body.prompt_token_ids is not None,
+        "messages": body.messages is not None,
+    }
+    names = [name for name, there in given.items() if there]
+    if len(names) != 1:
+        problem = f"{' and '.join(names)} are given together" if names else "no prompt is given"
+        message = f"{problem}; send exactly one of prompt, prompt_token_ids and messages"
+        raise invalid(names[-1] if names else "prompt", message)
+    return names[0]
+
+
+async def _plain_messages(
+    model: ServedModel, messages: Sequence[ChatMessage], field: str, places: Sequence[str] = ()
+) -> tuple[list[dict[str, Any]], Sequence[str]]:
+    """Checked messages as chat templates expect them, and their names in errors. places: see encode_chat()."""
+    if not messages:
+        raise invalid(field, f"{field} is empty", code="empty_prompt")
+    await check_arguments((call.function.arguments for each in messages for call in each.tool_calls or ()), field)
+    if not places:
+        check_results(messages, field)
+        places = [f"{field}[{index}]" for index in range(len(messages))]
+    plain = [_plain(model, message, place) for message, place in zip(messages, places, strict=True)]
+    return plain, places
 
 
 def response_template_use(body: ResponsesBody) -> TemplateUse:
@@ -183,16 +223,7 @@ async def encode_reported(
 async def encode_any(model: ServedModel, body: PrefillBody) -> Encoded:
     """Token ids and images of the prompt of POST /v1/prefill. Raises HeadraceError (400) unless it is given in exactly
     one of the three fields, and as encode_chat() does."""
-    given = {
-        "prompt": body.prompt is not None,
-        "prompt_token_ids": body.prompt_token_ids is not None,
-        "messages": body.messages is not None,
-    }
-    names = [name for name, there in given.items() if there]
-    if len(names) != 1:
-        problem = f"{' and '.join(names)} are given together" if names else "no prompt is given"
-        message = f"{problem}; send exactly one of prompt, prompt_token_ids and messages"
-        raise invalid(names[-1] if names else "prompt", message)
+    prompt_field(body)
     if body.images and body.prompt_token_ids is None:
         raise invalid("images", "images are those of prompt_token_ids; in messages they are parts of type image_url")
     if body.messages is not None:

@@ -226,15 +226,9 @@ class SamplingBody(SamplingFields, frozen=True, kw_only=True):
     stream: bool | None = None
 
 
-class PrefillBody(SamplingBody, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Body of POST /v1/prefill. Exactly one of prompt, prompt_token_ids and messages is given."""
+class PrefillFields(SamplingBody, frozen=True, kw_only=True):
+    """Fields of POST /v1/prefill beside the prompt."""
 
-    prompt: str | list[TokenId] | None = None
-    """A text, or token ids, as of prompt_token_ids."""
-    prompt_token_ids: list[TokenId] | None = None
-    images: list[str] | None = None
-    """Images of prompt_token_ids, which has all of their tokens, as data URLs in the order of their places."""
-    messages: list[ChatMessage] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     """See ChatBody; so are the next three."""
     reasoning_effort: Effort | None = None
@@ -261,6 +255,40 @@ class PrefillBody(SamplingBody, frozen=True, kw_only=True, forbid_unknown_fields
     def prompt_only(self) -> bool:
         """The KV of the prompt is wanted, and no first token."""
         return self.max_tokens == 0
+
+
+class PrefillBody(PrefillFields, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Body of POST /v1/prefill. Exactly one of prompt, prompt_token_ids and messages is given."""
+
+    prompt: str | list[TokenId] | None = None
+    """A text, or token ids, as of prompt_token_ids."""
+    prompt_token_ids: list[TokenId] | None = None
+    images: list[str] | None = None
+    """Images of prompt_token_ids, which has all of their tokens, as data URLs in the order of their places."""
+    messages: list[ChatMessage] | None = None
+    open: bool | None = None
+    """The prompt is to grow: it is computed as it comes, and the response has the id under which it is appended to and
+    committed. Other fields are those of the commit, unless that has them, too."""
+
+
+class CommitBody(PrefillFields, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Body of POST /v1/prefill/{id}/commit: fields of POST /v1/prefill in the place of those of the opening."""
+
+
+class AppendBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Body of PATCH /v1/prefill/{id}."""
+
+    append: str | list[TokenId | ChatMessage]
+    """What the open prompt goes on with: a text, token ids or messages, as it has begun."""
+
+
+class TruncateBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Body of POST /v1/prefill/{id}/truncate. Exactly one of both is given."""
+
+    tokens: Position | None = None
+    """Tokens of the prompt that stay; a text ends behind the last of them."""
+    messages: Position | None = None
+    """Messages that stay."""
 
 
 class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -15,6 +15,8 @@ from headrace.core.types.requests.request import SamplingParams
 from headrace.core.types.requests.tenants import tenant_salt
 from headrace.server.frontend.generation.runner import GenerationRunner
 from headrace.server.frontend.link.scheduler_client import SchedulerClient
+from headrace.server.frontend.open_prompts.open_prompts import Piece
+from headrace.server.frontend.open_prompts.pieces import LocalPiece
 from headrace.server.frontend.request.generation_request import (
     Emit,
     GenerationDelta,
@@ -94,6 +96,10 @@ class Completions:
             observer.first_token(first_token_s)
             observer.ended(result)
         return first, result
+
+    def piece(self, request: GenerationRequest) -> Piece:
+        """A piece of an open prompt, to be computed."""
+        return LocalPiece(self._client, self._own(request))
 
     def cancel(self, rid: str, tenant: str) -> bool:
         """Cancel an open or held request of a tenant, "" for any; False if there is none with this id."""

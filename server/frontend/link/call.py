@@ -53,6 +53,8 @@ class Call:
         self._lost: ErrorInfo | None = None
         self.rid = submit.rid
         self.tenant = submit.terms.tenant
+        self.piece = submit.open
+        """It is a piece of an open prompt, and no request of a client that waits."""
         self.ended = False
         """RequestFinished or RequestFailed has come: the scheduler knows nothing of the request any more."""
         self.decision: PrefillDecision | None = None

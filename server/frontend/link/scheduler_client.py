@@ -68,6 +68,7 @@ class SchedulerClient:
         self._clock = clock
         self._on_news = on_news
         self._calls: dict[str, Call] = {}
+        self._pieces = 0  # of open prompts, among the calls
         self._ending: set[str] = set()  # rids of aborted requests whose end the scheduler has not reported yet
         self._held: dict[str, str] = {}  # tenants of held requests, by rid
         self._queries: dict[int, asyncio.Future[Stats]] = {}
@@ -117,10 +118,12 @@ class SchedulerClient:
         if self._ended is not None:
             raise HeadraceError(self._ended)
         self._calls[call.rid] = call
+        self._pieces += call.piece
 
     def unregister(self, call: Call) -> None:
         """Stop routing replies to this call."""
         del self._calls[call.rid]
+        self._pieces -= call.piece
         if not call.ended:
             if call.kept:
                 self._held[call.rid] = call.tenant
@@ -145,8 +148,8 @@ class SchedulerClient:
 
     @property
     def open_calls(self) -> int:
-        """Number of calls whose context was not left."""
-        return len(self._calls)
+        """Number of calls whose context was not left, without pieces of open prompts."""
+        return len(self._calls) - self._pieces
 
     @property
     def held_calls(self) -> int:

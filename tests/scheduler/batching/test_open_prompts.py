@@ -134,7 +134,8 @@ def test_a_piece_is_computed_in_short_passes_without_a_token() -> None:
     assert all(row.sample is None for forward, _ in made.passes for row in forward.rows)
     assert not [effect for effect in made.effects if isinstance(effect, Tokens)]
     assert [effect.done for effect in made.effects if isinstance(effect, Progress)] == [16, 32, 40]
-    assert list(made.ended) == ["a"] and made.scheduler.idle
+    assert list(made.ended) == ["a"]
+    assert made.scheduler.idle
     assert made.scheduler.cached_tokens(prompt(43)) == 40
     made.handle(piece("b", 60))
     made.run()
@@ -175,9 +176,10 @@ def test_a_piece_ends_with_the_pass_that_it_is_in() -> None:
     made.step()
     running = {row.request for row in made.done_at[0][1].rows}
     made.handle(Abort(rid="a", finish=True), Abort(rid="b", finish=True))
-    assert len(made.ended) == 1 and len(running) == 1, "the one that waits has ended at once"
+    assert (len(made.ended), len(running)) == (1, 1), "the one that waits has ended at once"
     made.run()
-    assert len(made.passes) == 2 and set(made.ended) == {"a", "b"}
+    assert len(made.passes) == 2
+    assert set(made.ended) == {"a", "b"}
     cached = [made.scheduler.cached_tokens(prompt(200, text)) for text in (1, 2)]
     assert sum(cached) == 32, "what was computed stays"
 
@@ -187,7 +189,8 @@ def test_a_drain_does_not_wait_for_pieces() -> None:
     made.handle(piece("a", 400), piece("b", 400, 2))
     made.handle(Drain())
     made.run()
-    assert len(made.passes) == 1 and isinstance(made.effects[-1], Drained)
+    assert len(made.passes) == 1
+    assert isinstance(made.effects[-1], Drained)
 
 
 def test_pieces_leave_their_pages_to_others() -> None:
@@ -198,21 +201,24 @@ def test_pieces_leave_their_pages_to_others() -> None:
     made.run()
     first, last = PASS_S + 16 * TOKEN_S, 2 * PASS_S + 127 * TOKEN_S
     assert made.ended["whole pool"] == pytest.approx(first + last)
-    assert len(made.passes) == 3 and made.ended["a"] == made.ended["whole pool"], "its pages are gone, and so is it"
+    assert len(made.passes) == 3
+    assert made.ended["a"] == made.ended["whole pool"], "its pages are gone, and so is it"
 
 
 def test_pieces_that_take_each_others_pages_end() -> None:
     made = engine(kv_pages=24)
     made.handle(*(piece(f"p{number}", 90, number) for number in range(1, 5)))
     made.run()
-    assert len(made.ended) == 4 and len(made.passes) < 40
+    assert len(made.ended) == 4
+    assert len(made.passes) < 40
 
 
 @pytest.mark.parametrize("changes", [{"prefix_cache": False}, {"chunk_tokens": 3}])
 def test_nothing_is_computed_that_would_not_be_kept(changes: dict[str, Any]) -> None:
     made = engine(**changes)
     made.handle(piece("a", 100))
-    assert made.ended == {"a": 0.0} and not made.passes
+    assert made.ended == {"a": 0.0}
+    assert not made.passes
 
 
 ARRIVALS = st.lists(st.tuples(st.integers(0, 1500), st.integers(1, 4), st.sampled_from(NAMES)), min_size=1, max_size=8)

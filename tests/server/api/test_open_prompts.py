@@ -1,0 +1,259 @@
+"""Open prompts over HTTP: opened, appended to, cut, committed, deleted, expired."""
+
+import asyncio
+from collections.abc import Iterable
+from typing import Any
+
+import httpx
+import pytest
+
+from headrace.core.messages.frontend import Abort, Submit
+from headrace.core.messages.replies import AnySchedulerReply, Progress, RequestFailed, Tokens
+from headrace.core.types import refusals
+from headrace.core.types.packed import unpack
+from headrace.core.types.requests.request import Discard, SendTo
+from headrace.text.tokenizer import Tokenizer
+from tests.server.fakes import FakeLink, client, finished, in_loop, json_of, running
+
+TEXT = "hello world " * 12
+
+
+def computing(link: FakeLink, submit: Submit) -> Iterable[AnySchedulerReply]:
+    """A scheduler that computes pieces at once, and prompts that are handed over."""
+    total = len(submit.prompt) // 4
+    if submit.open:
+        done = (total - 1) // 16 * 16
+        yield Progress(rid=submit.rid, phase="computing", done=done, total=total)
+        yield finished(submit.rid, "discarded", prompt=total)
+    else:
+        yield Tokens(rid=submit.rid, tokens=(7,))
+        yield finished(submit.rid, "handed_over", prompt=total, cached=1)
+
+
+def stalled(link: FakeLink, submit: Submit) -> Iterable[AnySchedulerReply]:
+    """One that gets to no piece."""
+    return () if submit.open else computing(link, submit)
+
+
+async def opened(http: httpx.AsyncClient, **body: Any) -> dict[str, Any]:
+    answer = await http.post("/v1/prefill", json={"open": True, **body})
+    assert answer.status_code == 200, answer.text
+    return json_of(answer)
+
+
+async def settled(http: httpx.AsyncClient, name: str) -> dict[str, Any]:
+    """Its state once nothing is computed any more."""
+    before = None
+    while (now := json_of(await http.get(f"/v1/prefill/{name}"))["computed"]) != before:
+        before = now
+        await asyncio.sleep(0.02)
+    return json_of(await http.get(f"/v1/prefill/{name}"))
+
+
+def pieces(link: FakeLink) -> list[Submit]:
+    return [submit for submit in link.of(Submit) if submit.open]
+
+
+@in_loop
+async def test_a_prompt_that_is_opened_appended_to_and_committed(tokenizer: Tokenizer) -> None:
+    link = FakeLink(computing)
+    whole = [7, 8, 9] * 30
+    async with running(link, tokenizer, role="prefill", length=400) as service, client(service) as http:
+        state = await opened(http, prompt_token_ids=whole[:40], cache_salt="own", temperature=0)
+        assert state["tokens"] == state["stable"] == 40
+        assert state["ticket"]
+        assert 290 < state["expires_s"] <= 300
+        name = state["id"]
+        assert (await settled(http, name))["computed"] == 32
+        appended = json_of(await http.patch(f"/v1/prefill/{name}", json={"append": whole[40:80]}))
+        assert appended["tokens"] == 80
+        assert (await settled(http, name))["computed"] == 64
+        await http.patch(f"/v1/prefill/{name}", json={"append": whole[80:]})
+        answer = json_of(await http.post(f"/v1/prefill/{name}/commit", json={"temperature": 0.5, "seed": 3}))
+        again = await http.post(f"/v1/prefill/{name}/commit", json={})
+        metrics = (await http.get("/metrics")).text
+    submit = link.of(Submit)[-1]
+    assert answer["ticket"] == state["ticket"]
+    assert answer["first_token"]["id"] == 7
+    assert list(unpack(submit.prompt)) == whole
+    assert submit.route == SendTo(state["ticket"])
+    assert (submit.sampling.temperature, submit.sampling.seed, submit.open) == (0.5, 3, False)
+    assert all(piece.route == Discard() for piece in pieces(link))
+    assert {piece.terms.cache_salt for piece in pieces(link)} == {submit.terms.cache_salt} != {""}
+    assert all(unpack(piece.prompt) == unpack(submit.prompt)[: len(piece.prompt) // 4] for piece in pieces(link))
+    assert again.status_code == 409
+    assert json_of(again)["error"]["code"] == "already_committed"
+    assert 'headrace_open_prompts_total{end="committed"} 1' in metrics
+    assert "headrace_open_prompts 0" in metrics
+
+
+@in_loop
+async def test_what_is_appended_while_a_piece_is_computed_is_the_next_one(tokenizer: Tokenizer) -> None:
+    link = FakeLink(stalled)
+    async with running(link, tokenizer, role="prefill", length=400) as service, client(service) as http:
+        name = (await opened(http, prompt_token_ids=[1] * 40))["id"]
+        first = await link.wait_for(Submit)
+        for _ in range(5):
+            await http.patch(f"/v1/prefill/{name}", json={"append": [2] * 20})
+        link.say(finished(first.rid, "discarded", prompt=40))
+        await link.wait_for(Submit, 2)
+        assert [len(piece.prompt) // 4 for piece in pieces(link)] == [40, 140]
+        metrics = (await http.get("/metrics")).text
+    assert "headrace_open_requests 0" in metrics, "pieces are no requests of clients"
+    assert "headrace_open_pieces_total 2" in metrics
+
+
+@in_loop
+async def test_a_commit_finishes_the_piece_under_way_first(tokenizer: Tokenizer) -> None:
+    link = FakeLink(stalled)
+    async with running(link, tokenizer, role="prefill", length=400) as service, client(service) as http:
+        name = (await opened(http, prompt_token_ids=[1] * 40))["id"]
+        await link.wait_for(Submit)
+        answer = await http.post(f"/v1/prefill/{name}/commit", json={"handoff": "none"})
+    sent = [message for message in link.sent if isinstance(message, Submit | Abort)]
+    assert answer.status_code == 200
+    assert [type(message) for message in sent] == [Submit, Abort, Submit]
+    assert sent[1].finish
+
+
+@in_loop
+async def test_a_text_is_committed_as_if_it_had_come_whole(tokenizer: Tokenizer) -> None:
+    link = FakeLink(computing)
+    text = TEXT + "wörld 🙂\r\n 12345"
+    async with running(link, tokenizer, role="prefill", length=400) as service, client(service) as http:
+        name = (await opened(http, prompt=text[:9]))["id"]
+        for start in range(9, len(text), 7):
+            await http.patch(f"/v1/prefill/{name}", json={"append": text[start : start + 7]})
+        state = await settled(http, name)
+        assert 0 < state["computed"] <= state["stable"] < state["tokens"]
+        await http.post(f"/v1/prefill/{name}/commit", json={})
+    assert list(unpack(link.of(Submit)[-1].prompt)) == tokenizer.encode(text)
+
+
+@in_loop
+async def test_messages_are_committed_as_if_they_had_come_whole(tokenizer: Tokenizer) -> None:
+    link = FakeLink(computing)
+    said = [{"role": ("user", "assistant")[n % 2], "content": f"{n} {TEXT}"} for n in range(5)]
+    async with running(link, tokenizer, role="prefill", length=400) as service, client(service) as http:
+        name = (await opened(http, messages=said[:1]))["id"]
+        await http.patch(f"/v1/prefill/{name}", json={"append": said[1:2]})
+        await http.patch(f"/v1/prefill/{name}", json={"append": [{"role": "user", "content": "an error"}]})
+        cut = json_of(await http.post(f"/v1/prefill/{name}/truncate", json={"messages": 2}))
+        assert cut["tokens"] == len(tokenizer.encode_chat(said[:2]))
+        await http.patch(f"/v1/prefill/{name}", json={"append": said[2:]})
+        assert (await settled(http, name))["computed"] > 0
+        await http.post(f"/v1/prefill/{name}/commit", json={})
+    assert list(unpack(link.of(Submit)[-1].prompt)) == tokenizer.encode_chat(said)
+
+
+@in_loop
+async def test_a_prompt_that_is_cut_goes_on_from_there(tokenizer: Tokenizer) -> None:
+    link = FakeLink(computing)
+    async with running(link, tokenizer, role="prefill", length=400) as service, client(service) as http:
+        name = (await opened(http, prompt_token_ids=[1] * 100))["id"]
+        assert (await settled(http, name))["computed"] == 96
+        cut = json_of(await http.post(f"/v1/prefill/{name}/truncate", json={"tokens": 40}))
+        assert (cut["tokens"], cut["computed"]) == (40, 32)
+        await http.patch(f"/v1/prefill/{name}", json={"append": [2] * 60})
+        assert (await settled(http, name))["computed"] == 96
+        await http.post(f"/v1/prefill/{name}/commit", json={})
+        text = json_of(await http.post("/v1/prefill", json={"open": True, "prompt": TEXT}))
+        half = text["tokens"] // 2
+        cut = json_of(await http.post(f"/v1/prefill/{text['id']}/truncate", json={"tokens": half}))
+        assert cut["tokens"] == half
+    assert list(unpack([each for each in link.of(Submit) if not each.open][-1].prompt)) == [1] * 40 + [2] * 60
+
+
+@in_loop
+async def test_wrong_uses_are_refused_and_change_nothing(tokenizer: Tokenizer) -> None:
+    link = FakeLink(computing)
+    async with running(link, tokenizer, role="prefill", length=400) as service, client(service) as http:
+        name = (await opened(http, prompt_token_ids=[1] * 20))["id"]
+        path = f"/v1/prefill/{name}"
+        for method, at, body, status, field in (
+            ("PATCH", path, {"append": "text"}, 400, "append"),
+            ("PATCH", path, {"append": [{"role": "user", "content": "x"}]}, 400, "append"),
+            ("PATCH", path, {"append": [10**6]}, 400, "prompt_token_ids[20]"),
+            ("PATCH", path, {"append": [1] * 100_000}, 400, "prompt_token_ids"),
+            ("PATCH", path, {"more": [1]}, 400, "more"),
+            ("PATCH", "/v1/prefill/open-x", {"append": [1]}, 404, "id"),
+            ("GET", "/v1/prefill/open-x", None, 404, "id"),
+            ("POST", "/v1/prefill/open-x/commit", {}, 404, "id"),
+            ("POST", f"{path}/truncate", {}, 400, "tokens"),
+            ("POST", f"{path}/truncate", {"tokens": 21}, 400, "tokens"),
+            ("POST", f"{path}/truncate", {"tokens": 0}, 400, "tokens"),
+            ("POST", f"{path}/truncate", {"messages": 1}, 400, "messages"),
+            ("POST", f"{path}/commit", {"temperature": -1}, 400, "temperature"),
+            ("POST", f"{path}/commit", {"prompt": "x"}, 400, "prompt"),
+            ("POST", "/v1/prefill", {"open": True}, 400, "prompt"),
+            ("POST", "/v1/prefill", {"open": True, "prompt_token_ids": [1], "images": ["x"]}, 400, "images"),
+        ):
+            answer = await http.request(method, at, json=body)
+            error = json_of(answer)["error"]
+            assert (answer.status_code, error["param"]) == (status, field), (method, at, body, error)
+        assert json_of(await http.get(path))["tokens"] == 20
+
+
+@in_loop
+async def test_prompts_of_a_tenant_are_bounded_and_its_own(tokenizer: Tokenizer) -> None:
+    link = FakeLink(computing)
+    keys = ("alice=ka", "bob=kb")
+    alice, bob = ({"Authorization": f"Bearer {key}"} for key in ("ka", "kb"))
+    body = {"open": True, "prompt_token_ids": [1] * 20}
+    async with (
+        running(link, tokenizer, role="prefill", length=400, tenant_keys=keys, open_prompts=2) as service,
+        client(service) as http,
+    ):
+        first = json_of(await http.post("/v1/prefill", json=body, headers=alice))
+        await http.post("/v1/prefill", json=body, headers=alice)
+        third = await http.post("/v1/prefill", json=body, headers=alice)
+        assert (third.status_code, json_of(third)["error"]["code"]) == (429, "queue_full")
+        assert (await http.post("/v1/prefill", json=body, headers=bob)).status_code == 200
+        path = f"/v1/prefill/{first['id']}"
+        assert (await http.get(path, headers=bob)).status_code == 404
+        assert (await http.delete(path, headers=bob)).status_code == 404
+        assert (await http.delete(path, headers=alice)).status_code == 200
+        assert (await http.get(path, headers=alice)).status_code == 404
+        assert (await http.post("/v1/prefill", json=body, headers=alice)).status_code == 200
+
+
+@in_loop
+async def test_a_prompt_whose_client_vanishes_expires(tokenizer: Tokenizer) -> None:
+    link = FakeLink(stalled)
+    async with running(link, tokenizer, role="prefill", length=400, open_s=0.2) as service, client(service) as http:
+        name = (await opened(http, prompt_token_ids=[1] * 40))["id"]
+        abort = await link.wait_for(Abort)
+        assert (abort.rid, abort.finish) == (pieces(link)[0].rid, True)
+        assert (await http.get(f"/v1/prefill/{name}")).status_code == 404
+        metrics = (await http.get("/metrics")).text
+        assert 'headrace_open_prompts_total{end="expired"} 1' in metrics
+        assert "headrace_open_prompt_tokens 0" in metrics
+
+
+@in_loop
+async def test_a_commit_that_is_refused_for_now_leaves_the_prompt_open(tokenizer: Tokenizer) -> None:
+    full = refusals.QUEUED_REQUESTS.error(predicted_s=1.0, queued=1, own=1, limit=1)
+
+    def refusing(link: FakeLink, submit: Submit) -> Iterable[AnySchedulerReply]:
+        return computing(link, submit) if submit.open else (RequestFailed(rid=submit.rid, error=full),)
+
+    link = FakeLink(refusing)
+    async with running(link, tokenizer, role="prefill", length=400) as service, client(service) as http:
+        name = (await opened(http, prompt_token_ids=[1] * 40))["id"]
+        assert (await http.post(f"/v1/prefill/{name}/commit", json={})).status_code == 429
+        link.script = computing
+        assert (await http.post(f"/v1/prefill/{name}/commit", json={"stream": True})).text.count("event: done") == 1
+
+
+@pytest.mark.parametrize("flags", [{"open_prompts": 0}])
+def test_none_are_taken_where_none_may_be_open(tokenizer: Tokenizer, flags: dict[str, Any]) -> None:
+    @in_loop
+    async def run() -> None:
+        async with (
+            running(FakeLink(computing), tokenizer, role="prefill", length=400, **flags) as service,
+            client(service) as http,
+        ):
+            answer = await http.post("/v1/prefill", json={"open": True, "prompt": "x"})
+            assert (answer.status_code, json_of(answer)["error"]["param"]) == (400, "open")
+
+    run()
