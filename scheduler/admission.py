@@ -10,8 +10,8 @@ from headrace.core.types.errors import CANCELLED, NOT_CACHED, PREFILL_NEEDED, TI
 from headrace.core.types.packed import ITEM_BYTES, packed_length, unpack
 from headrace.core.types.requests.remote_prefill import LocalForecast, decide, threshold_of
 from headrace.core.types.requests.request import DecodeHere, Discard, FetchFrom, SendTo
-from headrace.scheduler.batching.open_prompts import open_target
 from headrace.scheduler.costs.cost_model import Load
+from headrace.scheduler.costs.short_passes import open_target
 from headrace.scheduler.kv.kv_cache import Lease
 from headrace.scheduler.lifecycle.completion import release_ticket
 from headrace.scheduler.overload import Overload

@@ -275,11 +275,7 @@ class SimulatedServer:
             client.prompt, min(sampling.max_tokens, room), sampling.stop_token_ids, sampling.min_tokens
         )
         if not submit.route.decodes_here:
-<<<<<<< HEAD
             expected = expected[:1] if _samples(submit) else []
-=======
-            expected = [] if submit.open else expected[:1]
->>>>>>> 45b28b9d (Scheduler: pieces of open prompts, computed where nothing else is)
         got = client.tokens
         full_pool = finished.reason == "length" and len(client.prompt) + len(got) > self._pool_tokens()
         if got != (expected[: len(got)] if client.finished_early or full_pool else expected):
@@ -331,4 +327,6 @@ class SimulatedServer:
 def _samples(submit: Submit) -> bool:
     """Whether the request computes anything."""
     route = submit.route
+    if submit.open:
+        return False
     return not (isinstance(route, SendTo) and route.cached) and not (isinstance(route, FetchFrom) and route.prefix)

@@ -8,30 +8,15 @@ A piece is a request without a token: it ends when its whole pages are computed.
 they are in the prefix cache, where others may take them, and its next pass begins behind those that are left there.
 """
 
-from headrace.core.config import SchedulerConfig
 from headrace.core.messages.replies import Progress
 from headrace.core.types.requests.outcomes import DISCARDED
 from headrace.scheduler.batching.starting import LOOKED_AT
+from headrace.scheduler.costs.short_passes import short_pass
 from headrace.scheduler.lifecycle.completion import Completion
 from headrace.scheduler.requests.phase import Phase
 from headrace.scheduler.requests.record import Request
 from headrace.scheduler.state.replica import Replica
 from headrace.scheduler.state.state import State
-
-SHORT = 4  # a pass of pieces has so much less tokens than others may have
-
-
-def open_target(config: SchedulerConfig, tokens: int) -> int:
-    """Tokens of a piece that are computed: whole pages, as others are not cached, without the last token, which a
-    prompt that finds all of it cached has to compute anyway."""
-    size = config.page_size
-    keeps = config.prefix_cache and size <= config.chunk_tokens
-    return max(0, tokens - 1) // size * size if keeps else 0
-
-
-def short_pass(config: SchedulerConfig) -> int:
-    """Tokens of a pass that holds pieces of open prompts."""
-    return max(config.page_size, config.chunk_tokens // SHORT // config.page_size * config.page_size)
 
 
 class OpenPrompts:

@@ -27,10 +27,11 @@ from headrace.core.types.kv.geometry import ceil_div
 from headrace.core.types.packed import pack
 from headrace.core.types.ranks.coordinate import Agreement, coordinate, cut_result, vote
 from headrace.core.types.requests.images import rotary_positions
-from headrace.scheduler.batching.open_prompts import OpenPrompts, short_pass
+from headrace.scheduler.batching.open_prompts import OpenPrompts
 from headrace.scheduler.batching.prefill_shares import PrefillShares, next_chunk
 from headrace.scheduler.batching.starting import Starter
 from headrace.scheduler.costs.cost_model import CostModel
+from headrace.scheduler.costs.short_passes import short_pass
 from headrace.scheduler.decode.fetch import RemoteFetch
 from headrace.scheduler.decode.generation import TokenGeneration
 from headrace.scheduler.lifecycle.preemption import Preemption

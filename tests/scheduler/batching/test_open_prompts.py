@@ -16,7 +16,7 @@ from headrace.core.messages.stage_events import PlanDone, SampledToken, StageRea
 from headrace.core.types.packed import pack
 from headrace.core.types.requests.request import Discard, SamplingParams
 from headrace.core.types.requests.terms import RequestTerms
-from headrace.scheduler.batching.open_prompts import short_pass
+from headrace.scheduler.costs.short_passes import short_pass
 from headrace.scheduler.scheduler import Effect, Scheduler
 from headrace.testing.scenario import POLICIES
 from tests.scheduler.bench import config, geometry
