@@ -158,6 +158,7 @@ OF_ROUTE: dict[Kind, dict[str, Case]] = {
         "hidden_states": Case("last"),
         "draft_top_k": Case(2),
         "adapter": Case("0" * 32, status=404),  # of no adapter, since the model has none
+        "open": Case(True),
     },
     schema.TokensBody: {
         "token_ids": Case([7]),

@@ -138,6 +138,7 @@ class Planner:
         for request, count in self._open.divide(batch.slots, now):
             self._prefill(batch, request, count)
             self._replica.queues.preempt(request)
+            self._state.metrics.counters.add("open_tokens_total", count)
         return batch
 
     def order(self, batch: BatchBuilder, seq: int, agreement: Agreement | None, now: float) -> Plan:

@@ -153,6 +153,13 @@ CATALOG = (
     ),
     MetricSpec("prompt_tokens_total", "counter", "Prompt tokens of the requests that were started.", (), ((),)),
     MetricSpec("cached_tokens_total", "counter", "Prompt tokens found in the prefix cache.", (), ((),)),
+    MetricSpec(
+        "open_tokens_total",
+        "counter",
+        "Tokens of open prompts that were computed; no prompt tokens of requests.",
+        (),
+        ((),),
+    ),
     MetricSpec("generated_tokens_total", "counter", "Tokens sampled, first tokens among them.", (), ((),)),
     MetricSpec("kv_pages", "gauge", "KV pages by state.", ("state",), (("free",), ("cached",), ("leased",))),
     MetricSpec(

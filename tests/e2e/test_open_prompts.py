@@ -1,0 +1,128 @@
+"""Open prompts at a real server: the same bits and the same text as of the prompt sent whole."""
+
+import itertools
+import random
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+import zmq
+
+from headrace.core.types.kv.geometry import Geometry
+from headrace.integrations.http_client import direct_client
+from tests.e2e import gold
+from tests.e2e.harness import Server, pages_in_use, serving, wait_until
+from tests.e2e.peer import Peer
+
+FLAGS = (
+    "--role", "prefill", "--dtype", "float32", "--chunk-tokens", "64", "--kv-pages", "256", "--max-model-len", "2048",
+    "--peer-timeout", "60",
+)  # fmt: skip
+SMOLLM2 = Geometry("float32", layers=30, kv_heads=3, head_dim=64, page_size=16)
+EXAMPLE = Path("examples/stream_document.py")
+LENGTH, PIECES = 500, 40
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    with serving(*FLAGS) as made:
+        yield made
+
+
+@pytest.fixture
+def http(server: Server) -> Iterator[httpx.Client]:
+    with direct_client(base_url=server.url, timeout=60) as client:
+        yield client
+
+
+@pytest.fixture
+def peer(server: Server) -> Iterator[Peer]:
+    context: Any = zmq.Context()
+    yield Peer(context, server, SMOLLM2)
+    context.destroy(linger=0)
+    wait_until(lambda: pages_in_use(server) == 0, 20, f"pages are back\n{server.log}")
+
+
+def ok(answer: httpx.Response) -> dict[str, Any]:
+    assert answer.status_code == 200, answer.text
+    return dict(answer.json())
+
+
+def whole(http: httpx.Client, peer: Peer, ids: tuple[int, ...], salt: str) -> tuple[np.ndarray, Any]:
+    """KV and first token of a prompt sent whole, under a salt of its own: nothing of it is cached."""
+    body = {"prompt_token_ids": ids, "ticket": f"whole {salt}", "handoff": "hold", "temperature": 0, "cache_salt": salt}
+    assert ok(http.post("/v1/prefill", json=body))["usage"]["cached_tokens"] == 0
+    peer.reserve(f"whole {salt}", len(ids), wait=False)
+    return peer.receive(len(ids))
+
+
+def settled(http: httpx.Client, path: str) -> dict[str, Any]:
+    """Its state when all of its stable pages are computed."""
+    wait_until(lambda: (state := ok(http.get(path)))["stable"] - state["computed"] <= 16, 60, "it is computed")
+    return ok(http.get(path))
+
+
+def test_a_prompt_in_forty_pieces_has_the_bits_of_the_prompt_sent_whole(http: httpx.Client, peer: Peer) -> None:
+    """One is cut within what was computed, and appended to again."""
+    ids = gold.story_ids()[:LENGTH]
+    kv, first = whole(http, peer, ids, "bits")
+    rng = random.Random(37)
+    cuts = [0, *sorted(rng.sample(range(1, LENGTH), PIECES - 1)), LENGTH]
+    pieces = [list(ids[start:end]) for start, end in itertools.pairwise(cuts)]
+    state = ok(http.post("/v1/prefill", json={"open": True, "prompt_token_ids": pieces[0], "cache_salt": "pieces"}))
+    path, ticket = f"/v1/prefill/{state['id']}", state["ticket"]
+    for number, piece in enumerate(pieces[1:], 1):
+        if number == PIECES // 2:
+            assert settled(http, path)["computed"] > 64
+            ok(http.patch(path, json={"append": [7] * 100}))
+            settled(http, path)
+            ok(http.post(f"{path}/truncate", json={"tokens": cuts[number] - 40}))
+            ok(http.patch(path, json={"append": list(ids[cuts[number] - 40 : cuts[number]])}))
+        state = ok(http.patch(path, json={"append": piece}))
+        time.sleep(rng.choice([0.0, 0.02]))
+    assert state["tokens"] == LENGTH
+    settled(http, path)
+    answer = ok(http.post(f"{path}/commit", json={"handoff": "hold", "temperature": 0}))
+    assert answer["ticket"] == ticket
+    assert answer["usage"]["cached_tokens"] >= LENGTH - 32
+    peer.reserve(ticket, LENGTH, wait=False)
+    grown, grown_first = peer.receive(LENGTH)
+    assert np.array_equal(grown, kv)
+    assert grown_first.token == first.token == answer["first_token"]["id"]
+
+
+def test_a_text_in_pieces_is_the_text_sent_whole(http: httpx.Client, server: Server) -> None:
+    text = gold.tokenizer().decode(gold.story_ids()[:300]) + " naïve e\u0301 🙂\r\n 12345"
+    common = {"handoff": "none", "temperature": 0, "logprobs": 5}
+    expected = ok(http.post("/v1/prefill", json={"prompt": text, "cache_salt": "whole", **common}))
+    rng, at = random.Random(5), 0
+    path = ""
+    while at < len(text):
+        piece = text[at : at + rng.randrange(1, 90)]
+        at += len(piece)
+        if not path:
+            path = f"/v1/prefill/{ok(http.post('/v1/prefill', json={'open': True, 'prompt': piece}))['id']}"
+        else:
+            ok(http.patch(path, json={"append": piece}))
+    settled(http, path)
+    answer = ok(http.post(f"{path}/commit", json=common))
+    assert answer["first_token"] == expected["first_token"]
+    assert answer["usage"]["prompt_tokens"] == expected["usage"]["prompt_tokens"]
+    assert answer["usage"]["cached_tokens"] > 200
+    assert server.total("headrace_open_tokens_total") > 0
+
+
+def test_the_example_streams_a_document(server: Server, tmp_path: Path) -> None:
+    document = tmp_path / "report.txt"
+    document.write_text(gold.tokenizer().decode(gold.story_ids()[:300]))
+    command = [sys.executable, str(EXAMPLE), server.url, "Read this.", str(document), "--chars", "300"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "tokens computed" in done.stderr
+    assert done.stdout.strip()
