@@ -159,6 +159,7 @@ class Scheduler:
         """Take in one event; return what is to be done about it."""
         if not isinstance(event, QueryStats | QueryStatus | StageHeartbeat):
             self._idle_check.changed()
+        self._expire_retained(now)
         match event:
             case PeerEvent():
                 self._peer_event(event, now)
@@ -172,6 +173,7 @@ class Scheduler:
 
     def plan(self, now: float) -> list[Effect]:
         """At most one Forward of each replica, and what belongs to it; nothing without work, or a credit left."""
+        self._expire_retained(now)
         if self._lockstep is not None:
             self._lockstep.plan(now)
         else:
@@ -320,6 +322,12 @@ class Scheduler:
                 for event in replica.cache_events.take():
                     state.out.add(ReplicaKvEvent(replica=replica.index, event=event) if replica.index else event)
         return state.out.take()
+
+    def _expire_retained(self, now: float) -> None:
+        """No deadline is set for pages that are retained: it matters only when others come."""
+        for replica in self._state.replicas:
+            if replica.cache.retained:
+                replica.cache.expire(now)
 
     def _stage_stopped(self, event: SendCancelled | ReceiveCancelled) -> None:
         request = self._state.requests.by_serial(event.request)

@@ -129,6 +129,7 @@ def draw_config(scenario: Scenario, rng: random.Random, other: SchedulerConfig |
         max_predicted_ttft_s=0.1 if seed % 13 == 6 else 0.0,
         policy_reserve=(0.0, 0.1, 0.5, 1.0)[seed // len(POLICIES) % 4],
         tenant_lag_s=(0.0, 0.01, 5.0)[seed % 3],
+        retain_percent=(10, 50, 100, 0)[seed % 4],
         dp=scenario.dp,
         lockstep=scenario.lockstep,
     )

@@ -21,6 +21,7 @@ from headrace.core.messages.replies import RequestFailed, RequestFinished, Reser
 from headrace.core.types.errors import ErrorInfo
 from headrace.core.types.kv.backends import SHM, ZMQ
 from headrace.core.types.packed import pack
+from headrace.core.types.requests.kv_hints import Retain
 from headrace.core.types.requests.request import AnyRoute, DecodeHere, Discard, FetchFrom, SamplingParams, SendTo
 from headrace.core.types.requests.terms import RequestTerms
 from headrace.scheduler.scheduler import Effect
@@ -202,6 +203,7 @@ class Simulation:
                 tenant=("", "", "other")[number % 3],
                 slo_ttft_s=(None, 0.01, 0.1)[number % 7 % 3],
                 replica=number // 7 % self._scenario.dp if number % 7 == 5 else None,
+                retain=Retain(seconds=(0.01, 0.1, 10.0)[number % 3], priority=number % 2) if number % 4 > 1 else None,
             ),
             progress=rng.random() < 0.5,
         )

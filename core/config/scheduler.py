@@ -116,6 +116,16 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
             "which cached pages leave first; lru: least recently used; turns: of conversations with few turns, aged",
         ),
     ] = "turns"
+    retain_percent: Annotated[
+        int,
+        Flag(
+            "retain-percent",
+            KV_CACHE,
+            "percent of the KV pool that each tenant may keep from eviction with KV hints; 0: none",
+            low=0,
+            high=100,
+        ),
+    ] = 10
     disk_admission_turn: Annotated[
         int,
         Flag(

@@ -164,6 +164,9 @@ class RequestFinished(SchedulerReply, frozen=True, kw_only=True):
     peer: str = ""
     """Name of the decode server that the KV went to."""
 
+    retained: int = 0
+    """Tokens whose KV is retained for as long as its terms asked for."""
+
 
 class RequestFailed(SchedulerReply, frozen=True, kw_only=True):
     """A request has failed."""

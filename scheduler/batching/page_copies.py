@@ -13,7 +13,7 @@ from headrace.core.messages.stage_events import PagesFound, PagesLoaded, PagesLo
 from headrace.core.types.kv.kv_tiers import PageHeader, Tier
 from headrace.core.types.packed import pack, unpack
 from headrace.scheduler.kv.copy_table import PendingCopy
-from headrace.scheduler.kv.node import TIERS, Node, PageLoad, StoringPages
+from headrace.scheduler.kv.node import TIERS, Node, PageLoad, StoringPages, root_of
 from headrace.scheduler.lifecycle.completion import Completion
 from headrace.scheduler.queues.deadlines import CopyTimer
 from headrace.scheduler.requests.phase import Phase
@@ -186,9 +186,7 @@ class PageCopies:
 
 def _headers(nodes: Sequence[Node]) -> tuple[PageHeader, ...]:
     """What names the pages of one path on disk."""
-    root = nodes[0]
-    while root.parent is not None:
-        root = root.parent
+    root = root_of(nodes[0])
     parents = (root if node.parent is None else node.parent for node in nodes)
     return tuple(
         PageHeader(node.key, above.key, root.key, node.turn) for node, above in zip(nodes, parents, strict=True)

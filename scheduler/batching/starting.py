@@ -174,6 +174,7 @@ class Starter:
             request.images,
             cacheable=request.cacheable,
             load=partial(state.loads, replica),
+            tenant=request.terms.tenant,
         )
         if lease is None:
             return False

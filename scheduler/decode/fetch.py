@@ -63,7 +63,14 @@ class RemoteFetch:
         if not state.metadata_rows.free:
             return False
         tokens = request.packed(0, request.target)
-        lease = replica.cache.acquire(tokens, request.salt, request.images, computed=False, whole=route.prefix)
+        lease = replica.cache.acquire(
+            tokens,
+            request.salt,
+            request.images,
+            computed=False,
+            whole=route.prefix,
+            tenant=request.terms.tenant,
+        )
         if lease is None:
             return False
         request.lease = lease

@@ -24,7 +24,7 @@ from headrace.core.types.packed import ITEM_BYTES
 from headrace.core.types.requests.images import ImageInput, page_key
 from headrace.scheduler.kv.cache_events import CacheEventLog, page_digests
 from headrace.scheduler.kv.eviction import SHORT_TOKENS, make_ranking
-from headrace.scheduler.kv.node import NONE, Node, PageCopy, PageLoad, StoringPages, load_of
+from headrace.scheduler.kv.node import NONE, Node, PageCopy, PageLoad, StoringPages, load_of, root_of
 from headrace.scheduler.kv.page_allocator import PageAllocator
 from headrace.scheduler.kv.prefix_tree import PrefixTree, next_turn, pages_of
 from headrace.scheduler.kv.state_slots import CHECKPOINT_TOKENS, StateSlots, resumable
@@ -75,6 +75,9 @@ class Lease:
     pending: "dict[int, int]" = field(default_factory=dict)
     """Checkpoints that passes under way make: slots, by pages of its table."""
 
+    tenant: str = ""
+    """Whose pages those are that it adds to the tree: the name of an API key, "" for none."""
+
     ended: bool = False
     nonfinite: bool = False
     """Results computed from its pages were NaN or infinite: release() takes them out of the tree."""
@@ -100,10 +103,12 @@ class KvCache:
         eviction: Eviction = "lru",
         short_tokens: int = SHORT_TOKENS,
         disk_turn: int = 1,
+        retain_percent: int = 0,
     ) -> None:
         """events: is told of every page that the tree gains or loses. eviction: which cached pages leave first, see
         eviction.py. short_tokens: a first prompt of at most so many tokens is short. disk_turn: requests
-        from this turn of their conversation on are written to disk, where there is a disk tier."""
+        from this turn of their conversation on are written to disk, where there is a disk tier. retain_percent: of
+        the pool, which each tenant may retain."""
         self._events = events
         self.page_size = page_size
         """Token positions in one page."""
@@ -114,6 +119,7 @@ class KvCache:
         self._eviction = eviction
         self._short_tokens = short_tokens
         self._disk_turn = disk_turn
+        self._retain_percent = retain_percent
         self.tiers: KvTiers | None = None
         """The host and disk tiers, if there is one."""
 
@@ -218,6 +224,7 @@ class KvCache:
         load: LoadChoice | None = None,
         computed: bool = True,
         whole: bool = False,
+        tenant: str = "",
     ) -> Lease | None:
         """Lease pages for packed tokens and extra positions behind them; None when they do not fit now. images: among
         the tokens.
@@ -226,7 +233,8 @@ class KvCache:
         positions that they may serve; None: all. load: how many of the pages that follow in other tiers are to be
         loaded; Lease.load is set when some are. computed: what follows is computed here, so that it needs the state
         behind the pages that are found; False: states come with what follows. whole: pages that are found may be those
-        of the last token, too, as nothing is computed from them.
+        of the last token, too, as nothing is computed from them. tenant: name of the API key that the prompt came with,
+        "" for none.
         """
         length = len(tokens) // ITEM_BYTES
         known = self._known(tokens, salt, images, cacheable, whole=whole) if self._prefix_cache else []
@@ -249,11 +257,11 @@ class KvCache:
             return None
         table = array("i", [node.page for node in path])
         table.extend(pages)
-        self._load(further, pages)
+        self._load(further, pages, tenant)
         path.extend(further)
         short = turn == 0 and length <= self._short_tokens
         loading = load_of(path[-1]) if path else None
-        lease = Lease(self._owners, salt, images, table, path, len(path), loading, turn, short, slot)
+        lease = Lease(self._owners, salt, images, table, path, len(path), loading, turn, short, slot, tenant=tenant)
         if self._slots.total and computed and path:
             lease.resume = self._slots.used(path[-1])
         self._leases[lease.owner] = lease
@@ -283,7 +291,7 @@ class KvCache:
                 page = lease.pages[index]
                 self._allocator.transfer(page, lease.owner, TREE)
                 content = None if self.tiers is None else self._page_key(tokens, index, lease.images)
-                node = self._tree.insert(parent, lease.salt, key, page, content)
+                node = self._tree.insert(parent, lease.salt, key, page, content, lease.tenant)
                 self.version += 1
             elif load_of(node) is not None:
                 return  # an equal page is being loaded, and it is not certain that it can be
@@ -343,6 +351,20 @@ class KvCache:
             self._allocator.release(self._tree.drop(lease.path), TREE)
         self.version += 1
 
+    def retain(self, lease: Lease, until: float, priority: int) -> int:
+        """Keep the cached pages of a lease in the pool until a time, beyond its end: returns of how many that was
+        granted. priority: of the tenant's pages, those of a higher one displace others beyond its bound."""
+        return self._tree.retain(lease.path, until, priority)
+
+    def expire(self, now: float) -> None:
+        """End what is retained until now or less."""
+        self._tree.retention.expire(now)
+
+    @property
+    def retained(self) -> int:
+        """Pages that are retained."""
+        return len(self._tree.retention)
+
     def copies_begun(self) -> list[PageCopy]:
         """The copies of pages that are to be ordered now. Cold pages are copied before the pool is full."""
         if self.tiers is None:
@@ -391,6 +413,7 @@ class KvCache:
                 problems.append(f"page {node.page} is in the tree but owned by {owner(node.page)}")
         if nodes != self._tree.pages or unlocked != self._tree.unlocked:
             problems.append(f"the tree counts {self._tree.pages} pages, {self._tree.unlocked} unlocked; it has {nodes}")
+        problems += self._tree.retention.check(self._tree.walk_all())
         slots = {slot: lease.owner for lease in self._leases.values() for slot in self._slots_of(lease)}
         problems += self._slots.check(slots, self._tree.walk_all())
         if self.free + nodes + private != self.total:
@@ -415,7 +438,9 @@ class KvCache:
     def _new_tree(self, pages: int, host_pages: int, disk_pages: int) -> PrefixTree:
         has_tiers = self._prefix_cache and host_pages + disk_pages > 0 and not self._slots.total
         ghosts = 0 if self._eviction == "lru" else GHOSTS_PER_PAGE * pages
-        tree = PrefixTree(self._events, make_ranking(self._eviction), ghosts, digests=has_tiers)
+        retained = pages * self._retain_percent // 100
+        ranking = make_ranking(self._eviction)
+        tree = PrefixTree(self._events, ranking, ghosts, digests=has_tiers, retained=retained)
         self.tiers = KvTiers(tree, host_pages, disk_pages, self._disk_turn, self._events) if has_tiers else None
         if self._slots.total:
             tree.on_change = self._slots.left
@@ -428,10 +453,11 @@ class KvCache:
         nodes = self.tiers.loadable(known, resident)[: max(0, self.total // LOADING - self.tiers.loading)]
         return nodes[: load([nearest(node) for node in nodes])] if nodes else []
 
-    def _load(self, nodes: list[Node], pages: list[int]) -> None:
+    def _load(self, nodes: list[Node], pages: list[int], tenant: str) -> None:
         """Begin to fill the first pages of a new lease, and lock them for it."""
         if self.tiers is None or not nodes:
             return
+        self._tree.own(root_of(nodes[0]), tenant)
         for page, _ in zip(pages, nodes, strict=False):
             self._allocator.transfer(page, self._owners, TREE)
         self.tiers.load(nodes, pages[: len(nodes)])

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 
 from headrace.core.types.kv.kv_tiers import Tier
+from headrace.scheduler.kv.eviction_queue import EvictionQueue
 
 TIERS: tuple[Tier, ...] = ("host", "disk")  # nearest first
 NONE = -1  # no page of the pool, no slot of a tier
@@ -35,10 +36,42 @@ class TierCopies:
         return self.slots["host"] != NONE or self.slots["disk"] != NONE
 
 
+class Account:
+    """What one tenant has in the prefix cache: the name of an API key, or a cache salt of requests without one."""
+
+    __slots__ = ("candidates", "tenant", "waiting")
+
+    def __init__(self, tenant: str) -> None:
+        self.tenant = tenant
+        """The name of the key; "" for none: the bound on what is retained is one for all of those."""
+
+        self.candidates: EvictionQueue[Node] | None = None
+        """Its pages that may be evicted; None until one of them is retained."""
+
+        self.waiting: dict[int, Node] = {}
+        """Its retained pages, by number, that came up for eviction when it had no other page to give instead."""
+
+
+class Retained:
+    """A page's right to stay in the pool."""
+
+    __slots__ = ("place", "priority", "settled", "until")
+
+    def __init__(self, until: float, priority: int) -> None:
+        self.until = until
+        self.priority = priority
+        self.place: tuple[int, int] | None = None
+        """Rank and last use of the page that was evicted instead: its place in the eviction order meanwhile."""
+
+        self.settled = 0
+        """Children that have such a place: with them, its own turn comes as if they had left."""
+
+
 class Node:
     """One cached page, or the root of a cache salt."""
 
     __slots__ = (
+        "account",
         "children",
         "copies",
         "digest",
@@ -49,6 +82,7 @@ class Node:
         "parent",
         "rank",
         "resident",
+        "retained",
         "slot",
         "turn",
         "used",
@@ -85,6 +119,18 @@ class Node:
 
         self.rank = 0
         """Its place in the eviction order, as of its last use; equal ones go by `used`."""
+
+        self.account: Account | None = None if parent is None else parent.account
+        """Whose page it is; None while that is not known, as of pages found on disk."""
+
+        self.retained: Retained | None = None
+        """Set while it has to stay in the pool."""
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """Rank and last use by which it stands in the eviction order."""
+        kept = self.retained
+        return (self.rank, self.used) if kept is None or kept.place is None else kept.place
 
 
 @dataclass(slots=True, eq=False)
@@ -123,3 +169,10 @@ def load_of(node: Node) -> PageLoad | None:
 def has_copy(node: Node) -> bool:
     """Whether the node has a page in the pool or a copy in a tier."""
     return node.page != NONE or (node.copies is not None and node.copies.any)
+
+
+def root_of(node: Node) -> Node:
+    """The root of the node's cache salt."""
+    while node.parent is not None:
+        node = node.parent
+    return node

@@ -13,8 +13,9 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 
 from headrace.scheduler.kv.cache_events import CacheEventLog, root_digest
-from headrace.scheduler.kv.eviction import SHARED_BY, EvictionQueue, LeastRecentlyUsed, Ranking
+from headrace.scheduler.kv.eviction import SHARED_BY, LeastRecentlyUsed, Ranking
 from headrace.scheduler.kv.node import NONE, Node, TierCopies
+from headrace.scheduler.kv.retention import Retention
 
 
 class PrefixTree:
@@ -26,13 +27,17 @@ class PrefixTree:
         ranking: Ranking | None = None,
         ghosts: int = 0,
         digests: bool = False,
+        retained: int = 0,
     ) -> None:
         """events: is told of every page that comes and goes. ranking: eviction order; None for LRU. ghosts: evicted
-        pages that are remembered. digests: keys are digests of pages (cache_events.py), not their content."""
+        pages that are remembered. digests: keys are digests of pages (cache_events.py), not their content. retained:
+        pages that each tenant may retain."""
         self._events = events
         self._ranking = LeastRecentlyUsed() if ranking is None else ranking
         self._roots: dict[bytes, Node] = {}
-        self._candidates = EvictionQueue(_evictable, _has_page)
+        self.retention = Retention(_evictable, lambda: self.pages, retained)
+        """Which page leaves next, and which of them stay."""
+
         self._ghosts: deque[tuple[Node, int]] = deque()
         self._ghost_limit = ghosts
         self._digests = digests
@@ -74,12 +79,21 @@ class PrefixTree:
         node = None if above is None else above.children.get(key)
         return node if node is not None and node.page != NONE else None
 
-    def insert(self, parent: Node | None, salt: str, key: bytes, page: int, content: bytes | None = None) -> Node:
-        """Add a page below parent, locked once. content: of the page (page_key()), where the key is a digest. Raises
-        ValueError when an equal page is already there."""
+    def insert(
+        self,
+        parent: Node | None,
+        salt: str,
+        key: bytes,
+        page: int,
+        content: bytes | None = None,
+        tenant: str = "",
+    ) -> Node:
+        """Add a page below parent, locked once. content: of the page (page_key()), where the key is a digest. tenant:
+        whose salt it is. Raises ValueError when an equal page is already there."""
         if parent is None:
             root = self.root_key(salt)
             parent = self._roots.setdefault(root, Node(root, NONE, None, 0))
+            self.own(parent, tenant)
         node = parent.children.get(key)
         if node is None:
             node = self._add(parent, key)
@@ -96,6 +110,8 @@ class PrefixTree:
         parent = node.parent
         assert parent is not None, "roots have no page"
         node.page = page
+        if node.account is None:
+            node.account = parent.account
         parent.resident += 1
         self.version += 1
         self.pages += 1
@@ -104,6 +120,20 @@ class PrefixTree:
         node.rank = self._ranking.rank(0, True)  # the lowest: the lease that uses it raises it
         if self.on_change is not None:
             self.on_change(node)
+
+    def own(self, root: Node, tenant: str) -> None:
+        """A request of a tenant uses pages below a root: they are that tenant's, if they are nobody's yet."""
+        if root.account is None:
+            root.account = self.retention.account(tenant)
+
+    def retain(self, path: Sequence[Node], until: float, priority: int) -> int:
+        """Keep the leading pages of a path in the pool until a time; returns of how many that was granted. See
+        Retention.grant()."""
+        root = path[0].parent if path else None
+        if root is None or root.account is None:
+            return 0
+        roots = self._roots.values() if root.account.tenant else (root,)
+        return self.retention.grant(path, until, priority, roots)
 
     def announce(self, node: Node, salt: str, content: bytes) -> None:
         """Tell routers of a page that was filled from a copy. content: of the page (page_key())."""
@@ -152,10 +182,12 @@ class PrefixTree:
                 self.unlocked += 1
                 self._tick += 1
                 node.used, node.turn = self._tick, turn
+                if node.retained is not None:
+                    self.retention.used(node)
                 if rank > node.rank:  # it never falls: the queue finds nodes late, and never early
                     node.rank = rank
-                if not node.resident or node.copies is not None:
-                    self._candidates.offer(node, self.pages)
+                if not node.resident or node.copies is not None or node.retained is not None:
+                    self.retention.offer(node)
 
     def unlock_unused(self, path: Sequence[Node]) -> None:
         """Take one lock off each node, leaves first, as if it had never been there: the eviction order stays."""
@@ -163,30 +195,33 @@ class PrefixTree:
             node.locks -= 1
             if node.locks == 0:
                 self.unlocked += 1
-                self._candidates.offer(node, self.pages)
+                self.retention.offer(node)
 
     def evict(self, count: int) -> list[int]:
         """Drop up to count unlocked leaves, lowest rank first, and return their pages."""
         pages: list[int] = []
-        while len(pages) < count and (node := self._candidates.pop()) is not None:
+        while len(pages) < count and (found := self.retention.pop()) is not None:
+            node, rank = found
             if not node.resident:  # else its children are about to leave: it queues again when they have
-                self._ranking.evicted(node.rank)
+                self._ranking.evicted(rank)
                 pages.append(self.vacate(node))
         return pages
 
     def coldest(self) -> Node | None:
         """Take the next candidate for eviction, locked, to be copied before it leaves; None when there is none.
         From now on its parent may be one, too. Followed by stay() or leave()."""
-        node = self._candidates.pop()
-        if node is None or node.parent is None:
+        found = self.retention.pop()
+        if found is None:
             return None
-        self._ranking.evicted(node.rank)
-        self.lock([node])
+        node, rank = found
         parent = node.parent
+        assert parent is not None, "roots are no candidates"
+        self._ranking.evicted(rank)
+        self.lock([node])
         if parent.copies is None:
             parent.copies = TierCopies()
         parent.copies.leaving += 1
-        self._candidates.offer(parent, self.pages)
+        self.retention.offer(parent)
         return node
 
     def stay(self, node: Node) -> None:
@@ -244,8 +279,10 @@ class PrefixTree:
         self.pages -= 1
         self.unlocked -= 1
         parent.resident -= 1
-        if not parent.resident or parent.copies is not None:
-            self._candidates.offer(parent, self.pages)
+        if node.retained is not None:
+            self.retention.end(node)
+        if not parent.resident or parent.copies is not None or parent.retained is not None:
+            self.retention.offer(parent)
         if self.on_change is None or not self.on_change(node):
             self.bury(node)
         return page
@@ -273,14 +310,16 @@ class PrefixTree:
 
 
 def _evictable(node: Node) -> bool:
-    """The node is in the pool, unlocked, and no child is there but such as are about to leave."""
-    copies = node.copies
-    return not node.locks and node.page != NONE and node.resident == (0 if copies is None else copies.leaving)
-
-
-def _has_page(node: Node) -> bool:
-    """The node has a page in the pool."""
-    return node.page != NONE
+    """The node is in the pool, unlocked, and no child is there but such as are about to leave, or are retained and have
+    had their turn."""
+    if node.locks or node.page == NONE:
+        return False
+    staying = node.resident
+    if staying and node.copies is not None:
+        staying -= node.copies.leaving
+    if staying and node.retained is not None:
+        staying -= node.retained.settled
+    return not staying
 
 
 def pages_of(path: Sequence[Node]) -> list[Node]:

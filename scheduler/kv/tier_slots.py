@@ -4,7 +4,7 @@ from collections.abc import Iterable
 
 from headrace.core.types.kv.kv_tiers import Tier
 from headrace.scheduler.kv.cache_events import CacheEventLog
-from headrace.scheduler.kv.eviction import EvictionQueue
+from headrace.scheduler.kv.eviction_queue import EvictionQueue
 from headrace.scheduler.kv.node import NONE, Node, TierCopies, slot_of
 from headrace.scheduler.kv.page_allocator import PageAllocator
 

@@ -60,6 +60,7 @@ class Completion:
                 timing=request.timing(),
                 handoff=request.handoff(self._state.config.page_size),
                 peer=self._state.peers.name_of(request),
+                retained=self._retain(request, now),
             )
         )
         outgoing = request.outgoing
@@ -160,6 +161,14 @@ class Completion:
         if request.outgoing is not None:
             state.tickets.forget(request.outgoing.key)
         state.prefills.end_fetch(request)
+
+    def _retain(self, request: Request, now: float) -> int:
+        """Keep the KV of a request that ends well in the pool, where its terms ask for that. Returns for how many
+        tokens that was granted."""
+        retain, cache = request.terms.retain, self._state.of(request).cache
+        if retain is None or request.lease is None:
+            return 0
+        return cache.page_size * cache.retain(request.lease, now + retain.seconds, retain.priority)
 
     def _end(self, request: Request, phase: Phase, now: float) -> None:
         """Take a request out of every queue, index and deadline of live requests."""

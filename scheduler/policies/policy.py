@@ -4,8 +4,8 @@ from collections.abc import Iterator
 from typing import Protocol
 
 from headrace.core.config import SchedulerConfig
+from headrace.core.lazy_heap import LazyHeap
 from headrace.core.types.errors import ConfigError
-from headrace.scheduler.policies.lazy_heap import LazyHeap
 from headrace.scheduler.policies.policy_keyed import KeyedPolicy, slo_key, srpt_key
 from headrace.scheduler.policies.tenants import TenantLevels
 from headrace.scheduler.requests.record import Request

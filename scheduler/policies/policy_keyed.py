@@ -14,7 +14,7 @@ salts:
 import heapq
 from collections.abc import Callable, Iterator
 
-from headrace.scheduler.policies.lazy_heap import Key, LazyHeap
+from headrace.core.lazy_heap import Key, LazyHeap
 from headrace.scheduler.policies.tenants import TenantLevels
 from headrace.scheduler.requests.record import Request
 

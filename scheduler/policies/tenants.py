@@ -21,7 +21,7 @@ without a name are together one tenant beside those with a name, and what a salt
 alone. A salt that is new begins where the least served one is, not below it.
 """
 
-from headrace.scheduler.policies.lazy_heap import LazyHeap
+from headrace.core.lazy_heap import LazyHeap
 from headrace.scheduler.requests.record import Request
 
 FORGOTTEN = 4096

@@ -79,6 +79,7 @@ class Replica:
             self.cache_events,
             config.eviction,
             disk_turn=config.disk_admission_turn,
+            retain_percent=config.retain_percent,
         )
         self.copies = CopyTable(config, self.ranks)
         self.queues = Queues(

@@ -3,6 +3,7 @@
 import msgspec
 
 from headrace.core.types.requests.adapters import adapter_salt
+from headrace.core.types.requests.kv_hints import Retain
 
 
 class RequestTerms(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -35,6 +36,9 @@ class RequestTerms(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
 
     image_digest: str = ""
     """Digest of the images of its prompt (headrace.core.types.requests.images.images_digest); "" for none."""
+
+    retain: Retain | None = None
+    """Keep its KV in the pool when it has ended well, within its tenant's bound; None: it has no hint."""
 
     @property
     def prefix_salt(self) -> str:

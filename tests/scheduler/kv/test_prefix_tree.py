@@ -94,7 +94,7 @@ def test_the_candidates_for_eviction_do_not_pile_up() -> None:
     for _ in range(1000):
         tree.lock([node])
         tree.unlock([node])
-    assert len(tree._candidates) == 1
+    assert len(tree.retention._order) == 1
 
 
 PAGE = 2

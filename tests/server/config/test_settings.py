@@ -127,6 +127,7 @@ FLAGS = """\
 --reasoning-parser {auto,none,think,harmony,gemma4,kimi,mistral,seed_oss} = auto
 --refuse-unreachable/--no-refuse-unreachable SWITCH = True
 --remote {always,never,cost} = always
+--retain-percent N [0..100] = 10
 --role {prefill,decode,colocated} = colocated
 --routing {score,least-load} = score
 --served-model-name TEXT =

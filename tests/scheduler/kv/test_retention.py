@@ -1,0 +1,213 @@
+"""Retention of cached pages: what is retained stays, and a tenant that retains what it likes harms itself."""
+
+from collections.abc import Iterator, Sequence
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from headrace.core.config.scheduler import Eviction
+from headrace.core.types.packed import pack
+from headrace.scheduler.kv.kv_cache import KvCache
+
+PAGES = 24
+PERCENT = 25
+BOUND = PAGES * PERCENT // 100
+
+
+def cache(pages: int = PAGES, percent: int = PERCENT, eviction: Eviction = "lru") -> KvCache:
+    return KvCache(pages, 1, eviction=eviction, retain_percent=percent)
+
+
+class Tenant:
+    """Computes prompts under a name, one page a token."""
+
+    def __init__(self, kv: KvCache, name: str) -> None:
+        self.kv, self.name = kv, name
+
+    def use(self, tokens: Sequence[int], until: float = 0.0, priority: int = 0) -> int:
+        """Compute a prompt, and retain it until then. Returns of how many pages that was granted."""
+        packed = pack(tokens)
+        lease = self.kv.acquire(packed, self.name, tenant=self.name)
+        assert lease is not None
+        self.kv.publish(lease, packed, len(tokens))
+        granted = self.kv.retain(lease, until, priority) if until else 0
+        self.kv.release(lease)
+        assert self.kv.check() == []
+        return granted
+
+    def cached(self, tokens: Sequence[int]) -> int:
+        """Pages of a prompt that are in the pool."""
+        return len(self.kv._tree.match([pack([token]) for token in tokens], self.name))
+
+
+def prompt(number: int, length: int = 4) -> list[int]:
+    return [100 * number + index for index in range(length)]
+
+
+def test_a_retained_path_stays_until_its_time_and_no_longer() -> None:
+    kv = cache()
+    own, others = Tenant(kv, "own"), Tenant(kv, "others")
+    assert own.use(prompt(1), until=10.0) == 4
+    for number in range(2, 20):
+        others.use(prompt(number))
+    assert own.cached(prompt(1)) == 4
+    assert kv.retained == 4
+    kv.expire(9.9)
+    assert kv.retained == 4
+    kv.expire(10.0)
+    assert kv.retained == 0
+    others.use(prompt(20))
+    assert own.cached(prompt(1)) == 0, "it stands where its last use has put it"
+
+
+def test_another_page_of_the_tenant_leaves_instead() -> None:
+    hinted, plain = cache(), cache()
+    for kv in (hinted, plain):
+        own, others = Tenant(kv, "own"), Tenant(kv, "others")
+        own.use(prompt(1), until=10.0 if kv is hinted else 0.0)
+        own.use(prompt(2))
+        others.use(prompt(3))
+        for number in range(4, 7):
+            others.use(prompt(number))
+        others.use([700, 701])  # two pages more than there are
+    assert (Tenant(plain, "own").cached(prompt(1)), Tenant(plain, "own").cached(prompt(2))) == (2, 4)
+    assert (Tenant(hinted, "own").cached(prompt(1)), Tenant(hinted, "own").cached(prompt(2))) == (4, 2)
+
+
+def test_the_bound_is_for_each_tenant_and_a_higher_priority_displaces() -> None:
+    kv = cache()
+    own, other = Tenant(kv, "own"), Tenant(kv, "other")
+    assert own.use(prompt(1), until=10.0) == 4
+    assert own.use(prompt(2), until=20.0) == BOUND - 4
+    assert other.use(prompt(1), until=10.0) == 4
+    assert own.use(prompt(3), until=5.0, priority=1) == 4
+    assert own.use(prompt(2), until=20.0) == BOUND - 4, "those that end first gave way"
+    assert own.use(prompt(1), until=10.0) == 0
+    assert kv.retained == BOUND + 4
+
+
+def test_requests_without_a_name_share_one_bound() -> None:
+    kv = cache()
+    granted = []
+    for salt in "abcdef":
+        lease = kv.acquire(pack(prompt(1)), salt)
+        assert lease is not None
+        kv.publish(lease, pack(prompt(1)), 4)
+        granted.append(kv.retain(lease, 10.0, 0))
+        kv.release(lease)
+    assert sum(granted) == BOUND
+    assert kv.check() == []
+
+
+def test_what_is_retained_gives_way_to_prompts_that_are_computed() -> None:
+    kv = KvCache(12, 1, retain_percent=50)
+    assert Tenant(kv, "a").use(prompt(1, 6), until=10.0) == 6
+    assert Tenant(kv, "b").use(prompt(2, 6), until=10.0) == 6
+    assert Tenant(kv, "c").use(prompt(3, 12)) == 0
+    assert Tenant(kv, "c").cached(prompt(3, 12)) == 12
+    assert kv.retained == 0
+
+
+def test_a_shared_prefix_counts_once_and_keeps_its_longest_time() -> None:
+    kv = cache()
+    own = Tenant(kv, "own")
+    assert own.use([1, 2, 3, 4], until=10.0) == 4
+    assert own.use([1, 2, 5], until=20.0) == 3
+    assert kv.retained == 5
+    kv.expire(10.0)
+    assert kv.retained == 3
+
+
+def test_no_grant_without_a_share() -> None:
+    kv = cache(percent=0)
+    assert Tenant(kv, "own").use(prompt(1), until=10.0) == 0
+
+
+# A trace: who computes which prompt, with or without a hint. Prompts of one tenant share prefixes.
+PROMPTS = st.builds(
+    lambda branch, length: [0, *(10 * branch + index for index in range(1, length))],
+    st.integers(0, 3),
+    st.integers(1, 6),
+)
+STEPS = st.lists(
+    st.tuples(
+        st.sampled_from(["liar", "other", "third"]),
+        PROMPTS,
+        st.floats(0, 30),  # seconds to retain it for, of the liar; below 1: none
+        st.integers(0, 2),
+    ),
+    max_size=80,
+)
+
+
+def run(kv: KvCache, steps: Sequence[tuple[str, list[int], float, int]], hints: bool) -> Iterator[set[tuple[str, int]]]:
+    """Compute the prompts, one a second. Yields which pages of the others are cached after each, by name and number of
+    all different prefixes."""
+    for now, (name, tokens, seconds, priority) in enumerate(steps):
+        kv.expire(float(now))
+        tenant = Tenant(kv, name)
+        hinted = hints and name == "liar" and seconds >= 1
+        tenant.use(
+            [1000 * "lot".index(name[0]) + token for token in tokens], now + seconds if hinted else 0.0, priority
+        )
+        yield others_cached(kv)
+
+
+def others_cached(kv: KvCache) -> set[tuple[str, int]]:
+    found = set()
+    for node in kv._tree.walk():
+        path, above = [], node
+        while above.parent is not None:
+            path.append(above.key)
+            above = above.parent
+        if above.key != b"liar":
+            found.add((above.key.decode(), hash(tuple(path))))
+    return found
+
+
+@settings(max_examples=150, deadline=None)
+@given(STEPS)
+def test_others_have_never_less_than_in_a_pool_smaller_by_the_bound(
+    steps: list[tuple[str, list[int], float, int]],
+) -> None:
+    pages, percent = 16, 25
+    hinted = run(cache(pages, percent), steps, hints=True)
+    smaller = run(cache(pages - pages * percent // 100, percent), steps, hints=False)
+    for seen, least in zip(hinted, smaller, strict=True):
+        assert seen >= least
+
+
+@settings(max_examples=150, deadline=None)
+@given(STEPS)
+def test_while_the_tenant_has_pages_to_give_others_notice_nothing(
+    steps: list[tuple[str, list[int], float, int]],
+) -> None:
+    """The liar never computes a prompt twice, so that it needs as many pages with hints as without; it retains half of
+    its pages for ever."""
+    fresh = [
+        (
+            name,
+            [number * 10 + token for token in range(1, 5)] if name == "liar" else tokens,
+            1e9 * (number % 2 + 1e-9),
+            0,
+        )
+        for number, (name, tokens, _, _) in enumerate(steps)
+    ]
+    hinted_pool, plain_pool = cache(PAGES, 10), cache(PAGES, 10)
+    hinted, plain = run(hinted_pool, fresh, hints=True), run(plain_pool, fresh, hints=False)
+    for seen, expected in zip(hinted, plain, strict=True):
+        account = hinted_pool._tree.retention._named.get("liar")
+        if account is not None and account.waiting:
+            return  # it has nothing else to give any more
+        assert seen == expected
+
+
+@settings(max_examples=100, deadline=None)
+@given(STEPS, st.sampled_from(["lru", "turns"]))
+def test_bookkeeping_under_both_eviction_orders(
+    steps: list[tuple[str, list[int], float, int]], order: Eviction
+) -> None:
+    kv = cache(16, 25, order)
+    for now, (name, tokens, seconds, priority) in enumerate(steps):
+        kv.expire(float(now))
+        Tenant(kv, name).use(tokens, now + seconds if seconds >= 1 else 0.0, priority)
