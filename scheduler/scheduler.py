@@ -14,6 +14,7 @@ from headrace.core.messages.frontend import (
     AnyFrontendRequest,
     Drain,
     EndTrace,
+    QueryPrefix,
     QueryStats,
     QueryStatus,
     RefuseTicket,
@@ -98,7 +99,7 @@ from headrace.scheduler.queues.deadlines import (
     Timer,
     TransferTimer,
 )
-from headrace.scheduler.reporting.status import snapshot, status
+from headrace.scheduler.reporting.status import prefix, snapshot, status
 from headrace.scheduler.reporting.tracing import Tracing
 from headrace.scheduler.requests.record import Request
 from headrace.scheduler.state.events import Effect, Event
@@ -157,7 +158,7 @@ class Scheduler:
 
     def handle(self, event: Event, now: float) -> list[Effect]:
         """Take in one event; return what is to be done about it."""
-        if not isinstance(event, QueryStats | QueryStatus | StageHeartbeat):
+        if not isinstance(event, QueryStats | QueryStatus | QueryPrefix | StageHeartbeat):
             self._idle_check.changed()
         self._expire_retained(now)
         match event:
@@ -225,6 +226,8 @@ class Scheduler:
                 self._state.out.add(StatsReply(token=event.token, stats=self.statistics(now)))
             case QueryStatus():
                 self._state.out.add(StatusReply(token=event.token, status=status(self._state, event.requests, now)))
+            case QueryPrefix():
+                self._state.out.add(prefix(self._state, event))
             case StartTrace():
                 self._tracing.start(event, now)
             case EndTrace():

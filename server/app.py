@@ -9,7 +9,7 @@ from headrace.core.runtime.process import max_http_connections
 from headrace.core.types.requests.tenants import tenant_keys
 from headrace.server.api.description.operation import audiences
 from headrace.server.api.native.open_routes import OpenPromptOpener, open_routes
-from headrace.server.api.native.prefill_routes import PrefillResponder, handoff_routes, prefill_routes
+from headrace.server.api.native.prefill_routes import PrefillResponder, handoff_routes, prefill_routes, prefix_routes
 from headrace.server.api.openai.openai_routes import openai_routes
 from headrace.server.api.operations.debug import debug_routes
 from headrace.server.api.operations.discovery import bootstrap_routes, discovery_routes, load_routes
@@ -40,6 +40,7 @@ def create_app(service: Service) -> FastAPI:
     routers = [  # matched in this order: those of prompts first
         prefill_routes(responder, completions, opener, server, budget, service.open_prompts.drop),
         open_routes(model, service.open_prompts, responder, server, budget),
+        prefix_routes(model, completions, server, budget),
         openai_routes(model, endpoint),
         generate_routes(model, endpoint),
         token_routes(model, endpoint),

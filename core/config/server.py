@@ -147,11 +147,39 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
         Flag(
             "prefill-api-key",
             SECURITY,
-            "API key to send to the prefill servers of --prefill, and of --allow-prefill HOST:PORT",
+            "API key to send to the servers of --prefill and --sibling, and of --allow-prefill or --accept-return "
+            "HOST:PORT",
             secret=True,
             variable="HEADRACE_PREFILL_API_KEY",
         ),
     ] = ""
+    siblings: Annotated[
+        tuple[str, ...],
+        Flag(
+            "sibling",
+            HANDOFF,
+            "URL of another prefill server (role prefill; give it once per server): prefixes that it has cached are "
+            "fetched from it where that is predicted to be faster than computing them",
+        ),
+    ] = ()
+    kv_return: Annotated[
+        bool,
+        Flag(
+            "kv-return",
+            HANDOFF,
+            "role decode: offer the KV of each turn to the prefill server that computed its prompt; opens a control "
+            "endpoint",
+        ),
+    ] = False
+    accept_returns: Annotated[
+        tuple[str, ...],
+        Flag(
+            "accept-return",
+            HANDOFF,
+            "role prefill: decode servers from which KV that they offer is taken: HOST, HOST:PORT or a network",
+        ),
+    ] = ()
+    """Parsed by core/types/peers/allow_list.py."""
     gateway_decode: Annotated[
         tuple[str, ...],
         Flag(
@@ -309,3 +337,13 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     log_format: Annotated[
         LogFormat, Flag("log-format", TELEMETRY, "text, or json: one object a line, with the fields of requests")
     ] = "text"
+
+    @property
+    def serves_kv(self) -> bool:
+        """Other servers fetch KV from this one: it has a control endpoint."""
+        return self.role == "prefill" or self.kv_return
+
+    @property
+    def fetches_kv(self) -> bool:
+        """It fetches KV from other servers."""
+        return self.role == "decode" or bool(self.siblings or self.accept_returns)

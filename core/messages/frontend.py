@@ -112,6 +112,18 @@ class QueryStatus(FrontendRequest, frozen=True, kw_only=True):
     """Open requests to list, at most."""
 
 
+class QueryPrefix(FrontendRequest, frozen=True, kw_only=True):
+    """Ask what the prefix cache has of a prompt, and what computing the rest is expected to take; answered by
+    PrefixReply."""
+
+    token: int
+    prompt: bytes
+    """Packed int32 token ids."""
+
+    salt: str = ""
+    """RequestTerms.prefix_salt"""
+
+
 class StartTrace(FrontendRequest, frozen=True, kw_only=True):
     """Record a trace of the scheduler and its stages. A recording that is under way is dropped."""
 
@@ -145,6 +157,7 @@ AnyFrontendRequest = (
     | Drain
     | QueryStats
     | QueryStatus
+    | QueryPrefix
     | StartTrace
     | EndTrace
     | StageLost

@@ -8,6 +8,8 @@ import msgspec
 from headrace.core.types.requests.request import SamplingParams
 
 PREFILL_PATH = "/v1/prefill"
+PREFIXES_PATH = "/v1/prefixes"
+RETURNS_PATH = "/v1/returns"
 JSON_HEADERS = {"Content-Type": "application/json"}
 
 
@@ -25,6 +27,7 @@ class PrefillRequest(SamplingParams, frozen=True, kw_only=True, omit_defaults=Tr
     images: Sequence[str] | None = None
     ticket: str | None = None
     handoff: Literal["hold", "none"] | None = None
+    cached_only: bool | None = None
     stream: bool | None = None
     stop: Sequence[str] | None = None
     ignore_eos: bool | None = None

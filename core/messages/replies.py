@@ -218,6 +218,17 @@ class StatusReply(SchedulerReply, frozen=True, kw_only=True):
     status: SchedulerStatus
 
 
+class PrefixReply(SchedulerReply, frozen=True, kw_only=True):
+    """Answer to QueryPrefix with the same token."""
+
+    token: int
+    cached: int
+    """Leading tokens whose KV is in the pool."""
+
+    cost: tuple[float, float] | None = None
+    """Predicted seconds of computing a prompt, per squared token and per token; None while they are not known."""
+
+
 class Traced(SchedulerReply, frozen=True, kw_only=True):
     """The scheduler's part of a recording."""
 
@@ -254,6 +265,7 @@ AnySchedulerReply = (
     | Drained
     | StatsReply
     | StatusReply
+    | PrefixReply
     | Traced
     | StageTraced
 )

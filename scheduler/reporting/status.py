@@ -7,6 +7,8 @@ scheduler/telemetry/metrics.py.
 from collections.abc import Iterator
 from itertools import islice
 
+from headrace.core.messages.frontend import QueryPrefix
+from headrace.core.messages.replies import PrefixReply
 from headrace.core.stats import Sample, Stats
 from headrace.core.status import (
     KvPages,
@@ -43,6 +45,13 @@ def status(state: State, requests: int, now: float) -> SchedulerStatus:
         peers=tuple(islice(_peers(state, now), MAX_PEERS)),
         notes=tuple(PeerNote(now - one.at, one.peer, one.up, one.text) for one in reversed(state.peers.changes)),
     )
+
+
+def prefix(state: State, event: QueryPrefix) -> PrefixReply:
+    """What the prefix cache has of a prompt, at the replica that has most of it."""
+    cached = max(replica.cache.resident_positions(event.prompt, event.salt) for replica in state.replicas)
+    cost = state.replicas[0].costs.per_token if state.costs_trusted else None
+    return PrefixReply(token=event.token, cached=cached, cost=cost)
 
 
 def _listed(state: State, count: int) -> list[Request]:

@@ -9,7 +9,7 @@ from headrace.core.types.errors import ConfigError
 from headrace.core.types.kv.backends import NIXL
 from headrace.core.types.named_values import named_values
 from headrace.core.types.peers.addresses import is_loopback
-from headrace.core.types.peers.allow_list import allowed_prefills
+from headrace.core.types.peers.allow_list import allowed_prefills, parse_allowed
 from headrace.core.types.peers.decode_address import server_url
 from headrace.core.types.requests.adapters import adapter_folders
 from headrace.core.types.requests.tenants import priority_ranges, tenant_keys
@@ -42,7 +42,8 @@ def _check_role(config: Config) -> None:
         for key, given in (
             ("prefill", server.prefill),
             ("allow-prefill", server.allow_prefill),
-            ("prefill-api-key", server.prefill_api_key),
+            ("prefill-api-key", server.prefill_api_key and not server.fetches_kv),
+            ("kv-return", server.kv_return),
             ("fallback", server.fallback != "none"),
             ("remote", server.remote != "always"),
         ):
@@ -57,8 +58,15 @@ def _check_role(config: Config) -> None:
         raise ConfigError(
             "--remote cost compares with prefill servers: add --prefill http://HOST:PORT (once per server)"
         )
+    for key, listed in (("sibling", server.siblings), ("accept-return", server.accept_returns)):
+        if listed and server.role != "prefill":
+            raise ConfigError(f"--{key} is for prefill servers; add --role prefill or leave it out ({server.role})")
     for url in server.prefill:
         server_url(url, "--prefill")
+    for url in server.siblings:
+        server_url(url, "--sibling")
+    for text in server.accept_returns:
+        parse_allowed(text, "--accept-return")
     allowed_prefills(server.prefill, server.allow_prefill)
     if duplicates := sorted({url for url in server.prefill if server.prefill.count(url) > 1}):
         raise ConfigError(f"--prefill {duplicates[0]} is given more than once; once is enough")
@@ -322,19 +330,20 @@ def _check_curve(config: Config) -> None:
     transfer, server = config.transfer, config.server
     if transfer.curve_key and server.role == "colocated":
         raise ConfigError("--curve-key is for prefill and decode servers: no peer connects to a colocated one")
-    if transfer.curve_allowed and server.role != "prefill":
+    if transfer.curve_allowed and not server.serves_kv:
         raise ConfigError(f"--curve-allowed is for prefill servers, where peers connect; leave it out ({server.role})")
-    if server.curve_server_keys and server.role != "decode":
+    if server.curve_server_keys and not server.fetches_kv:
         raise ConfigError(f"--curve-server-key is for decode servers, which connect; leave it out ({server.role})")
     for key, given in (("curve-allowed", transfer.curve_allowed), ("curve-server-key", server.curve_server_keys)):
         if given and not transfer.curve_key:
             raise ConfigError(f"--{key} needs this server's own keys, too: add --curve-key FILE (headrace keys FOLDER)")
-    if transfer.curve_key and server.role == "prefill" and not transfer.curve_allowed:
+    if transfer.curve_key and server.serves_kv and not transfer.curve_allowed:
         raise ConfigError(
             "--curve-key without --curve-allowed would let every host connect that has the public key: add "
-            "--curve-allowed FOLDER with the public keys of the decode servers"
+            "--curve-allowed FOLDER with the public keys of the servers that connect"
         )
-    if transfer.curve_key and server.role == "decode" and not server.curve_server_keys:
+    if transfer.curve_key and server.fetches_kv and not server.curve_server_keys:
+        connects = "a decode server" if server.role == "decode" else "a server with --sibling or --accept-return"
         raise ConfigError(
-            "--curve-key of a decode server needs the prefill servers' public keys, too: add --curve-server-key FILE"
+            f"--curve-key of {connects} needs the other servers' public keys, too: add --curve-server-key FILE"
         )

@@ -62,7 +62,7 @@ def resolve(config: Config, memory_bytes: int = 0) -> Resolved:
     spec, device, dtype = terms.spec, terms.computation.device, terms.computation.dtype
     layers = _layers(config, spec)
     layout, shards = config.scheduler.layout, split_model(spec, config.scheduler.tp)
-    check_offers(layout, shards, receives=config.server.role == "decode")
+    check_offers(layout, shards, receives=config.server.fetches_kv)
     member = config.group.member
     if config.group.dp_sync == "device" and device == "cpu":
         raise ConfigError("--dp-sync device is for GPUs and --device is cpu: leave it out, or write --dp-sync cpu")
@@ -92,7 +92,7 @@ def _resolve_external(config: Config, spec: ModelSpec) -> Resolved:
     model = msgspec.structs.replace(config.model, max_model_len=spec.resolve_length(config.model.max_model_len))
     engine = msgspec.structs.replace(config.engine, pp_layers=_layers(config, spec))
     layout, shards = config.scheduler.layout, split_model(spec, config.scheduler.tp)
-    check_offers(layout, shards, receives=config.server.role == "decode")
+    check_offers(layout, shards, receives=config.server.fetches_kv)
     check_experts(engine, layout, spec)
     experts = plan_experts(
         resolve_computation(msgspec.structs.replace(model, device="cpu"), engine.cpuinfo), engine, layout, spec

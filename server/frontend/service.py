@@ -26,6 +26,8 @@ from headrace.core.types import refusals
 from headrace.core.types.peers.allow_list import allowed_prefills
 from headrace.core.version import headrace_version
 from headrace.server.frontend.generation.completions import Completions
+from headrace.server.frontend.generation.kv_returns import KvReturns
+from headrace.server.frontend.generation.prefix_fetch import PrefixFetches
 from headrace.server.frontend.generation.runner import GenerationRunner
 from headrace.server.frontend.link.control_address import ControlAddress
 from headrace.server.frontend.link.scheduler_client import News, SchedulerClient
@@ -90,6 +92,7 @@ class Service:
         self.model = ServedModel(config, tokenizer)
         self.tracer = Tracer(link.send)
         self.prefills = _prefill_pool(config.server, link.send, prefill_transport, self.clock)
+        self.siblings = _sibling_pool(config.server, link.send, prefill_transport, self.clock)
         self._spans = SpanExporter(self._open_spans) if config.tracing.endpoint else None
         self.sampler = TraceSampler(config.tracing.sample_ratio) if self._spans is not None else None
         self.record_span: RecordSpan = self._spans.record if self._spans is not None else lambda _span: None
@@ -110,7 +113,7 @@ class Service:
             self.readiness,
             self._query,
             self.recent,
-            self.prefills,
+            self.prefills or self.siblings,
             self.clock,
             memory=memory,
             instance=lambda: self._client.server_info.instance if self._client.server_info is not None else "",
@@ -118,6 +121,7 @@ class Service:
         self._stage_watches = (self.status,) if stage_watch is None else (self.status, stage_watch)
         self._statistics_log: asyncio.Task[None] | None = None
         self.control = ControlAddress(self._client, config.transfer.host)
+        self.fetches, self.returns = self._make_fetches(), self._make_returns()
         self.completions = self._make_completions()
         self.open_prompts = OpenPrompts(
             self.completions.piece,
@@ -137,8 +141,9 @@ class Service:
         if self._spans is not None:
             self._spans.start()
             self.metrics.include(self._spans.statistics)
-        if self.prefills is not None:
-            self.prefills.start()
+        for pool in (self.prefills, self.siblings):
+            if pool is not None:
+                pool.start()
         statistics_log = StatisticsLog(self.stats.snapshot, self.clock)
         self._statistics_log = asyncio.create_task(keep_running("the log of statistics", statistics_log.run))
 
@@ -147,8 +152,9 @@ class Service:
         if self._statistics_log is not None:
             self._statistics_log.cancel()
         await self.open_prompts.close()
-        if self.prefills is not None:
-            await self.prefills.stop()
+        for part in (self.fetches, self.returns, self.prefills, self.siblings):
+            if part is not None:
+                await part.stop()
         await self._client.stop()
         await self.model.close()
         if self._spans is not None and self._spans.started:
@@ -188,6 +194,19 @@ class Service:
         """End the scheduler and its stages; unfinished requests fail, peers are told."""
         self._client.post(Shutdown())
 
+    def _make_fetches(self) -> PrefixFetches | None:
+        if self.siblings is None:
+            return None
+        return PrefixFetches(
+            self._client, self.siblings, self.metrics, self.clock, self.config.engine.page_size, self.record_span
+        )
+
+    def _make_returns(self) -> KvReturns | None:
+        config = self.config
+        if self.prefills is None or not config.server.kv_return:
+            return None
+        return KvReturns(self.prefills, self.metrics, self.clock, config.server.port, config.engine.page_size)
+
     def _make_completions(self) -> Completions:
         runner = GenerationRunner(
             self._client,
@@ -197,6 +216,8 @@ class Service:
             self.clock,
             local=self.config.server.fallback == "local",
             remote=self.config.server.remote,
+            fetches=self.fetches,
+            returns=self.returns,
             record_span=self.record_span,
         )
         return Completions(
@@ -210,6 +231,8 @@ class Service:
             hidden=self.model.hidden,
             adapters=self.model.adapters,
             share_prefixes=self.config.server.share_prefixes,
+            fetches=self.fetches,
+            returns=allowed_prefills((), self.config.server.accept_returns),
         )
 
     def _open_spans(self) -> SpanSink:
@@ -228,8 +251,9 @@ class Service:
                 for watch in self._stage_watches:
                     watch.stage_down(news)
             case PrefillState():
-                if self.prefills is not None:
-                    self.prefills.update(news)
+                for pool in (self.prefills, self.siblings):
+                    if pool is not None:
+                        pool.update(news)
                 self.status.prefill(news)
             case Traced() | StageTraced():
                 self.tracer.take(news)
@@ -261,6 +285,27 @@ def _prefill_pool(
         keys=ServerKeys(server.curve_server_keys),
         routing=server.routing,
         compares=server.remote == "cost",
+        clock=clock,
+    )
+
+
+def _sibling_pool(
+    server: ServerConfig,
+    post: Callable[[AnyFrontendRequest], None],
+    transport: httpx.AsyncBaseTransport | None,
+    clock: Clock,
+) -> PrefillPool | None:
+    """The servers that a prefill server fetches prefixes from: its siblings, and decode servers that return KV."""
+    if server.role != "prefill" or not server.fetches_kv:
+        return None
+    return PrefillPool(
+        server.siblings,
+        server.prefill_api_key,
+        post,
+        transport=transport,
+        rules=allowed_prefills(server.siblings, server.accept_returns),
+        keys=ServerKeys(server.curve_server_keys),
+        routing="least-load",
         clock=clock,
     )
 

@@ -1,8 +1,8 @@
 """The scheduler process: `python -m headrace.server.launch.scheduler_process PARENT`, configuration as JSON on
 standard input.
 
-Connects the pure scheduler to its event sources: the front end, the stages, the control endpoint (role prefill) or the
-control client (role decode), and the publisher of KV events.
+Connects the pure scheduler to its event sources: the front end, the stages, the control endpoint (where other servers
+fetch KV from this one) and the control clients (where it fetches from others), and the publisher of KV events.
 """
 
 import hashlib
@@ -33,6 +33,7 @@ from headrace.core.runtime.process import (
 )
 from headrace.core.stats import Sample, Stats
 from headrace.core.types.errors import ConfigError
+from headrace.core.types.kv.backends import ZMQ
 from headrace.core.types.peers.addresses import everywhere, usable_url
 from headrace.core.types.peers.allow_list import allowed_prefills, is_allowed
 from headrace.core.version import headrace_version
@@ -82,6 +83,10 @@ class SchedulerProcessConfig(msgspec.Struct, frozen=True, kw_only=True):
     """None: the server starts its stages itself."""
     kv_events: KvEventsConfig = KvEventsConfig()
     allow_prefill: tuple[str, ...] = ()
+    serves_kv: bool = False
+    """There is a control endpoint."""
+    fetches_kv: bool = False
+    """It connects to those of others."""
     log_level: str = "info"
     log_format: LogFormat = "text"
 
@@ -105,10 +110,14 @@ def run(config: SchedulerProcessConfig) -> None:
     """
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     instance = secrets.token_hex(16)
-    control_server = ControlServer(config.transfer, context) if config.role == "prefill" else None
+    peer_instance = secrets.token_hex(16) if config.serves_kv else instance  # a secret; the other one is told to all
+    control_server = ControlServer(config.transfer, context) if config.serves_kv else None
     may_connect = partial(is_allowed, allowed_prefills((), config.allow_prefill))
-    clients = [ControlClient(config.transfer, context, may_connect) for _ in range(config.scheduler.dp)]
-    control_client = ControlClients(clients) if config.role == "decode" else None
+    clients = [
+        ControlClient(config.transfer, context, may_connect)
+        for _ in range(config.scheduler.dp if config.fetches_kv else 0)
+    ]
+    control_client = ControlClients(clients) if config.fetches_kv else None
     publisher = KvEventPublisher(config.kv_events, context) if config.kv_events.port else None
     clock = LoopClock(SystemClock())
     frames = FrameSocket(socket.socket(fileno=config.front))
@@ -133,7 +142,7 @@ def run(config: SchedulerProcessConfig) -> None:
             if control_server is not None:
                 control_server.ready(_offer(config, instance, ready))
             if control_client is not None:
-                control_client.ready(_hellos(config, instance, ready))
+                control_client.ready(_hellos(config, peer_instance, ready))
 
     loop = SchedulerLoop(
         Scheduler(config.scheduler),
@@ -175,7 +184,7 @@ def _stage_channel(config: SchedulerProcessConfig, context: "zmq.Context[zmq.Soc
             key=external.key,
             version=headrace_version(),
             endpoint=f"{usable_url('tcp', host, bound_port(socket))}{everywhere(host)}",
-            control_host=config.transfer.host if config.role == "prefill" else None,
+            control_host=config.transfer.host if config.serves_kv else None,
             new_session=partial(secrets.token_hex, 16),
         )
         join_endpoint = JoinEndpoint(socket, registry, config.scheduler.start_timeout_s)
@@ -202,7 +211,7 @@ def _offer(config: SchedulerProcessConfig, instance: str, stages: Sequence[Stage
         data_ports=tuple(stage.data_port for stage, _ in offered),
         data_hosts=tuple("" if host == config.transfer.host else host for host in hosts),
         max_model_len=config.scheduler.max_model_len,
-        backends=_backends(config, stages),
+        backends=_backends(config, stages, config.role == "prefill"),
         shared_memory=frozenset(stage.host for stage in stages),
         nixl=frozenset(stage.nixl for stage in stages),
         unreachable_gpus=frozenset(gpu for stage in stages for gpu in stage.unreachable_gpus),
@@ -235,14 +244,17 @@ def _hello(config: SchedulerProcessConfig, instance: str, stages: Sequence[Stage
         kv_pages=min(stage.kv_pages for stage in stages),
         max_model_len=config.scheduler.max_model_len,
         metadata_rows=config.scheduler.metadata_rows,
-        backends=_backends(config, stages),
+        backends=_backends(config, stages, config.role == "decode"),
         memory=tuple(stage.memory for stage in stages if stage.memory is not None),
         model=config.model,
     )
 
 
-def _backends(config: SchedulerProcessConfig, stages: Sequence[StageReady]) -> tuple[str, ...]:
-    """Transfer backends that work at every stage, in the configured order."""
+def _backends(config: SchedulerProcessConfig, stages: Sequence[StageReady], main: bool) -> tuple[str, ...]:
+    """Transfer backends that work at every stage, in the configured order. main: KV goes the way that the role says,
+    for which the stages have set up their memory; the other way it moves in frames."""
+    if not main:
+        return (ZMQ,)
     return tuple(name for name in config.transfer.backends if all(name in stage.backends for stage in stages))
 
 

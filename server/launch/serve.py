@@ -188,7 +188,9 @@ def _scheduler(config: Config, front: socket.socket, door: socket.socket) -> Chi
         transfer=config.transfer,
         external=external,
         kv_events=config.kv_events,
-        allow_prefill=config.server.allow_prefill,
+        allow_prefill=(*config.server.allow_prefill, *config.server.accept_returns),
+        serves_kv=config.server.serves_kv,
+        fetches_kv=config.server.fetches_kv,
         log_level=config.server.log_level,
         log_format=config.server.log_format,
     )

@@ -245,6 +245,7 @@ STAGES: tuple[MetricSpec, ...] = (
     MetricSpec("hidden_bytes_total", "counter", "Bytes of hidden states sent to the next stage.", ("stage",)),
 )
 
+PREFIX_SOURCES = ("sibling", "return")
 FRONT: tuple[MetricSpec, ...] = (
     MetricSpec("build_info", "gauge", "Always 1; the labels describe this server.", ("version", "role", "model")),
     MetricSpec("ready", "gauge", "1 if the server would accept a request, else 0."),
@@ -304,6 +305,36 @@ FRONT: tuple[MetricSpec, ...] = (
         "drains or is not ready), silent, damaged (checksum, metadata), nonfinite, failed (anything else).",
         ("reason",),
         zeros=tuple((reason,) for reason in MOVE_REASONS),
+    ),
+    MetricSpec(
+        "prefix_fetches_total",
+        "counter",
+        "Prefixes fetched into the prefix cache from a sibling, or from a decode server that offers them (return): "
+        "fetched, failed, or late, as computing them would not have taken longer.",
+        ("source", "result"),
+        zeros=tuple((source, result) for source in PREFIX_SOURCES for result in ("fetched", "failed", "late")),
+    ),
+    MetricSpec(
+        "prefix_fetched_tokens_total",
+        "counter",
+        "Tokens whose KV came by these fetches.",
+        ("source",),
+        zeros=tuple((source,) for source in PREFIX_SOURCES),
+    ),
+    MetricSpec(
+        "prefix_fetch_seconds_total",
+        "counter",
+        "Seconds that these fetches took.",
+        ("source",),
+        zeros=tuple((source,) for source in PREFIX_SOURCES),
+    ),
+    MetricSpec(
+        "kv_returns_total",
+        "counter",
+        "Turns whose KV this decode server has offered to the prefill server of its prompt (--kv-return): taken, "
+        "declined (it has it, is busy, or expects to gain nothing), refused (it takes none).",
+        ("result",),
+        zeros=(("taken",), ("declined",), ("refused",)),
     ),
     MetricSpec(
         "prefill_retried_requests_total",

@@ -59,6 +59,16 @@ class FrontMetrics:
         """Count a prompt that goes to another prefill server. reason: why it left the one before."""
         self._counters.add("prefill_retries_total", labels=(reason,))
 
+    def count_prefix_fetch(self, source: str, result: str, tokens: int, seconds: float) -> None:
+        """Count a prefix that was fetched into the prefix cache, or was not. source: "sibling" or "return"."""
+        self._counters.add("prefix_fetches_total", labels=(source, result))
+        self._counters.add("prefix_fetched_tokens_total", tokens, labels=(source,))
+        self._counters.add("prefix_fetch_seconds_total", seconds, labels=(source,))
+
+    def count_return(self, result: str) -> None:
+        """Count an offer of KV to a prefill server."""
+        self._counters.add("kv_returns_total", labels=(result,))
+
     def count_retried_request(self, outcome: str) -> None:
         """Count the end of a request whose prompt went to more than one prefill server."""
         self._counters.add("prefill_retried_requests_total", labels=(outcome,))

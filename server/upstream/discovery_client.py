@@ -46,6 +46,9 @@ class Discovery(msgspec.Struct, frozen=True):
     images: bool = False
     """It takes images; servers of earlier versions, and models without an encoder, refuse them."""
 
+    prefixes: bool = False
+    """It answers POST /v1/prefixes, and knows cached_only; servers of earlier versions refuse both."""
+
     def knows(self, feature: Feature) -> bool:
         """Whether prompts that need this feature may be sent to it."""
         match feature:

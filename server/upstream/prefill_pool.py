@@ -12,7 +12,7 @@ import asyncio
 import contextlib
 import logging
 import random
-from collections.abc import AsyncIterator, Callable, Collection, Container, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Container, Iterator, Mapping, Sequence
 
 import httpx
 import msgspec
@@ -35,9 +35,10 @@ from headrace.integrations.http_client import PROMPT_TIMEOUT, bearer, direct_asy
 from headrace.server.routing.failover import MoveReason, avoided_s
 from headrace.server.routing.replica_load import Sent
 from headrace.server.routing.replica_router import ReplicaRouter
-from headrace.server.upstream.discovery_client import Discovery, DiscoveryClient, Feature
+from headrace.server.upstream.bounded_response import PLAIN, read_bounded
+from headrace.server.upstream.discovery_client import MAX_BYTES, Discovery, DiscoveryClient, Feature
 from headrace.server.upstream.handoff_params import PrefillAddress
-from headrace.server.upstream.prefill_call import CallObserver, PrefillCall
+from headrace.server.upstream.prefill_call import CallObserver, PrefillCall, stated_error
 from headrace.server.upstream.prefill_server import PrefillServer
 from headrace.server.upstream.server_watch import ServerWatch
 from headrace.transfer.sockets.curve_keys import ServerKeys
@@ -317,6 +318,16 @@ class PrefillPool:
         return PrefillCall(
             http, server.url, body, observer, posted=lambda: None, answered=lambda: None, running=self._calls
         )
+
+    async def ask(self, server: PrefillServer, path: str, body: bytes, headers: Mapping[str, str]) -> bytes:
+        """The answer to a short question by POST. Raises HeadraceError for another status than 200, ValueError for an
+        answer that is too long, httpx.HTTPError."""
+        http = self._http if self._gets_key(server) else self._without_key
+        async with http.stream("POST", f"{server.url}{path}", content=body, headers={**PLAIN, **headers}) as response:
+            content = await read_bounded(response, MAX_BYTES)
+        if response.status_code != 200:
+            raise HeadraceError(stated_error(response.status_code, content, response.headers))
+        return content
 
     async def _kept(self, server: PrefillServer) -> None:
         await keep_running(f"the maintenance of prefill server {server.url}", lambda: self._maintain(server))

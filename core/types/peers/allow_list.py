@@ -104,13 +104,19 @@ def is_named(rules: Rules, host: str, port: int) -> bool:
     return port > 0 and any(rule.network is None and (rule.host, rule.port) == (known, port) for rule in rules)
 
 
-def require_allowed(rules: Rules, host: str, port: int) -> None:
+def require_allowed(
+    rules: Rules,
+    host: str,
+    port: int,
+    flag: str = "--allow-prefill",
+    what: str = "connect to the prefill server",
+) -> None:
     """Raises HeadraceError (403), naming the address and the flag, unless is_allowed() holds."""
     if is_allowed(rules, host, port):
         return
     message = (
-        f"this server may not connect to the prefill server {host_port(host, port)[:300]!r}: "
-        "its operator can add --allow-prefill HOST:PORT, a host or a network"
+        f"this server may not {what} {host_port(host, port)[:300]!r}: "
+        f"its operator can add {flag} HOST:PORT, a host or a network"
     )
     raise HeadraceError(ErrorInfo(code=PREFILL_NOT_ALLOWED, message=message, status=403))
 

@@ -1,4 +1,5 @@
-"""POST /v1/prefill, DELETE /v1/prefill/{rid}, GET /v1/handoff: Headrace's own API."""
+"""Headrace's own API: POST /v1/prefill, DELETE /v1/prefill/{rid}, GET /v1/handoff, POST /v1/prefixes, POST
+/v1/returns."""
 
 import re
 import secrets
@@ -14,14 +15,22 @@ from headrace.core.messages.replies import Progress, Tokens
 from headrace.core.stats import Stats, join
 from headrace.core.types.errors import UNKNOWN_RID, ErrorInfo, invalid, shown
 from headrace.core.types.kv.geometry import CacheShape
-from headrace.core.types.requests.request import FinishReason
-from headrace.server.api.description.operation import GENERATION_ERRORS, GENERATION_HEADERS, Parameter, described
+from headrace.core.types.requests.request import FinishReason, SamplingParams
+from headrace.core.types.requests.terms import RequestTerms
+from headrace.server.api.description.operation import (
+    BODY_ERRORS,
+    GENERATION_ERRORS,
+    GENERATION_HEADERS,
+    Parameter,
+    described,
+)
 from headrace.server.api.request.constraint import body_constraint
 from headrace.server.api.request.parse import decode_body
-from headrace.server.api.request.prompts import check_model, encode_any
+from headrace.server.api.request.prompts import check_ids, check_model, encode_any
 from headrace.server.api.request.refusal import notify_peers_on_refusal
+from headrace.server.api.request.router_headers import with_kv_holder
 from headrace.server.api.request.sampling import check_logprobs_start, sampling_params
-from headrace.server.api.request.schema import PrefillBody
+from headrace.server.api.request.schema import PrefillBody, PrefixesBody, ReturnsBody
 from headrace.server.api.request.terms import base_request, client_of, tenant_of, with_client_terms, with_images
 from headrace.server.api.response.hidden_format import DraftReply, HiddenStatesReply, base64_object, draft_object
 from headrace.server.api.response.usage import (
@@ -35,6 +44,7 @@ from headrace.server.api.response.usage import (
     timing_report,
 )
 from headrace.server.frontend.generation.completions import Completions
+from headrace.server.frontend.generation.prefix_fetch import ReturnReason
 from headrace.server.frontend.link.control_address import ControlAddress, wrong_role
 from headrace.server.frontend.request.generation_request import Emit, GenerationDelta, GenerationRequest, discard_events
 from headrace.server.frontend.served_model import ServedModel
@@ -100,6 +110,19 @@ class Cancelled(msgspec.Struct):
     cancelled: Literal[True]
 
 
+class PrefixesReply(msgspec.Struct):
+    """Of POST /v1/prefixes."""
+
+    cached_tokens: Count
+
+
+class ReturnReply(msgspec.Struct):
+    """Of POST /v1/returns."""
+
+    taken: bool
+    reason: ReturnReason
+
+
 class HandoffReply(msgspec.Struct):
     """Of GET /v1/handoff: where decode servers find this prefill server."""
 
@@ -116,6 +139,7 @@ class HandoffReply(msgspec.Struct):
     hidden_states: bool
     prompt_logprobs_start: bool
     images: bool
+    prefixes: bool
     kv_events: dict[str, Any] | None
     load: dict[str, Any] | None
 
@@ -153,6 +177,21 @@ _HANDOFF = described(
 )
 
 
+_PREFIXES = described(
+    "Leading tokens of a prompt whose KV the prefix cache has",
+    body=PrefixesBody,
+    reply=PrefixesReply,
+    errors=(*BODY_ERRORS, 503),
+)
+_RETURNS = described(
+    "Offer the KV of a turn that this server may fetch back",
+    body=ReturnsBody,
+    reply=ReturnReply,
+    errors=(*BODY_ERRORS, 403, 503),
+    audience="operators",
+)
+
+
 class PrefillResponder:
     """Makes requests of bodies, and responses of their results."""
 
@@ -165,7 +204,7 @@ class PrefillResponder:
         """The request that a body stands for. Raises HeadraceError (400, 404)."""
         check_model(self._model, body.model)
         request = await _request(self._model, self._config, client_of(http), body)
-        return with_client_terms(request, http, self._config)
+        return with_kv_holder(with_client_terms(request, http, self._config), http.headers)
 
     def respond(self, request: GenerationRequest, *, stream: bool, guard: Guard = lambda run: run()) -> Response:
         """The response, which has the request computed. guard: runs that."""
@@ -217,7 +256,7 @@ def handoff_routes(model: ServedModel, control: ControlAddress, stats: StatsColl
     @router.get("/v1/handoff", openapi_extra=_HANDOFF)
     async def handoff() -> Response:
         server = config.server
-        if server.role != "prefill":
+        if not server.serves_kv:
             raise wrong_role(server.role)
         info = control.require()
         return json_response(
@@ -235,12 +274,43 @@ def handoff_routes(model: ServedModel, control: ControlAddress, stats: StatsColl
                 hidden_states=True,
                 prompt_logprobs_start=True,
                 images=model.takes_images,
+                prefixes=True,
                 kv_events=_kv_events(config.kv_events),
                 load=_load(join(await stats.snapshot())),
             )
         )
 
     return router
+
+
+def prefix_routes(model: ServedModel, completions: Completions, config: ServerConfig, budget: BodyBudget) -> APIRouter:
+    """What the prefix cache has of a prompt, and KV that a decode server offers."""
+    router = APIRouter()
+
+    @router.post("/v1/prefixes", openapi_extra=_PREFIXES)
+    async def prefixes(http: Request) -> Response:
+        body = await decode_body(await read_body(http, config.max_body_bytes, budget), PrefixesBody)
+        return json_response(PrefixesReply(await completions.cached_tokens(_tokens(model, config, http, body))))
+
+    @router.post("/v1/returns", openapi_extra=_RETURNS)
+    async def returns(http: Request) -> Response:
+        body = await decode_body(await read_body(http, config.max_body_bytes, budget), ReturnsBody)
+        host = http.client.host if http.client is not None else ""
+        reason = await completions.take_return(_tokens(model, config, http, body), host, body.port)
+        return json_response(ReturnReply(reason == "taken", reason))
+
+    return router
+
+
+def _tokens(model: ServedModel, config: ServerConfig, http: Request, body: PrefixesBody) -> GenerationRequest:
+    """A prompt that is not computed. Raises HeadraceError (400)."""
+    check_model(model, body.model)
+    check_ids(body.prompt_token_ids, "prompt_token_ids", model.vocab_size)
+    terms = RequestTerms(cache_salt=body.cache_salt or "")
+    request = GenerationRequest(
+        rid="", prompt=tuple(body.prompt_token_ids), sampling=SamplingParams(), terms=terms, model=body.model or ""
+    )
+    return with_client_terms(request, http, config)
 
 
 def _kv_events(config: KvEventsConfig) -> dict[str, Any] | None:
@@ -288,19 +358,27 @@ async def _request(model: ServedModel, config: ServerConfig, client: str, body: 
     base = with_images(base_request(rid, body, sampling, constraint, progress=bool(body.stream)), images)
     hold = body.handoff == "hold"
     return msgspec.structs.replace(
-        base, prompt=prompt, ticket=ticket, hold=hold, prompt_only=body.prompt_only, adapter=body.adapter
+        base,
+        prompt=prompt,
+        ticket=ticket,
+        hold=hold,
+        cached_only=bool(body.cached_only),
+        prompt_only=body.prompt_only,
+        adapter=body.adapter,
     )
 
 
 def _ticket(config: ServerConfig, body: PrefillBody) -> str | None:
     """The ticket under which a peer fetches the KV, None if it is dropped. Raises HeadraceError (400)."""
+    if body.cached_only and body.handoff is not None:
+        raise invalid("cached_only", "cached_only hands KV over under a ticket; leave handoff out")
     if body.handoff not in (None, "none", "hold"):
         raise invalid("handoff", f'handoff is {shown(body.handoff)!r}; it has to be "hold", "none" or left out')
     if body.handoff == "none":
         if body.ticket is not None:
             raise invalid("ticket", 'a ticket and handoff "none" contradict each other; send one of them')
         return None
-    if config.role != "prefill":
+    if config.role != "prefill" and not (body.cached_only and config.serves_kv):
         message = f'this server has role {config.role} and sends no KV; send handoff "none" or ask a prefill server'
         raise invalid("ticket", message, code="wrong_role")
     if body.ticket is None:

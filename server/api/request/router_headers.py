@@ -4,6 +4,8 @@ x-prefiller-host-port: HOST:PORT of the prefill server that is to compute it; of
 the same header, and answers 403 to addresses that it is not configured to accept, as we do (--allow-prefill).
 Prefer: if-available (RFC 7240): only if most of the prompt is in the prefix cache; else 412, upon which the coordinator
 has a prefill server compute it, and asks again.
+x-kv-cache-source-host-port: HOST:PORT of a server that holds a prefix of the prompt. A prefill server asks it alone, if
+it is one of its siblings (--sibling); another address changes nothing.
 """
 
 from collections.abc import Sequence
@@ -14,11 +16,12 @@ import msgspec
 from starlette.datastructures import Headers
 
 from headrace.core.config import ServerConfig
-from headrace.core.types.errors import invalid, shown
+from headrace.core.types.errors import HeadraceError, invalid, shown
 from headrace.server.frontend.request.generation_request import GenerationRequest
 from headrace.server.upstream.handoff_params import MAX_ADDRESS_CHARS, PrefillAddress
 
 PREFILLER_HEADER = "x-prefiller-host-port"
+HOLDER_HEADER = "x-kv-cache-source-host-port"
 PREFER_HEADER = "prefer"
 IF_AVAILABLE = "if-available"
 
@@ -50,9 +53,17 @@ def is_conditional(headers: Headers) -> bool:
     return IF_AVAILABLE in tokens
 
 
-def prefiller_address(headers: Headers) -> PrefillAddress | None:
+def with_kv_holder(request: GenerationRequest, headers: Headers) -> GenerationRequest:
+    """The request with the server that a router says to hold a prefix of it. A hint: what is no address is passed
+    over."""
+    with suppress(HeadraceError):
+        return msgspec.structs.replace(request, kv_held_at=prefiller_address(headers, HOLDER_HEADER))
+    return request
+
+
+def prefiller_address(headers: Headers, header: str = PREFILLER_HEADER) -> PrefillAddress | None:
     """The HTTP address of the prefill server that is named first; None for none. Raises HeadraceError (400)."""
-    text = ",".join(headers.getlist(PREFILLER_HEADER)).partition(",")[0].strip().removeprefix("http://")
+    text = ",".join(headers.getlist(header)).partition(",")[0].strip().removeprefix("http://")
     if not text:
         return None
     host = port = None
@@ -63,6 +74,6 @@ def prefiller_address(headers: Headers) -> PrefillAddress | None:
             if parts.path or parts.query or parts.fragment:
                 host = None
     if not host or not port:
-        message = f"the header {PREFILLER_HEADER} is {shown(text)!r}; it has to be HOST:PORT"
-        raise invalid(PREFILLER_HEADER, message)
+        message = f"the header {header} is {shown(text)!r}; it has to be HOST:PORT"
+        raise invalid(header, message)
     return PrefillAddress("http", host, port)

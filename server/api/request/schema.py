@@ -246,6 +246,8 @@ class PrefillFields(SamplingBody, frozen=True, kw_only=True):
     """Name under which a decode peer fetches the KV."""
     handoff: str | None = None
     """"hold" to hold the KV for the peer under a lease, "none" to drop it."""
+    cached_only: bool | None = None
+    """Compute nothing: the KV of all tokens is in the prefix cache, or the request is refused (412)."""
     adapter: Annotated[str, Meta(max_length=64)] | None = None
     """Fingerprint of the LoRA adapter that model names, as the decode server has it; another one is refused."""
     rid: str | None = None
@@ -254,7 +256,23 @@ class PrefillFields(SamplingBody, frozen=True, kw_only=True):
     @property
     def prompt_only(self) -> bool:
         """The KV of the prompt is wanted, and no first token."""
-        return self.max_tokens == 0
+        return self.max_tokens == 0 or bool(self.cached_only)
+
+
+class PrefixesBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Body of POST /v1/prefixes."""
+
+    prompt_token_ids: list[TokenId]
+    model: str | None = None
+    cache_salt: Salt | None = None
+    """That of the requests whose KV is meant."""
+
+
+class ReturnsBody(PrefixesBody, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Body of POST /v1/returns: the tokens whose KV a decode server offers."""
+
+    port: Annotated[int, Meta(ge=1, le=65535)]
+    """HTTP port of the decode server, on the host that the request comes from."""
 
 
 class PrefillBody(PrefillFields, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -10,9 +10,12 @@ from headrace.core.messages.replies import Progress, Tokens
 from headrace.core.runtime.clock import Clock
 from headrace.core.types import refusals
 from headrace.core.types.errors import MODEL_NOT_FOUND, ErrorInfo, HeadraceError
+from headrace.core.types.packed import pack
+from headrace.core.types.peers.allow_list import Rules, require_allowed
 from headrace.core.types.requests.adapters import adapter_mismatch
 from headrace.core.types.requests.request import SamplingParams
 from headrace.core.types.requests.tenants import tenant_salt
+from headrace.server.frontend.generation.prefix_fetch import QUERY_S, PrefixFetches, ReturnReason
 from headrace.server.frontend.generation.runner import GenerationRunner
 from headrace.server.frontend.link.scheduler_client import SchedulerClient
 from headrace.server.frontend.open_prompts.open_prompts import Piece
@@ -36,7 +39,7 @@ class Completions:
 
     prefills: the prefill servers of a decode server. max_open: requests at the same time; more are refused with 429.
     hidden: bounds the hidden states of all of them. adapters: names of --lora. share_prefixes: tenants find each
-    other's cached prefixes.
+    other's cached prefixes. returns: decode servers whose KV is taken back, by fetches.
     """
 
     def __init__(
@@ -52,6 +55,8 @@ class Completions:
         hidden: HiddenLimits,
         adapters: Collection[str] = (),
         share_prefixes: bool = False,
+        fetches: PrefixFetches | None = None,
+        returns: Rules = (),
     ) -> None:
         self._client = client
         self._runner = runner
@@ -63,6 +68,8 @@ class Completions:
         self._hidden = hidden
         self._adapters = adapters
         self._share_prefixes = share_prefixes
+        self._fetches = fetches
+        self._returns = returns
 
     @property
     def open_requests(self) -> int:
@@ -90,6 +97,9 @@ class Completions:
         request = self._own(request)
         with self._hidden.taken(request, 0), _observed(request) as observer:
             first, result = await self._runner.prefill(request, emit)
+            if request.cached_only:
+                observer.ended(result)
+                return first, result
             first_token_s = self._clock.now() - started - result.timing.transfer_s
             self._metrics.observe_first_token(first_token_s)
             self._metrics.observe_end(self._clock.now() - started, result.usage)
@@ -100,6 +110,22 @@ class Completions:
     def piece(self, request: GenerationRequest) -> Piece:
         """A piece of an open prompt, to be computed."""
         return LocalPiece(self._client, self._own(request))
+
+    async def cached_tokens(self, request: GenerationRequest) -> int:
+        """Leading tokens of a prompt whose KV the prefix cache has, for its client. Raises HeadraceError (503)."""
+        if (problem := self._readiness.engine_not_ready()) is not None:
+            raise HeadraceError(problem)
+        found = await self._client.query_prefix(pack(request.prompt), self._own(request).terms.prefix_salt, QUERY_S)
+        return found.cached if found is not None else 0
+
+    async def take_return(self, request: GenerationRequest, host: str, port: int) -> ReturnReason:
+        """Take KV of a prompt that the decode server at this address offers: "taken", or why not. Raises HeadraceError:
+        403 if returns of that server are not taken, 503."""
+        if (problem := self._readiness.engine_not_ready()) is not None:
+            raise HeadraceError(problem)
+        require_allowed(self._returns, host, port, "--accept-return", "take KV back from the decode server")
+        assert self._fetches is not None, "there is an --accept-return"
+        return await self._fetches.take(host, port, request.prompt, self._own(request).terms)
 
     def cancel(self, rid: str, tenant: str) -> bool:
         """Cancel an open or held request of a tenant, "" for any; False if there is none with this id."""

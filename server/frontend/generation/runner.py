@@ -41,8 +41,10 @@ from headrace.core.types.requests.request import (
     SamplingParams,
     SendTo,
 )
+from headrace.server.frontend.generation.kv_returns import KvReturns
 from headrace.server.frontend.generation.prefill_body import prefill_body, with_prefill_response
 from headrace.server.frontend.generation.prefill_failover import PrefillFailover, remaining
+from headrace.server.frontend.generation.prefix_fetch import PrefixFetches
 from headrace.server.frontend.generation.refetch import Refetch
 from headrace.server.frontend.generation.results import (
     PromptParts,
@@ -85,7 +87,8 @@ class GenerationRunner:
     """Runs requests from their submission to the scheduler until their end.
 
     prefills: None unless this is a decode server. local: compute prompts here if no prefill server can. remote: which
-    prompts go to a prefill server.
+    prompts go to a prefill server. fetches: of a prefill server with siblings. returns: of a decode server that offers
+    KV.
     """
 
     def __init__(
@@ -98,6 +101,8 @@ class GenerationRunner:
         *,
         local: bool = False,
         remote: Remote = "always",
+        fetches: PrefixFetches | None = None,
+        returns: KvReturns | None = None,
         record_span: RecordSpan = lambda _span: None,
     ) -> None:
         self._client = client
@@ -107,6 +112,8 @@ class GenerationRunner:
         self._failover = PrefillFailover(prefills, metrics, clock) if prefills is not None else None
         self._local = local
         self._remote = remote
+        self._fetches = fetches
+        self._returns = returns
         self._record_span = record_span
 
     async def complete(self, request: GenerationRequest, emit: Emit) -> GenerationResult:
@@ -152,6 +159,10 @@ class GenerationRunner:
         is held for a peer. Raises HeadraceError; cancelling it cancels the request.
         """
         first: Tokens | None = None
+        if request.cached_only:
+            first = Tokens(rid=request.rid, tokens=())
+        elif self._fetches is not None:
+            await self._fetches.bring(request)
         parts = PromptParts(len(request.prompt))
         submit = _submit(request, await self._merge_stops(request), _outgoing_route(request))
         async with self._client.open(submit) as call:
@@ -168,7 +179,7 @@ class GenerationRunner:
                     break
                 elif isinstance(event, RequestFinished):
                     break
-        if first is None or not first.tokens:
+        if first is None or not (first.tokens or request.cached_only):
             message = f"request {request.rid} ended without a first token"
             raise HeadraceError(ErrorInfo(code="internal_error", message=message, status=500))
         states = parts.hidden(len(request.prompt))
@@ -210,7 +221,7 @@ class GenerationRunner:
         compares = self._remote == "cost" and request.prefill_at is None
         route = FetchFrom(url, ticket, forecast=pool.forecast(choice) if compares else None, compare=compares)
         submit = _submit(request, sampling, route, moved=moved)
-        handoff = _HandoffTime(self._clock)
+        handoff, generated = _HandoffTime(self._clock), list[int]()
         body = prefill_body(request, ticket, knows_start=choice.server.knows_logprobs_start)
         async with (
             self._client.open(submit) as call,
@@ -230,7 +241,9 @@ class GenerationRunner:
 
             try:
                 on_kept = partial(pool.withdraw, choice)
-                result = await self._follow(call, request, handoff.watching(emit), on_reserved, on_kept=on_kept)
+                result = await self._follow(
+                    call, request, handoff.watching(emit), on_reserved, on_kept=on_kept, generated=generated
+                )
             except HeadraceError as error:
                 raise HeadraceError(await prefill.cause(error.info)) from error
             if call.decision is not None:
@@ -238,6 +251,8 @@ class GenerationRunner:
             if not call.fetches:
                 return result
             result = msgspec.structs.replace(result, peer=url)
+            if self._returns is not None:
+                self._returns.offer(choice.server, (*request.prompt, *generated), request.terms)
             response = await prefill.response()
             if response is not None and (added_s := handoff.added_s(response)) is not None:
                 pool.handed_over(choice, added_s)
@@ -324,10 +339,11 @@ class GenerationRunner:
         on_reserved: Callable[[Reserved, list[int]], None] = lambda _reserved, _generated: None,
         forbidden: frozenset[int] = frozenset(),
         on_kept: Callable[[], None] = lambda: None,
+        generated: list[int] | None = None,
     ) -> GenerationResult:
         """Emit a call's events until it ends. on_reserved: called when pages are reserved here, with the tokens that
         were generated so far. forbidden: token ids that the first token must not be. on_kept: called when the prompt
-        goes to no prefill server."""
+        goes to no prefill server. generated: takes the tokens."""
         ends = frozenset((*request.sampling.stop_token_ids, *self._eos(request)))
         text = TextStream(
             self._model.tokenizer.showing(request.shown),
@@ -340,7 +356,7 @@ class GenerationRunner:
         hidden_ends = frozenset() if request.keep_stop else ends
         stopped, seen = False, 0
         parts = PromptParts(len(request.prompt))
-        generated: list[int] = []
+        generated = [] if generated is None else generated
         while True:
             event = await call.next()
             if isinstance(event, Tokens):
@@ -428,4 +444,4 @@ def _is_retryable(error: ErrorInfo) -> bool:
 
 def _outgoing_route(request: GenerationRequest) -> AnyRoute:
     """Where the KV of a prompt that is only computed here goes."""
-    return SendTo(request.ticket, request.hold) if request.ticket else Discard()
+    return SendTo(request.ticket, request.hold, request.cached_only) if request.ticket else Discard()

@@ -10,12 +10,13 @@ import asyncio
 import logging
 from collections.abc import Callable
 
-from headrace.core.messages.frontend import Abort, AnyFrontendRequest, QueryStats, Submit
+from headrace.core.messages.frontend import Abort, AnyFrontendRequest, QueryPrefix, QueryStats, Submit
 from headrace.core.messages.replies import (
     AnySchedulerReply,
     Drained,
     EngineState,
     PrefillState,
+    PrefixReply,
     RequestFailed,
     RequestFinished,
     RequestTraced,
@@ -72,6 +73,7 @@ class SchedulerClient:
         self._ending: set[str] = set()  # rids of aborted requests whose end the scheduler has not reported yet
         self._held: dict[str, str] = {}  # tenants of held requests, by rid
         self._queries: dict[int, asyncio.Future[Stats]] = {}
+        self._prefix_queries: dict[int, asyncio.Future[PrefixReply]] = {}
         self._token = 0
         self._inspect = inspect
         self._silence = Silence(Limits(LOST_S, max(LOST_S, hang_s)), clock.now())
@@ -203,6 +205,20 @@ class SchedulerClient:
         finally:
             self._queries.pop(token, None)
 
+    async def query_prefix(self, prompt: bytes, salt: str, timeout_s: float) -> PrefixReply | None:
+        """What the prefix cache has of a packed prompt; None if the scheduler does not answer in time."""
+        answer: asyncio.Future[PrefixReply] = asyncio.get_running_loop().create_future()
+        self._token += 1
+        token = self._token
+        self._prefix_queries[token] = answer
+        self.post(QueryPrefix(token=token, prompt=prompt, salt=salt))
+        try:
+            return await asyncio.wait_for(answer, timeout_s)
+        except TimeoutError:
+            return None
+        finally:
+            self._prefix_queries.pop(token, None)
+
     async def wait_drained(self) -> None:
         """Wait until the scheduler has sent Drained and every call was left."""
         await self.wait_for(lambda: self._drained and not self._calls)
@@ -265,6 +281,9 @@ class SchedulerClient:
                 self.experts = message.experts
                 if (answer := self._queries.pop(message.token, None)) is not None and not answer.done():
                     answer.set_result(message.stats)
+            case PrefixReply():
+                if (waiter := self._prefix_queries.get(message.token)) is not None and not waiter.done():
+                    waiter.set_result(message)
             case EngineState() | PrefillState():
                 if isinstance(message, EngineState):
                     self.engine = message

@@ -76,6 +76,10 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     """On a prefill server: name under which a decode peer fetches the KV; None drops the KV."""
     hold: bool = False
     """On a prefill server: answer when the prompt is computed, and hold its KV for the peer under a lease."""
+    cached_only: bool = False
+    """On a server that KV is fetched from: compute nothing, and hand over what the prefix cache has."""
+    kv_held_at: PrefillAddress | None = None
+    """On a prefill server: the sibling that holds a prefix of the prompt, if a router says so."""
     kv_source: KvSource | None = None
     """On a decode server: where the KV is, if the client or a router has sent the prompt to a prefill server."""
     prefill_at: PrefillAddress | None = None

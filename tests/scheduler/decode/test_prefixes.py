@@ -1,4 +1,4 @@
-"""Prefixes that are fetched into the prefix cache, and handed over from one: nothing is computed and nothing decoded."""
+"""Prefixes that are fetched into the prefix cache, and handed over from one: nothing is computed or decoded."""
 
 from msgspec.structs import replace
 

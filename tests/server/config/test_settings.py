@@ -29,6 +29,7 @@ NOT_SETTINGS = {
 
 # Flags, what they take, bounds, and the default of the field. A line that changes here changes what users write.
 FLAGS = """\
+--accept-return TEXT =
 --allow-prefill TEXT =
 --allowed-host TEXT =
 --allowed-image-host TEXT =
@@ -83,6 +84,7 @@ FLAGS = """\
 --kv-events-topic TEXT =
 --kv-memory SHARE [0..1] = 0.0
 --kv-pages N [0..] = 0
+--kv-return/--no-kv-return SWITCH = False
 --links {auto,device,host} = auto
 --log-format {text,json} = text
 --log-level {debug,info,warning,error} = info
@@ -132,6 +134,7 @@ FLAGS = """\
 --routing {score,least-load} = score
 --served-model-name TEXT =
 --share-prefixes/--no-share-prefixes SWITCH = False
+--sibling TEXT =
 --stage-host TEXT = 127.0.0.1
 --stage-key TEXT =
 --stage-port N [0..65535] = 0

@@ -1,0 +1,124 @@
+"""Prefixes from siblings, and KV that comes back from a decode server: equal text, and what is cached."""
+
+from collections.abc import Iterator
+from contextlib import ExitStack, closing
+from typing import Any
+
+import pytest
+
+from tests.e2e.harness import Server, pages_in_use, running, wait_until
+from tests.e2e.models import SIZES
+
+PAGE = 32
+MODEL = (
+    "--model",
+    f"{SIZES},us_per_token=400",
+    "--page-size",
+    str(PAGE),
+    "--kv-pages",
+    "256",
+    "--max-model-len",
+    "4096",
+)
+PROMPT = [7 + index % 900 for index in range(1000)]
+
+
+@pytest.fixture
+def servers() -> Iterator[ExitStack]:
+    with ExitStack() as stack:
+        yield stack
+
+
+def start(stack: ExitStack, *flags: str, port: int = 0) -> Server:
+    server = stack.enter_context(closing(Server(*MODEL, *flags, port=port)))
+    return stack.enter_context(running(server))
+
+
+def dropped(server: Server, prompt: list[int], **more: Any) -> dict[str, Any]:
+    """Have a server compute a prompt whose KV nobody fetches."""
+    body = {"prompt_token_ids": prompt, "handoff": "none", "temperature": 0, **more}
+    answer = server.post("/v1/prefill", body)
+    assert answer.status_code == 200, answer.text
+    return dict(answer.json())
+
+
+def completed(server: Server, prompt: list[int], tokens: int = 8) -> dict[str, Any]:
+    body = {"prompt": prompt, "max_tokens": tokens, "temperature": 0, "return_token_ids": True}
+    answer = server.post("/v1/completions", body)
+    assert answer.status_code == 200, answer.text
+    return dict(answer.json())
+
+
+def sibling_up(server: Server) -> bool:
+    return server.metrics().get("headrace_prefill_servers_up", 0) == 1
+
+
+@pytest.mark.full
+def test_a_prefix_comes_from_a_sibling_and_the_text_is_equal(servers: ExitStack) -> None:
+    first = start(servers, "--role", "prefill")
+    second = start(servers, "--role", "prefill", "--sibling", first.url)
+    decode = start(servers, "--role", "decode", "--prefill", second.url)
+    wait_until(lambda: sibling_up(second), 20, "the sibling is up")
+    before = dropped(first, PROMPT)
+    assert dropped(second, [3, *PROMPT[:200]])["usage"]["cached_tokens"] == 0  # it knows what computing takes
+    found = completed(decode, [*PROMPT, 5])
+    assert found["usage"]["prompt_tokens_details"]["cached_tokens"] == len(PROMPT) // PAGE * PAGE
+    metrics = second.metrics()
+    assert metrics['headrace_prefix_fetches_total{result="fetched",source="sibling"}'] == 1
+    assert metrics['headrace_prefix_fetched_tokens_total{source="sibling"}'] == len(PROMPT) // PAGE * PAGE
+    alone = completed(start(servers), [*PROMPT, 5])
+    assert found["choices"][0]["text"] == alone["choices"][0]["text"]
+    assert dropped(second, PROMPT)["first_token"] == before["first_token"]
+    assert pages_in_use(first) == pages_in_use(second) == 0
+
+
+@pytest.mark.full
+def test_a_sibling_that_is_dead_costs_no_request(servers: ExitStack) -> None:
+    first = servers.enter_context(closing(Server(*MODEL, "--role", "prefill"))).started()
+    second = start(servers, "--role", "prefill", "--sibling", first.url)
+    wait_until(lambda: sibling_up(second), 20, "the sibling is up")
+    dropped(first, PROMPT)
+    first.kill()
+    assert dropped(second, PROMPT)["usage"]["cached_tokens"] == 0
+    assert pages_in_use(second) == 0
+
+
+@pytest.mark.full
+def test_the_answer_of_a_turn_comes_back_and_the_next_one_has_it_cached(servers: ExitStack) -> None:
+    prefill = start(servers, "--role", "prefill", "--accept-return", "127.0.0.1")
+    decode = start(servers, "--role", "decode", "--prefill", prefill.url, "--kv-return")
+    first = completed(decode, PROMPT, 70)
+    answer = first["choices"][0]["token_ids"]
+    assert len(answer) == 70
+    label = 'headrace_prefix_fetches_total{result="fetched",source="return"}'
+    wait_until(lambda: prefill.metrics()[label] == 1, 20, f"the turn has come back\n{prefill.log}\n{decode.log}")
+    assert decode.metrics()['headrace_kv_returns_total{result="taken"}'] == 1
+    prompt = [*PROMPT, *answer, 11, 12, 13]
+    usage = dropped(prefill, prompt)["usage"]
+    assert usage["cached_tokens"] == (len(PROMPT) + len(answer) - 1) // PAGE * PAGE
+    second = completed(decode, prompt)
+    alone = completed(start(servers), prompt)
+    assert second["choices"][0]["text"] == alone["choices"][0]["text"]
+    wait_until(lambda: pages_in_use(prefill) == pages_in_use(decode) == 0, 10, "pages are back")
+
+
+@pytest.mark.full
+def test_a_server_that_takes_no_returns_is_left_alone(servers: ExitStack) -> None:
+    prefill = start(servers, "--role", "prefill")
+    decode = start(servers, "--role", "decode", "--prefill", prefill.url, "--kv-return")
+    for _ in range(2):
+        completed(decode, PROMPT, 4)
+    label = 'headrace_kv_returns_total{result="refused"}'
+    wait_until(lambda: decode.metrics()[label] == 1, 10, "the offer is refused, and none follows")
+
+
+def test_cached_only_hands_over_or_says_how_much_there_is(servers: ExitStack) -> None:
+    prefill = start(servers, "--role", "prefill")
+    dropped(prefill, PROMPT[:100])
+    held = prefill.post("/v1/prefixes", {"prompt_token_ids": PROMPT})
+    assert held.json() == {"cached_tokens": 96}
+    body = {"prompt_token_ids": PROMPT[:128], "ticket": "t", "cached_only": True}
+    answer = prefill.post("/v1/prefill", body)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (412, "not_cached")
+    assert "96 of the 128 tokens" in answer.json()["error"]["message"]
+    assert prefill.post("/v1/returns", {"prompt_token_ids": PROMPT, "port": 1}).status_code == 403
