@@ -287,7 +287,7 @@ class RowSampler:
         if any(row.params.grammar for row in wanted):
             wanted, rejected = mask_logits(logits, of, self._grammars)
         tokens = self._sampler.sample(self._adjustments.adjust(logits, of), wanted)
-        logprobs = sampled_logprobs(logits, tokens, [row.params.logprobs for row in wanted])
+        logprobs = sampled_logprobs(logits, tokens, [row.params for row in wanted])
         return _Drawn(of, tokens, begin_copy(tokens), logprobs, draft_tokens(logits, top_k), rejected)
 
     def _nonfinite_chunks(self, rows: Sequence[PlanRow], ends: list[int], hidden: Tensor) -> list[int]:

@@ -17,6 +17,7 @@ from headrace.server.api.operations.health import operation_routes
 from headrace.server.api.operations.pages import document_routes, status_routes
 from headrace.server.api.operations.tokenization import tokenizer_routes
 from headrace.server.api.response.completion_endpoint import CompletionEndpoint
+from headrace.server.api.scoring.score_routes import score_routes
 from headrace.server.api.sglang.generate_route import generate_routes
 from headrace.server.api.vllm.render_routes import render_routes
 from headrace.server.api.vllm.token_routes import token_routes
@@ -44,6 +45,7 @@ def create_app(service: Service) -> FastAPI:
         openai_routes(model, endpoint),
         generate_routes(model, endpoint),
         token_routes(model, endpoint),
+        score_routes(model, completions, config, budget),
         render_routes(model, server, budget),
         _operation_routes(service),
         status_routes(service.status),

@@ -191,17 +191,19 @@ class Simulation:
             min_tokens=rng.choice([0, 0, 3]),
             stop_token_ids=tuple(rng.sample(range(VOCABULARY), rng.choice([0, 0, 3, 20]))),
         )
+        route = self._draw_route(number)
         submit = Submit(
             rid=f"r{number}",
             prompt=pack(prompt),
             sampling=sampling,
-            route=self._draw_route(number),
+            route=route,
             terms=RequestTerms(
                 deadline_s=rng.uniform(0.01, 2.0) if rng.random() < 0.1 else None,
                 cache_salt=rng.choice(["", "", "tenant"]),
                 priority=number % 5 % 3,
                 tenant=("", "", "other")[number % 3],
                 slo_ttft_s=(None, 0.01, 0.1)[number % 7 % 3],
+                keep_tokens=number * 5 % 48 if isinstance(route, Discard) and number % 2 else None,
                 replica=number // 7 % self._scenario.dp if number % 7 == 5 else None,
                 retain=Retain(seconds=(0.01, 0.1, 10.0)[number % 3], priority=number % 2) if number % 4 > 1 else None,
             ),

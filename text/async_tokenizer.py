@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
 from typing import Any, TypeVar
 
 import msgspec
@@ -27,11 +28,11 @@ class AsyncTokenizer:
         self._for_long = ThreadPoolExecutor(1, thread_name_prefix="tokenizer-long")
         self._stop_ids: dict[str, tuple[int, ...]] = {}
 
-    async def encode(self, text: str, field: str = "prompt") -> list[int]:
-        """Token ids of a plain prompt. field: where the body has it. Raises HeadraceError (400) for one that is too
-        long."""
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._fit(len(text)), self.tokenizer.encode, text, self._limit, field)
+    async def encode(self, text: str, field: str = "prompt", *, special: bool = True) -> list[int]:
+        """Token ids of a plain prompt. field: where the body has it. special: see Tokenizer.encode(). Raises
+        HeadraceError (400) for one that is too long."""
+        work = partial(self.tokenizer.encode, text, self._limit, field, special=special)
+        return await asyncio.get_running_loop().run_in_executor(self._fit(len(text)), work)
 
     async def encode_open(self, text: str, field: str = "prompt") -> tuple[list[int], int]:
         """The same, and how many of the ids are not expected to change whatever text follows."""

@@ -63,10 +63,10 @@ class Tokenizer:
             with contextlib.suppress(HeadraceError):  # a template may refuse this; it has been compiled
                 self.encode_chat([{"role": "user", "content": "warm up"}])
 
-    def encode(self, text: str, limit: int = 0, field: str = "prompt") -> list[int]:
-        """Token ids of a plain prompt, with the special tokens (such as BOS) that the model expects around it. Raises
-        HeadraceError (400) for one of `limit` tokens or more (0: no limit), or too long to be tokenized."""
-        return self._ids(text, limit, field, special=True)
+    def encode(self, text: str, limit: int = 0, field: str = "prompt", *, special: bool = True) -> list[int]:
+        """Token ids of a plain prompt. special: with the special tokens (such as BOS) that the model expects around it.
+        Raises HeadraceError (400) for one of `limit` tokens or more (0: no limit), or too long to be tokenized."""
+        return self._ids(text, limit, field, special=special)
 
     def encode_chat(
         self,

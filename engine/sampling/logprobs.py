@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from headrace.core.types.requests.draft import DraftTokens
-from headrace.core.types.requests.request import TokenLogprob
+from headrace.core.types.requests.request import SamplingParams, TokenLogprob
 from headrace.engine.kv.device_copies import begin_copy, place, select_rows
 from headrace.engine.sampling.sampler import NO_TOKEN
 
@@ -16,13 +16,16 @@ SLICE = 64  # prompt positions whose logits are in memory at the same time
 LOWEST = torch.finfo(torch.float32).min  # replaces -inf, which JSON and peers cannot represent
 
 
-def _columns(logits: Tensor, tokens: Tensor, width: int) -> Tensor:
+def _columns(logits: Tensor, tokens: Tensor, width: int, labels: Tensor | None = None) -> Tensor:
     """float64 [rows, 1 + 2 * width], which holds both exactly, so that one copy to the host carries them: a token's
-    logprob, those of the most likely ones, and their ids."""
+    logprob, those of the most likely ones, and their ids. labels: int64 [rows, width], in place of the most likely."""
     logprobs = torch.log_softmax(logits, dim=-1)
     chosen = logprobs.gather(-1, tokens[:, None])
-    best, ids = logprobs.topk(min(width, logits.shape[-1]), dim=-1)
-    return torch.cat((chosen.clamp(min=LOWEST).double(), best.clamp(min=LOWEST).double(), ids.double()), dim=1)
+    if labels is None:
+        others, ids = logprobs.topk(min(width, logits.shape[-1]), dim=-1)
+    else:
+        others, ids = logprobs.gather(-1, labels), labels
+    return torch.cat((chosen.clamp(min=LOWEST).double(), others.clamp(min=LOWEST).double(), ids.double()), dim=1)
 
 
 def _entries(columns: Tensor, tokens: Sequence[int], alternatives: Sequence[int]) -> list[TokenLogprob]:
@@ -41,25 +44,43 @@ def no_logprobs(tokens: Sequence[int]) -> list[None]:
 
 
 def sampled_logprobs(
-    logits: Tensor, tokens: Tensor, wanted: Sequence[int | None]
+    logits: Tensor, tokens: Tensor, wanted: Sequence[SamplingParams]
 ) -> Callable[[Sequence[int]], Sequence[TokenLogprob | None]]:
     """Logprobs of the rows that want them and have a token, None for the others.
 
-    logits: float32 [rows, vocabulary]. tokens: int64 [rows], NO_TOKEN where there is none. wanted: number of
-    alternatives per row, None for no logprobs. Returns what gives them, called with the tokens when they are in host
-    memory.
+    logits: float32 [rows, vocabulary]. tokens: int64 [rows], NO_TOKEN where there is none. wanted: logprobs and
+    label_token_ids of each row. Returns what gives them, called with the tokens when they are in host memory.
     """
-    chosen = [index for index, count in enumerate(wanted) if count is not None]
-    if not chosen:
+    asked = [(index, params) for index, params in enumerate(wanted) if params.logprobs is not None]
+    if not asked:
         return no_logprobs
-    counts = [wanted[index] or 0 for index in chosen]
-    columns = begin_copy(_columns(select_rows(logits, chosen), select_rows(tokens, chosen).clamp(min=0), max(counts)))
+    parts = []
+    for labeled in (False, True):
+        chosen = {index: params for index, params in asked if bool(params.label_token_ids) is labeled}
+        if not chosen:
+            continue
+        given = [params.label_token_ids for params in chosen.values()]
+        counts = list(map(len, given)) if labeled else [params.logprobs or 0 for params in chosen.values()]
+        labels = _padded(given, max(counts), logits.device) if labeled else None
+        rows = list(chosen)
+        own = select_rows(tokens, rows).clamp(min=0)
+        columns = begin_copy(_columns(select_rows(logits, rows), own, max(counts), labels))
+        parts.append((rows, counts, columns))
 
     def read(tokens: Sequence[int]) -> list[TokenLogprob | None]:
-        entries = dict(zip(chosen, _entries(columns, [tokens[index] for index in chosen], counts), strict=True))
-        return [None if token == NO_TOKEN else entries.get(index) for index, token in enumerate(tokens)]
+        found: list[TokenLogprob | None] = [None] * len(tokens)
+        for rows, counts, columns in parts:
+            for index, entry in zip(rows, _entries(columns, [tokens[row] for row in rows], counts), strict=True):
+                found[index] = None if tokens[index] == NO_TOKEN else entry
+        return found
 
     return read
+
+
+def _padded(labels: Sequence[tuple[int, ...]], width: int, device: torch.device) -> Tensor:
+    """Labels of rows: int64 [rows, width], the shorter ones filled up with their first."""
+    rows = np.array([(*row, *row[:1] * (width - len(row))) for row in labels], np.int64)
+    return place(rows, device)
 
 
 def draft_tokens(logits: Tensor, wanted: Sequence[int]) -> Callable[[Sequence[int]], list[DraftTokens | None]]:

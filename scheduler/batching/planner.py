@@ -217,7 +217,8 @@ class Planner:
     def _prefill(self, batch: BatchBuilder, request: Request, count: int) -> None:
         """Add the next count tokens of a prefill; with its last ones it may begin to decode."""
         queues, cache, start = self._replica.queues, self._replica.cache, request.planned
-        count = cache.cut(start, count, request.target + request.open)  # the prompt goes on behind a piece
+        behind = request.target + request.open  # the prompt goes on behind a piece
+        count = cache.cut(start, count, behind, request.terms.keep_tokens)
         self._state.metrics.served(request, queues.charge(request, count))
         assert request.lease is not None, "a request is planned with its pages"
         checkpoint = cache.checkpoint(request.lease, start + count)

@@ -175,6 +175,7 @@ class Starter:
             cacheable=request.cacheable,
             load=partial(state.loads, replica),
             tenant=request.terms.tenant,
+            keep=request.terms.keep_tokens,
         )
         if lease is None:
             return False

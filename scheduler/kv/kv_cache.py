@@ -60,6 +60,9 @@ class Lease:
     load: PageLoad | None = None
     """Pages of its path are being filled by this operation: nothing is computed before it has ended."""
 
+    keep: int | None = None
+    """The tree gets none of its pages behind so many positions; None: all that are full."""
+
     turn: int = 0
     """The request's turn of its conversation, from 0."""
 
@@ -225,6 +228,7 @@ class KvCache:
         computed: bool = True,
         whole: bool = False,
         tenant: str = "",
+        keep: int | None = None,
     ) -> Lease | None:
         """Lease pages for packed tokens and extra positions behind them; None when they do not fit now. images: among
         the tokens.
@@ -233,8 +237,8 @@ class KvCache:
         positions that they may serve; None: all. load: how many of the pages that follow in other tiers are to be
         loaded; Lease.load is set when some are. computed: what follows is computed here, so that it needs the state
         behind the pages that are found; False: states come with what follows. whole: pages that are found may be those
-        of the last token, too, as nothing is computed from them. tenant: name of the API key that the prompt came with,
-        "" for none.
+        of the last token, too, as nothing is computed from them. keep: see Lease. tenant: name of the API key that the
+        prompt came with, "" for none.
         """
         length = len(tokens) // ITEM_BYTES
         known = self._known(tokens, salt, images, cacheable, whole=whole) if self._prefix_cache else []
@@ -261,7 +265,9 @@ class KvCache:
         path.extend(further)
         short = turn == 0 and length <= self._short_tokens
         loading = load_of(path[-1]) if path else None
-        lease = Lease(self._owners, salt, images, table, path, len(path), loading, turn, short, slot, tenant=tenant)
+        lease = Lease(
+            self._owners, salt, images, table, path, len(path), loading, keep, turn, short, slot, tenant=tenant
+        )
         if self._slots.total and computed and path:
             lease.resume = self._slots.used(path[-1])
         self._leases[lease.owner] = lease
@@ -276,13 +282,13 @@ class KvCache:
         return True
 
     def publish(self, lease: Lease, tokens: bytes | bytearray, computed: int) -> None:
-        """Insert the lease's full pages among the first computed positions into the prefix tree.
+        """Insert the lease's full pages among the first computed positions into the prefix tree, as far as it is kept.
 
         Where the tree already has an equal page, the lease keeps its own, and later pages go below that one.
         """
         if not self._prefix_cache:
             return
-        first, end = len(lease.path), computed // self.page_size
+        first, end = len(lease.path), self._kept(lease.keep, computed) // self.page_size
         keys = self._keys(tokens, first, end, lease.path[-1] if lease.path else None, lease.salt, lease.images)
         for index, key in enumerate(keys, first):
             parent = lease.path[-1] if lease.path else None
@@ -306,12 +312,20 @@ class KvCache:
         """Passes leave copies of states, for prompts that go on from there."""
         return self._prefix_cache and self._slots.total > 0
 
-    def cut(self, start: int, count: int, target: int) -> int:
+    @staticmethod
+    def _kept(keep: int | None, positions: int) -> int:
+        """How many of the first positions of a lease the tree may have the pages of. keep: see Lease."""
+        return positions if keep is None else min(keep, positions)
+
+    def cut(self, start: int, count: int, target: int, keep: int | None = None) -> int:
         """How many of the next count positions of a request to compute in one pass, so that it ends where a checkpoint
-        may be kept: at a page's end, and at the last one before its target if that is worth a pass of its own."""
+        may be kept: at a page's end, and at the last one before its target if that is worth a pass of its own. keep:
+        see Lease; the pass that reaches it ends there."""
         if not self._keeps_checkpoints:
             return count
         end = start + count
+        if keep is not None and end >= (kept := keep - keep % self.page_size):
+            return kept - start if start < kept else count
         last = end if end < target else target - 1
         aligned = last - last % self.page_size
         least = 1 if end < target else CHECKPOINT_TOKENS
@@ -320,7 +334,7 @@ class KvCache:
     def checkpoint(self, lease: Lease, end: int) -> int:
         """A pass computes a lease's positions below end: returns the slot in which the state behind them is to be kept,
         -1 for none."""
-        if not self._keeps_checkpoints or end % self.page_size:
+        if not self._keeps_checkpoints or end % self.page_size or self._kept(lease.keep, end) < end:
             return NONE
         slot = self._slots.keep(lease.owner, lease.path)
         if slot != NONE:
@@ -398,6 +412,8 @@ class KvCache:
             private += len(own)
             for node in lease.path:
                 locks[node.number] = locks.get(node.number, 0) + 1
+            if lease.keep is not None and len(lease.path) > max(lease.matched, lease.keep // self.page_size):
+                problems.append(f"lease {lease.owner} keeps {len(lease.path)} pages, beyond position {lease.keep}")
             if foreign := [page for page in own if owner(page) != lease.owner]:
                 problems.append(f"lease {lease.owner} holds pages of others: {foreign}")
         nodes = unlocked = 0

@@ -15,6 +15,8 @@ MAX_STOP_CHARS = 1024
 MAX_STOP_IDS = 4096
 MAX_BIASES = 1024
 MAX_OBJECTIVE_MS = 1e9
+MAX_LABELS = 64
+MAX_ITEMS = 1024
 MAX_INT32 = (1 << 31) - 1
 MAX_INT64 = (1 << 63) - 1
 
@@ -22,7 +24,10 @@ MAX_INT64 = (1 << 63) - 1
 TokenId = Annotated[int, Meta(ge=-MAX_INT64 - 1, le=MAX_INT64)]
 Seed = TokenId
 Temperature = Annotated[float, Meta(ge=0, le=2)]
+Labels = Annotated[list[TokenId], Meta(min_length=1, max_length=MAX_LABELS)]
+ScoreTemperature = Annotated[float, Meta(gt=0, le=1e6)]
 TopK = Annotated[int, Meta(ge=-1, le=MAX_INT64)]
+TopN = Annotated[int, Meta(ge=0, le=MAX_INT64)]
 TopP = Annotated[float, Meta(ge=0, le=1)]
 MinP = Annotated[float, Meta(ge=0, le=1)]
 Penalty = Annotated[float, Meta(ge=-2, le=2)]

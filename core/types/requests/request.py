@@ -116,6 +116,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     logprobs: int | None = None
     """Alternatives reported beside each sampled token; None: no logprobs at all."""
 
+    label_token_ids: tuple[int, ...] = ()
+    """With logprobs: tokens that are reported beside each sampled token, in this order, in place of the most likely
+    ones."""
+
     prompt_logprobs: int | None = None
     """Alternatives reported beside each prompt token; None: no logprobs at all."""
 
@@ -164,7 +168,8 @@ class TokenHistory(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class TokenLogprob(msgspec.Struct, frozen=True, gc=False):
-    """Natural-log probability of a token, and of the most likely ones at its position, best first."""
+    """Natural-log probability of a token, and of the most likely ones at its position, best first, or of the labels
+    that were asked for (SamplingParams.label_token_ids)."""
 
     token: int
     logprob: float

@@ -31,6 +31,9 @@ class RequestTerms(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     cache_salt: str = ""
     """Prompts share cached pages only with prompts of the same salt."""
 
+    keep_tokens: int | None = None
+    """The prefix cache keeps nothing of it behind so many positions; None: it keeps all full pages."""
+
     adapter: str = ""
     """Fingerprint of the LoRA adapter that it goes through; "" for none."""
 

@@ -122,6 +122,7 @@ _NOTHING_TO_INCLUDE = (
     "computer_call_output.output.image_url",
     "message.input_image.image_url",
 )
+_POOLED_PAIRS = "queries documents text_1 text_2 data_1 data_2"
 _OPENAI = (*_LABELS, *_MODEL_INPUT, *_CONSTRAINTS, *_GENERATION, *_SGLANG)
 
 SAME_AS: Mapping[str, tuple[str, ...]] = {  # what unknown fields are called here, where their names are far apart
@@ -200,6 +201,31 @@ OTHER_FIELDS: Mapping[type[msgspec.Struct], Mapping[str, OtherField]] = {
         _accepted("for vLLM's engine alone", "skip_clone flat_logprobs"),
     ),
     schema.ExtraArgs: _table(_refused("not served", "ec_transfer_params")),
+    schema.ScoreBody: _table(
+        _LABELS,
+        _refused("tokens have the model's own embeddings", "embed_override_token_id query_embed_overrides"),
+        _refused("tokens have the model's own embeddings", "item_embed_overrides"),
+        _refused("POST /v1/prefill has hidden_states", "return_pooled_hidden_states"),
+        _refused("scores are read at the end of each item", "score_extraction_token"),
+        _refused("it is of models that pool; send query, items and label_token_ids", _POOLED_PAIRS),
+        _accepted("the id of a request is made here; X-Request-Id is in the logs", "rid"),
+    ),
+    schema.GenerativeScoringBody: _table(
+        _LABELS,
+        _accepted("the id of a response is made here; X-Request-Id is in the logs", "request_id"),
+    ),
+    schema.RerankBody: _table(
+        _LABELS,
+        _accepted("the id of a response is made here; X-Request-Id is in the logs", "request_id rid"),
+        _refused(
+            "documents are not cut; send what fits",
+            "max_tokens_per_query max_tokens_per_doc max_chunks_per_doc truncate_prompt_tokens truncation_side",
+            0,
+        ),
+        _refused("nothing is padded", "padding", "do_not_pad"),
+        _refused("a score is a probability", "use_activation", True),
+        _refused("documents are texts", "rank_fields mm_processor_kwargs"),
+    ),
     schema.DetokenizeBody: {},
     schema.TokenizeBody: _table(
         _CHAT_TEMPLATE,

@@ -17,6 +17,7 @@ from headrace.server.http.ranges import (
     DeadlineS,
     DraftTopK,
     Effort,
+    Labels,
     MaxTokens,
     MaxTokensOrNone,
     MinP,
@@ -29,11 +30,13 @@ from headrace.server.http.ranges import (
     Repetition,
     Replica,
     Salt,
+    ScoreTemperature,
     Seed,
     Stop,
     StopIds,
     Temperature,
     TopK,
+    TopN,
     TopP,
 )
 from headrace.server.upstream.handoff_params import HandoffParams, TokenId, TransferParams
@@ -544,6 +547,74 @@ class TokensBody(HandoffParams, frozen=True, kw_only=True, forbid_unknown_fields
         extra = self.sampling_params.extra_args if self.sampling_params is not None else None
         if self.kv_transfer_params is None and extra is not None:
             msgspec.structs.force_setattr(self, "kv_transfer_params", extra.kv_transfer_params)
+
+
+class ScoredBody(msgspec.Struct, frozen=True, kw_only=True):
+    """Fields of all bodies that ask for scores. What they are is said at SamplingBody."""
+
+    priority: Priority | None = None
+    slo_ttft_ms: ObjectiveMs | None = None
+    deadline_s: DeadlineS | None = None
+    """Of each item, from when it is submitted."""
+    data_parallel_rank: Replica | None = None
+    cache_salt: Salt | None = None
+    model: str | None = None
+
+
+class ScoreBody(ScoredBody, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Body of POST /v1/score: SGLang's. Texts of query and item are joined before they become tokens."""
+
+    query: str | list[TokenId] | None = None
+    """What all items follow; None for nothing."""
+    items: str | list[str | list[TokenId]]
+    """All texts or all token ids, as the query."""
+    label_token_ids: Annotated[list[TokenId | Labels], Meta(min_length=1)]
+    """Tokens whose probabilities at the end of each item are the scores, for all items or one list for each."""
+    apply_softmax: bool | None = None
+    """Probabilities among the labels alone; false for those among all tokens."""
+    temperature: ScoreTemperature | None = None
+    """Of apply_softmax."""
+    return_token_logprobs: bool | None = None
+    """The response has the logprobs of the labels, too."""
+    item_first: bool | None = None
+    """Items come before the query; then they share no prefix."""
+
+
+class GenerativeScoringBody(ScoredBody, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Body of POST /generative_scoring: vLLM's. Query and item become tokens each by itself."""
+
+    query: str | list[TokenId]
+    """What all items follow."""
+    items: list[str | list[TokenId]]
+    label_token_ids: Labels
+    """The score is the probability of the first of these tokens at the end of an item."""
+    apply_softmax: bool | None = None
+    """The probability among the labels alone, as by default; false for that among all tokens."""
+    item_first: bool | None = None
+    """Items come before the query; then they share no prefix."""
+    add_special_tokens: bool | None = None
+    """false: a query that is a text begins without BOS."""
+
+
+class RerankBody(ScoredBody, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Body of POST /v1/rerank: vLLM's, Jina's and Cohere's."""
+
+    query: str
+    documents: str | list[str]
+    top_n: TopN | None = None
+    """Documents in the response, the best ones; None and 0 for all."""
+    return_documents: bool | None = None
+    """false: results have no texts of documents."""
+    instruction: str | None = None
+    """What makes a document fit a query; None for a web search whose query it answers."""
+    instruct: str | None = None
+    """SGLang's name of instruction."""
+    labels: list[str] | None = None
+    """The answers yes and no, each one token of the model; None for "yes" and "no"."""
+    label_token_ids: list[TokenId] | None = None
+    """Their token ids, in place of labels."""
+    chat_template_kwargs: dict[str, Any] | None = None
+    """Further variables of the chat template; enable_thinking is false unless it is here."""
 
 
 class TokenizeBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

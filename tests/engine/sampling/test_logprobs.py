@@ -59,6 +59,28 @@ def test_prompt_logprobs_start_where_they_are_asked_to(saved: Models, start: int
         )
 
 
+def test_label_logprobs_are_the_prompt_logprobs_of_the_same_tokens(saved: Models) -> None:
+    """Bit for bit: those at the end of a prompt, beside others in one pass and behind a prefix that was computed
+    before, and those of the labels as tokens of longer prompts; and transformers' but for rounding."""
+    model = saved("llama")
+    runner = make_runner(model.folder)
+    shared, labels = random_tokens(70), (5, 190, 17)
+    runner.execute([Prompt(0, shared, list(range(5)), 16).row(0, 64)])
+    items = [[*shared, *random_tokens(9 + index, index)] for index in range(4)]
+    prompts = [Prompt(1 + at, item, [0, 1, 2, 3, 6 + 2 * at, 7 + 2 * at], 16) for at, item in enumerate(items)]
+    sampling = SamplingParams(temperature=0.0, logprobs=0, label_token_ids=labels)
+    rows = [prompt.row(64, len(prompt.tokens) - 64, sample=sampling) for prompt in prompts]
+    for item, sample in zip(items, runner.execute(rows).samples, strict=True):
+        expected, _ = reference(model.model, item)
+        assert sample.logprob is not None
+        assert sample.logprob.top_ids == labels
+        for label, found in zip(labels, sample.logprob.top_logprobs, strict=True):
+            row = Prompt(9, [*item, label], list(range(20, 26)), 16).row(0, len(item) + 1, prompt_logprobs=0)
+            (report,) = runner.execute([row]).prompt_logprobs
+            assert found == report.runs[-1].entries()[-1].logprob
+            assert found == pytest.approx(float(expected[len(item) - 1][label]), abs=2e-4)
+
+
 def test_only_rows_that_ask_get_logprobs(saved: Models) -> None:
     runner = make_runner(saved("llama").folder)
     prompts = [Prompt(index, random_tokens(5, index), [index], 16) for index in range(3)]

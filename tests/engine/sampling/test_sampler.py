@@ -181,7 +181,8 @@ def test_a_forbidden_stop_token_with_nan_is_found_too() -> None:
 
 
 def test_logprobs_that_are_infinite_are_told_as_the_lowest_number() -> None:
-    (entry,) = sampled_logprobs(torch.tensor([[0.0, -math.inf, 1.0]]), torch.tensor([1]), [3])([1])
+    logits, wanted = torch.tensor([[0.0, -math.inf, 1.0]]), [SamplingParams(logprobs=3)]
+    (entry,) = sampled_logprobs(logits, torch.tensor([1]), wanted)([1])
     assert entry is not None
     lowest = torch.finfo(torch.float32).min
     assert (entry.logprob, entry.top_ids[2], entry.top_logprobs[2]) == (lowest, 1, lowest)
@@ -190,7 +191,8 @@ def test_logprobs_that_are_infinite_are_told_as_the_lowest_number() -> None:
 def test_logprobs_are_of_the_unscaled_logits() -> None:
     logits = random_logits(3, 7)
     tokens = [5, 0, 22]
-    entries = sampled_logprobs(logits, torch.tensor(tokens), [0, 2, SIZE + 9])(tokens)
+    wanted = [SamplingParams(logprobs=count) for count in (0, 2, SIZE + 9)]
+    entries = sampled_logprobs(logits, torch.tensor(tokens), wanted)(tokens)
     expected = torch.log_softmax(logits, -1)
     assert [entry.token for entry in entries] == [5, 0, 22]
     for row, entry in enumerate(entries):
@@ -200,3 +202,21 @@ def test_logprobs_are_of_the_unscaled_logits() -> None:
     assert sorted(entries[2].top_ids) == list(range(SIZE))
     assert list(entries[2].top_logprobs) == sorted(entries[2].top_logprobs, reverse=True)
     assert entries[1].top_logprobs[0] == pytest.approx(float(expected[1].max()), abs=1e-6)
+
+
+def test_labels_take_the_place_of_the_most_likely_tokens() -> None:
+    """In the order in which they are asked for, beside rows with others, and bit for bit the log-softmax."""
+    logits, tokens = random_logits(4, 8), [5, 0, 22, NO_TOKEN]
+    labels = [(), (7, 3), (22, 1, 0), (4,)]
+    wanted = [SamplingParams(logprobs=2, label_token_ids=each) for each in labels]
+    entries = sampled_logprobs(logits, torch.tensor(tokens), wanted)(tokens)
+    expected = torch.log_softmax(logits, -1)
+    assert [entry and entry.top_ids for entry in entries] == [
+        (*expected[0].topk(2).indices.tolist(),),
+        *labels[1:3],
+        None,
+    ]
+    for row, entry in enumerate(entries[:3]):
+        assert entry is not None
+        assert list(entry.top_logprobs) == [float(expected[row, label]) for label in entry.top_ids]
+        assert entry.logprob == float(expected[row, tokens[row]])

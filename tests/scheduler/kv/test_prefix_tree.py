@@ -1,5 +1,6 @@
 """The prefix tree and the leases, against naive models that keep every prefix."""
 
+from random import Random
 from typing import Any, NamedTuple
 
 import pytest
@@ -222,6 +223,30 @@ def test_only_full_pages_are_published() -> None:
     assert len(lease.path) == 1
     cache.publish(lease, tokens, 3)
     assert len(lease.path) == 1
+
+
+@given(st.integers(0, 2**32))
+def test_a_lease_that_keeps_a_prefix_publishes_no_page_behind_it(seed: int) -> None:
+    """Whatever chunks it is computed in, and whatever of it is in the tree by others; all its own pages come back."""
+    random = Random(seed)
+    cache = KvCache(64, 4)
+    trunk = [random.randrange(3) for _ in range(40)]
+    for _ in range(8):
+        tokens = pack([*trunk[: random.randrange(40)], *(random.randrange(3) for _ in range(random.randrange(1, 9)))])
+        length = len(tokens) // 4
+        keep = random.randrange(length + 4)
+        before = cache.cached_positions(tokens, "")
+        lease = cache.acquire(tokens, "", keep=keep)
+        assert lease is not None
+        done = lease.matched * 4
+        while done < length:
+            done = min(length, done + random.randrange(1, 20))
+            cache.publish(lease, tokens, done)
+            assert cache.check() == []
+        cache.release(lease)
+        whole = (length - 1) // 4 * 4
+        assert cache.cached_positions(tokens, "") == max(before, min(keep // 4 * 4, whole))
+        assert (cache.check(), cache.leased) == ([], 0)
 
 
 def test_without_a_prefix_cache_nothing_is_kept() -> None:

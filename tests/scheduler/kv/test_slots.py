@@ -31,9 +31,11 @@ def test_a_lease_has_a_slot_of_its_own_until_it_ends() -> None:
     assert cache.check() == []
 
 
-def run(cache: KvCache, tokens: list[int], chunk: int, kept: dict[int, list[int]]) -> Lease | None:
-    """Compute a prompt as the planner and an engine do. kept: what the state in each slot is of."""
-    lease = cache.acquire(pack(tokens), "")
+def run(
+    cache: KvCache, tokens: list[int], chunk: int, kept: dict[int, list[int]], keep: int | None = None
+) -> Lease | None:
+    """Compute a prompt as the planner and an engine do. kept: what the state in each slot is of. keep: of the lease."""
+    lease = cache.acquire(pack(tokens), "", keep=keep)
     if lease is None:
         return None
     start = lease.matched * PAGE
@@ -41,7 +43,7 @@ def run(cache: KvCache, tokens: list[int], chunk: int, kept: dict[int, list[int]
     if start:
         assert kept[lease.resume] == tokens[:start]
     while start < len(tokens):
-        count = cache.cut(start, min(chunk, len(tokens) - start), len(tokens))
+        count = cache.cut(start, min(chunk, len(tokens) - start), len(tokens), keep)
         assert 1 <= count <= chunk
         start += count
         slot = cache.checkpoint(lease, start)
@@ -73,7 +75,8 @@ def test_a_request_goes_on_from_the_state_of_its_own_prefix(seed: int, slots: in
             cache.release(lease)
         length = random.choice((3, 9, 30, 300, 900))
         tokens = trunk[: random.randrange(length)] + [random.randrange(3) for _ in range(random.randrange(1, 9))]
-        lease_or_none = run(cache, tokens, random.choice((8, 100)), kept)
+        keep = random.choice((None, random.randrange(len(tokens) + PAGE)))
+        lease_or_none = run(cache, tokens, random.choice((8, 100)), kept, keep)
         if lease_or_none is not None:
             open_leases.append(lease_or_none)
         assert cache.check() == []
@@ -116,4 +119,18 @@ def test_a_lease_that_gets_no_pages_takes_no_slot() -> None:
     cache.reset(4, slots=SLOTS)
     assert cache.acquire(pack(range(17)), "") is None
     assert cache.acquire(pack(range(16)), "") is not None
+    assert cache.check() == []
+
+
+def test_a_prompt_that_keeps_its_prefix_alone_leaves_the_state_behind_it() -> None:
+    """Others go on from there, though the prompt ends inside a page further on."""
+    cache, kept = KvCache(64, PAGE), dict[int, list[int]]()
+    cache.reset(64, slots=6)
+    shared = list(range(30))
+    for own, found in (([90], 0), ([91, 92, 93, 94, 95], 28), ([90], 28)):
+        lease = run(cache, shared + own * 3, 16, kept, keep=29)
+        assert lease is not None
+        assert lease.matched * PAGE == found
+        cache.release(lease)
+        assert cache.cached == 7
     assert cache.check() == []
