@@ -1,4 +1,4 @@
-"""Prefixes that are fetched into the prefix cache, and handed over from one: nothing is computed or decoded."""
+"""Prefixes that are fetched into the prefix cache, or handed over from one: nothing is computed, nothing decoded."""
 
 from msgspec.structs import replace
 
