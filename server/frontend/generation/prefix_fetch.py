@@ -23,6 +23,7 @@ from headrace.core.runtime.clock import Clock
 from headrace.core.runtime.codec import NO_MESSAGE
 from headrace.core.types.errors import HeadraceError
 from headrace.core.types.packed import pack
+from headrace.core.types.peers.addresses import host_port
 from headrace.core.types.requests.request import FetchFrom, SamplingParams
 from headrace.core.types.requests.terms import RequestTerms
 from headrace.server.frontend.link.scheduler_client import SchedulerClient
@@ -103,7 +104,7 @@ class PrefixFetches:
         if here.cached >= offered:
             return "cached"
         address = PrefillAddress("http", host, port)
-        url = f"{host}:{port}"
+        url = host_port(host, port)
         if not takes_return(here.cost, here.cached, offered, self._takes_s(url, offered - here.cached)):
             return "not_worth_it"
         task = asyncio.create_task(
