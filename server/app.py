@@ -10,6 +10,7 @@ from headrace.core.types.requests.tenants import tenant_keys
 from headrace.server.api.description.operation import audiences
 from headrace.server.api.native.open_routes import OpenPromptOpener, open_routes
 from headrace.server.api.native.prefill_routes import PrefillResponder, handoff_routes, prefill_routes, prefix_routes
+from headrace.server.api.openai.completion_opener import CompletionOpener
 from headrace.server.api.openai.openai_routes import openai_routes
 from headrace.server.api.operations.debug import debug_routes
 from headrace.server.api.operations.discovery import bootstrap_routes, discovery_routes, load_routes
@@ -35,7 +36,8 @@ def create_app(service: Service) -> FastAPI:
     config, server = service.config, service.config.server
     budget = BodyBudget(server.max_body_bytes)
     service.metrics.include(budget.statistics)
-    endpoint = CompletionEndpoint(model, completions, control, server, budget)
+    completion_opener = CompletionOpener(model, service.open_prompts, server)
+    endpoint = CompletionEndpoint(model, completions, control, server, budget, service.open_prompts, completion_opener)
     responder = PrefillResponder(model, completions, server)
     opener = OpenPromptOpener(model, service.open_prompts, server)
     routers = [  # matched in this order: those of prompts first

@@ -97,6 +97,7 @@ OF_ROUTE: dict[Kind, dict[str, Case]] = {
     schema.CompletionBody: {
         "prompt": Case("another"),
         "logprobs": Case(1),
+        "headrace": Case({"open": True}),
         "echo": Case(True),
         "best_of": Case(3, {"max_tokens": 2}),
         "max_completion_tokens": Case(1),
@@ -104,6 +105,7 @@ OF_ROUTE: dict[Kind, dict[str, Case]] = {
     },
     schema.ChatBody: {
         "messages": Case([{"role": "user", "content": "another"}]),
+        "headrace": Case({"open": True}),
         "chat_template_kwargs": Case({"enable_thinking": False}),
         "reasoning_effort": Case("low"),
         "add_generation_prompt": Case(False),
@@ -194,6 +196,7 @@ OBJECTS: dict[Kind, tuple[Kind, Any]] = {
     schema.TokenSampling: (schema.TokensBody, lambda found: {"sampling_params": found}),
     schema.ExtraArgs: (schema.TokensBody, lambda found: {"sampling_params": {"extra_args": found}}),
     schema.StructuredOutputs: (schema.CompletionBody, lambda found: {"structured_outputs": found}),
+    schema.OpenFields: (schema.CompletionBody, lambda found: {"headrace": found}),
     schema.StreamOptions: (schema.CompletionBody, lambda found: {"stream": True, "stream_options": found}),
     schema.ResponseFormat: (schema.ChatBody, lambda found: {"response_format": found}),
     schema.JsonSchemaFormat: (

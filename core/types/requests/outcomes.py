@@ -51,6 +51,7 @@ REFUSED = (
     "unsupported",
     "unsupported_content_encoding",
     "wrong_role",
+    "wrong_route",
     # what the server cannot do now
     errors.DRAINING,
     "no_decode_engine",

@@ -43,7 +43,13 @@ def document(title: str, version: str, about: str, routers: Sequence[APIRouter],
     found = list(operations(routers))
     wanted: list[Any] = [ErrorReply]
     for _, _, operation in found:
-        wanted += [operation.body, operation.reply, *operation.events, *(each.type for each in operation.parameters)]
+        wanted += [
+            operation.body,
+            operation.reply,
+            *operation.other_replies,
+            *operation.events,
+            *(each.type for each in operation.parameters),
+        ]
     schemas, named = components(wanted)
     by_type = dict(zip(wanted, schemas, strict=True))
     paths: dict[str, Schema] = {}
@@ -92,7 +98,10 @@ def _key_errors(audience: Audience) -> tuple[int, ...]:
 
 def _success(operation: Operation, schemas: dict[Any, Schema]) -> Schema:
     text: Schema = {"type": "string"}
-    content: Schema = {operation.media_type: {"schema": text if operation.reply is None else schemas[operation.reply]}}
+    schema = text if operation.reply is None else schemas[operation.reply]
+    if operation.other_replies:
+        schema = {"anyOf": [schema, *(schemas[each] for each in operation.other_replies)]}
+    content: Schema = {operation.media_type: {"schema": schema}}
     if operation.events:
         found = [schemas[each] for each in operation.events]
         data = found[0] if len(found) == 1 else {"anyOf": found}

@@ -53,6 +53,8 @@ class Operation(msgspec.Struct, frozen=True, kw_only=True):
     body: type[msgspec.Struct] | None = None
     reply: Any = None
     """Type of the JSON of status 200; None for another media type."""
+    other_replies: tuple[Any, ...] = ()
+    """Types that the JSON may have otherwise."""
     media_type: str = JSON
     """Of status 200."""
     events: tuple[Any, ...] = ()

@@ -2,12 +2,10 @@
 
 from collections.abc import Callable
 
-import msgspec
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from headrace.core.config import ServerConfig
-from headrace.core.types.errors import HeadraceError
 from headrace.server.api.description.operation import (
     BODY_ERRORS,
     GENERATION_ERRORS,
@@ -15,33 +13,21 @@ from headrace.server.api.description.operation import (
     Parameter,
     described,
 )
-from headrace.server.api.native.prefill_routes import PrefillProgress, PrefillReply, PrefillResponder, Run
+from headrace.server.api.native.prefill_routes import (
+    OpenPromptReply,
+    PrefillProgress,
+    PrefillReply,
+    PrefillResponder,
+    Run,
+)
 from headrace.server.api.request.open_prompt import append, committed, open_prompt, truncate
 from headrace.server.api.request.parse import decode_body
 from headrace.server.api.request.schema import AppendBody, CommitBody, PrefillBody, TruncateBody
 from headrace.server.api.request.terms import tenant_of
-from headrace.server.api.response.usage import Count
 from headrace.server.frontend.open_prompts.open_prompts import OpenPrompt, OpenPrompts
 from headrace.server.frontend.served_model import ServedModel
 from headrace.server.http.body import BodyBudget, read_body
 from headrace.server.http.streaming import json_response
-
-
-class OpenPromptReply(msgspec.Struct):
-    """The state of an open prompt."""
-
-    id: str
-    ticket: str | None
-    """Under which the commit sends or holds the KV."""
-    tokens: Count
-    """Of the prompt so far."""
-    stable: Count
-    """Of these, those that are not expected to change by what is appended."""
-    computed: Count
-    """Of these, those whose KV was computed."""
-    expires_s: float
-    """Seconds after which it expires unless it changes."""
-
 
 _ID = (Parameter("id", "path", str, "The id of an open prompt."),)
 _STATE = described("The state of an open prompt", reply=OpenPromptReply, errors=(404, 409), parameters=_ID)
@@ -121,10 +107,6 @@ def state_reply(prompts: OpenPrompts, prompt: OpenPrompt) -> Response:
 
 
 async def _reopening(prompts: OpenPrompts, prompt: OpenPrompt, run: Callable[[], Run]) -> PrefillReply:
-    """The reply to a commit. A prompt whose commit the server cannot take now stays open."""
-    try:
+    """The reply to a commit."""
+    async with prompts.reopening(prompt):
         return await run()
-    except HeadraceError as error:
-        if error.info.status in (429, 503):
-            prompts.reopen(prompt)
-        raise

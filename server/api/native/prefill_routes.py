@@ -104,6 +104,22 @@ class PrefillProgress(msgspec.Struct):
     total: Count
 
 
+class OpenPromptReply(msgspec.Struct):
+    """The state of an open prompt."""
+
+    id: str
+    ticket: str | None
+    """Under which the commit sends or holds the KV."""
+    tokens: Count
+    """Of the prompt so far."""
+    stable: Count
+    """Of these, those that are not expected to change by what is appended."""
+    computed: Count
+    """Of these, those whose KV was computed."""
+    expires_s: float
+    """Seconds after which it expires unless it changes."""
+
+
 class Cancelled(msgspec.Struct):
     """Of DELETE /v1/prefill/{rid}."""
 
@@ -160,6 +176,7 @@ _PREFILL = described(
     "Compute a prompt, and send or hold its KV",
     body=PrefillBody,
     reply=PrefillReply,
+    other_replies=(OpenPromptReply,),
     events=(PrefillProgress, PrefillReply),
     errors=GENERATION_ERRORS,
     parameters=GENERATION_HEADERS,

@@ -51,6 +51,29 @@ class CompletionReply(ChoicesReply, kw_only=True):
     """Times and handoff of the first choice; progress in a stream with include_progress."""
 
 
+class OpenReport(msgspec.Struct):
+    """Tokens of an open prompt."""
+
+    tokens: int
+    stable: int
+    """Those that are not expected to change by what is appended."""
+    computed: int
+    expires_s: float
+    """Seconds after which it expires unless it changes."""
+
+
+class OpenReply(msgspec.Struct, kw_only=True):
+    """To a body with headrace.open: the id under which the prompt is appended to and committed."""
+
+    id: str
+    object: Literal["open_prompt"]
+    created: int
+    model: str
+    choices: list[Any]
+    """Empty."""
+    headrace: OpenReport
+
+
 class CalledFunctionReply(msgspec.Struct, kw_only=True):
     """A function and its arguments, JSON as text."""
 

@@ -13,6 +13,7 @@ from headrace.server.api.request.schema import (
     CalledFunction,
     ChatBody,
     ChatMessage,
+    CompletionBody,
     Function,
     InputItem,
     Part,
@@ -27,6 +28,7 @@ from headrace.server.api.request.tools import (
     checked_arguments,
     template_calls,
     template_tools,
+    tool_use,
 )
 from headrace.server.frontend.request.images import GivenImage, RequestImage
 from headrace.server.frontend.served_model import ServedModel
@@ -41,6 +43,7 @@ TEXT_PARTS = ("text", "input_text", "output_text", "reasoning_text")  # all but 
 IMAGE_PARTS = ("image_url", "input_image")  # the latter in /v1/responses
 NO_IMAGES: tuple[RequestImage, ...] = ()
 Prompt = str | list[int]  # a text, or token ids
+OpenBody = PrefillBody | ChatBody | CompletionBody  # of a prompt that may be open
 Encoded = tuple[tuple[int, ...], tuple[RequestImage, ...]]
 """Token ids of a prompt, and its images with their places."""
 _ITEM_FIELDS: Mapping[str, tuple[str, ...]] = {
@@ -132,25 +135,35 @@ async def encode_chat(
     return _checked(model, ids, field), images
 
 
-async def encode_open(model: ServedModel, body: PrefillBody) -> tuple[tuple[int, ...], int]:
+async def encode_open(model: ServedModel, body: OpenBody) -> tuple[tuple[int, ...], int]:
     """Token ids of a prompt that is to grow, and how many of them are not expected to change then. Raises HeadraceError
-    (400) as encode_any() does, and for images."""
+    (400) as encode_any() does, for images, and for several prompts."""
     field = prompt_field(body)
-    if body.messages is not None:
+    if isinstance(body, CompletionBody):
+        prompt, *others = completion_prompts(body.prompt)
+        if others:
+            raise invalid("prompt", "an open prompt is one prompt; send one text, or its token ids", code="unsupported")
+    elif body.messages is not None:
         plain, places = await _plain_messages(model, body.messages, field)
         for given in _given_images(body.messages, places):
             raise invalid(given.field, f"{given.field}: an open prompt has no images", code="unsupported")
-        ids, stable = await model.tokens.encode_open_chat(plain, field, (), template_use(body))
-    elif isinstance(body.prompt, str) and body.prompt:
-        ids, stable = await model.tokens.encode_open(body.prompt, field)
+        tools = tool_use(model, body) if isinstance(body, ChatBody) else None
+        functions = template_tools(tools.functions if tools else {})
+        ids, stable = await model.tokens.encode_open_chat(plain, field, functions, template_use(body))
+        return _checked(model, ids, field), stable
     else:
-        tokens = await encode(model, body.prompt or body.prompt_token_ids or "", field)
-        return tokens, len(tokens)
-    return _checked(model, ids, field), stable
+        prompt = body.prompt or body.prompt_token_ids or ""
+    if isinstance(prompt, str) and prompt:
+        ids, stable = await model.tokens.encode_open(prompt, field)
+        return _checked(model, ids, field), stable
+    tokens = await encode(model, prompt, field)
+    return tokens, len(tokens)
 
 
-def prompt_field(body: PrefillBody) -> str:
-    """The field that has the prompt of POST /v1/prefill. Raises HeadraceError (400) unless there is exactly one."""
+def prompt_field(body: OpenBody) -> str:
+    """The field that has the prompt. Raises HeadraceError (400) unless there is exactly one, of POST /v1/prefill."""
+    if not isinstance(body, PrefillBody):
+        return "messages" if isinstance(body, ChatBody) else "prompt"
     given = {
         "prompt": body.prompt is not None,
         "prompt_token_ids": body.prompt_token_ids is not None,

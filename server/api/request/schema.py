@@ -343,7 +343,24 @@ class OpenAIBody(SamplingBody, frozen=True, kw_only=True):
     bootstrap_room: int | list[int] | None = None
 
 
-class CompletionBody(OpenAIBody, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class OpenFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """headrace of a body: what it does with an open prompt."""
+
+    open: bool | None = None
+    """The prompt is to grow: it is computed as it comes, and nothing is generated. The response's id is that of the
+    open prompt."""
+    open_id: str | None = None
+    """The open prompt that this one is appended to. Without open it is committed, and continued."""
+
+
+class GrowingBody(OpenAIBody, frozen=True, kw_only=True):
+    """Fields of routes whose prompts may be open."""
+
+    headrace: OpenFields | None = None
+    """Headrace only: open, open_id."""
+
+
+class CompletionBody(GrowingBody, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Body of POST /v1/completions."""
 
     prompt: str | list[str | TokenId | list[TokenId]]
@@ -365,7 +382,7 @@ class CompletionBody(OpenAIBody, frozen=True, kw_only=True, forbid_unknown_field
         return self.max_tokens == 0
 
 
-class ChatBody(OpenAIBody, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class ChatBody(GrowingBody, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Body of POST /v1/chat/completions."""
 
     messages: list[ChatMessage]

@@ -11,7 +11,8 @@ A prompt expires a set time after its last change. Its pieces are requests of th
 import asyncio
 import logging
 import secrets
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from typing import Any, Literal, Protocol
 
 import msgspec
@@ -62,6 +63,8 @@ class OpenPrompt:
         self.computed = 0
         """Tokens of which the KV was computed."""
         self.pieces = 0
+        self.server = ""
+        """URL of the prefill server that computes its pieces; "": this server does."""
         self.expires = 0.0
         """Time by the server's clock."""
         self.lock = asyncio.Lock()
@@ -147,6 +150,17 @@ class OpenPrompts:
         if self._committed.pop(prompt.id, None) is not None:
             self._prompts[prompt.id] = prompt
             self._touch(prompt)
+
+    @asynccontextmanager
+    async def reopening(self, prompt: OpenPrompt | None) -> AsyncIterator[None]:
+        """Runs the request of a commit: where the server cannot take it now, the prompt stays open. None: it is another
+        request."""
+        try:
+            yield
+        except HeadraceError as error:
+            if prompt is not None and error.info.status in (429, 503):
+                self.reopen(prompt)
+            raise
 
     def drop(self, name: str, tenant: str) -> bool:
         """End a prompt that is not wanted any more; False if its tenant has none with this id."""

@@ -84,6 +84,8 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     """On a decode server: where the KV is, if the client or a router has sent the prompt to a prefill server."""
     prefill_at: PrefillAddress | None = None
     """On a decode server: the prefill server that is to compute the prompt, if a router has chosen it."""
+    prefer: str = ""
+    """On a decode server: URL of the configured prefill server that has computed pieces of it; "" for any."""
     context: RequestContext = RequestContext("")
     """Ids that it has on other servers."""
     observer: RequestObserver | None = None

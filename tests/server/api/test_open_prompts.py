@@ -257,3 +257,58 @@ def test_none_are_taken_where_none_may_be_open(tokenizer: Tokenizer, flags: dict
             assert (answer.status_code, json_of(answer)["error"]["param"]) == (400, "open")
 
     run()
+
+
+def decoding(link: FakeLink, submit: Submit) -> Iterable[AnySchedulerReply]:
+    """A colocated scheduler."""
+    return (
+        computing(link, submit)
+        if submit.open
+        else (Tokens(rid=submit.rid, tokens=(7,)), finished(submit.rid, "length"))
+    )
+
+
+@in_loop
+async def test_a_chat_is_opened_appended_to_and_continued(tokenizer: Tokenizer) -> None:
+    link = FakeLink(decoding)
+    said = [{"role": ("user", "assistant")[n % 2], "content": f"{n} {TEXT}"} for n in range(3)]
+    path = "/v1/chat/completions"
+    async with running(link, tokenizer, length=400) as service, client(service) as http:
+        opened = json_of(await http.post(path, json={"messages": said[:1], "seed": 3, "headrace": {"open": True}}))
+        assert (opened["object"], opened["choices"]) == ("open_prompt", [])
+        more = {"open": True, "open_id": opened["id"]}
+        grown = json_of(await http.post(path, json={"messages": said[1:2], "headrace": more}))
+        assert grown["id"] == opened["id"]
+        assert grown["headrace"]["tokens"] == len(tokenizer.encode_chat(said[:2]))
+        assert (await settled(http, opened["id"]))["computed"] > 0
+        last = {"messages": said[2:], "headrace": {"open_id": opened["id"]}, "max_tokens": 1, "stream": True}
+        answer = await http.post(path, json=last)
+        again = await http.post(path, json=last)
+    submit = link.of(Submit)[-1]
+    assert answer.text.endswith("data: [DONE]\n\n")
+    assert list(unpack(submit.prompt)) == tokenizer.encode_chat(said)
+    assert (submit.sampling.seed, submit.open) == (3, False)
+    assert again.status_code == 409
+
+
+@in_loop
+async def test_a_completion_is_opened_appended_to_and_continued(tokenizer: Tokenizer) -> None:
+    link = FakeLink(decoding)
+    path = "/v1/completions"
+    async with running(link, tokenizer, length=400) as service, client(service) as http:
+        name = json_of(await http.post(path, json={"prompt": TEXT, "headrace": {"open": True}}))["id"]
+        for body, status, field in (
+            ({"prompt": "x", "headrace": {}}, 400, "headrace"),
+            ({"prompt": "x", "headrace": {"open_id": "open-x"}}, 404, "id"),
+            ({"prompt": "x", "headrace": {"open": True}, "stream": True}, 400, "stream"),
+            ({"prompt": ["x", "y"], "headrace": {"open": True}}, 400, "prompt"),
+            ({"prompt": [1], "headrace": {"open_id": name}}, 400, "prompt"),
+            ({"prompt": "x", "headrace": {"open_id": name}, "temperature": 9}, 400, "temperature"),
+        ):
+            answer = await http.post(path, json=body)
+            assert (answer.status_code, json_of(answer)["error"]["param"]) == (status, field), body
+        elsewhere = await http.post(f"/v1/prefill/{name}/commit", json={"handoff": "none"})
+        assert json_of(elsewhere)["error"]["code"] == "wrong_route"
+        answer = json_of(await http.post(path, json={"prompt": "end", "headrace": {"open_id": name}, "max_tokens": 1}))
+    assert answer["object"] == "text_completion"
+    assert list(unpack(link.of(Submit)[-1].prompt)) == tokenizer.encode(TEXT + "end")
