@@ -28,6 +28,7 @@ class PrefillRequest(SamplingParams, frozen=True, kw_only=True, omit_defaults=Tr
     ticket: str | None = None
     handoff: Literal["hold", "none"] | None = None
     cached_only: bool | None = None
+    open: bool | None = None
     stream: bool | None = None
     stop: Sequence[str] | None = None
     ignore_eos: bool | None = None

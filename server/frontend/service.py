@@ -33,6 +33,8 @@ from headrace.server.frontend.link.control_address import ControlAddress
 from headrace.server.frontend.link.scheduler_client import News, SchedulerClient
 from headrace.server.frontend.link.scheduler_link import SchedulerLink
 from headrace.server.frontend.open_prompts.open_prompts import OpenPrompts
+from headrace.server.frontend.open_prompts.pieces import LocalPieces
+from headrace.server.frontend.open_prompts.remote_pieces import RemotePieces
 from headrace.server.frontend.request.request_context import TraceSampler
 from headrace.server.frontend.served_model import ServedModel
 from headrace.server.frontend.status.readiness import Readiness
@@ -123,13 +125,16 @@ class Service:
         self.control = ControlAddress(self._client, config.transfer.host)
         self.fetches, self.returns = self._make_fetches(), self._make_returns()
         self.completions = self._make_completions()
+        goes_there = self.prefills is not None and config.server.remote != "never"
+        pieces = RemotePieces(self.prefills) if self.prefills and goes_there else LocalPieces(self._client)
         self.open_prompts = OpenPrompts(
-            self.completions.piece,
+            pieces,
+            self.completions.own,
             self.clock,
             most=config.server.open_prompts,
             seconds=config.server.open_s,
             page_size=config.engine.page_size,
-            prefix_cache=config.scheduler.prefix_cache,
+            prefix_cache=config.scheduler.prefix_cache or goes_there,
         )
         self.metrics.include(self.open_prompts.samples)
 

@@ -163,16 +163,18 @@ class PrefillPool:
         *,
         tried: Container[str] = (),
         needs: Collection[Feature] = (),
+        prefer: str = "",
     ) -> Iterator[PrefillChoice]:
         """The reachable configured server for a prompt, which counts as its load while the context lasts, or until it
-        is answered. tried: URLs of servers that are not to get it. needs: what the server has to know. Raises
-        HeadraceError (503) if none is reachable."""
+        is answered. tried: URLs of servers that are not to get it. needs: what the server has to know. prefer: URL of
+        the server that gets it if it can. Raises HeadraceError (503) if none is reachable."""
         servers = list(self._servers.values())
         up = [number for number, server in enumerate(servers) if server.up and server.url not in tried]
         if not up:
             raise refusals.NO_PREFILL_SERVER.raised(problem=self.problem() or "")
         for feature in needs:
             up = self._knowing(up, feature)
+        up = [number for number in up if servers[number].url == prefer] or up
         if self._by_score:
             sent = self._router.choose(pack(prompt), salt, up, self._clock.now(), images)
         else:
@@ -319,11 +321,13 @@ class PrefillPool:
             http, server.url, body, observer, posted=lambda: None, answered=lambda: None, running=self._calls
         )
 
-    async def ask(self, server: PrefillServer, path: str, body: bytes, headers: Mapping[str, str]) -> bytes:
-        """The answer to a short question by POST. Raises HeadraceError for another status than 200, ValueError for an
+    async def ask(
+        self, server: PrefillServer, path: str, body: bytes, headers: Mapping[str, str], *, method: str = "POST"
+    ) -> bytes:
+        """The answer to a short question. Raises HeadraceError for another status than 200, ValueError for an
         answer that is too long, httpx.HTTPError."""
         http = self._http if self._gets_key(server) else self._without_key
-        async with http.stream("POST", f"{server.url}{path}", content=body, headers={**PLAIN, **headers}) as response:
+        async with http.stream(method, f"{server.url}{path}", content=body, headers={**PLAIN, **headers}) as response:
             content = await read_bounded(response, MAX_BYTES)
         if response.status_code != 200:
             raise HeadraceError(stated_error(response.status_code, content, response.headers))

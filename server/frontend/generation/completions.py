@@ -18,8 +18,6 @@ from headrace.core.types.requests.tenants import tenant_salt
 from headrace.server.frontend.generation.prefix_fetch import QUERY_S, PrefixFetches, ReturnReason
 from headrace.server.frontend.generation.runner import GenerationRunner
 from headrace.server.frontend.link.scheduler_client import SchedulerClient
-from headrace.server.frontend.open_prompts.open_prompts import Piece
-from headrace.server.frontend.open_prompts.pieces import LocalPiece
 from headrace.server.frontend.request.generation_request import (
     Emit,
     GenerationDelta,
@@ -81,7 +79,7 @@ class Completions:
         failed with. Cancelling this coroutine cancels the request."""
         generated = request.sampling.max_tokens
         self._admit(request, generated)
-        request = self._own(request)
+        request = self.own(request)
         with self._hidden.taken(request, generated), _observed(request) as observer:
             times = TokenTimes(self._metrics, self._clock)
             result = await self._runner.complete(request, _timed(emit, times, observer))
@@ -94,7 +92,7 @@ class Completions:
         complete() does. Cancelling this coroutine cancels the request."""
         started = self._clock.now()
         self._admit(request, 0)
-        request = self._own(request)
+        request = self.own(request)
         with self._hidden.taken(request, 0), _observed(request) as observer:
             first, result = await self._runner.prefill(request, emit)
             if request.cached_only:
@@ -107,15 +105,11 @@ class Completions:
             observer.ended(result)
         return first, result
 
-    def piece(self, request: GenerationRequest) -> Piece:
-        """A piece of an open prompt, to be computed."""
-        return LocalPiece(self._client, self._own(request))
-
     async def cached_tokens(self, request: GenerationRequest) -> int:
         """Leading tokens of a prompt whose KV the prefix cache has, for its client. Raises HeadraceError (503)."""
         if (problem := self._readiness.engine_not_ready()) is not None:
             raise HeadraceError(problem)
-        found = await self._client.query_prefix(pack(request.prompt), self._own(request).terms.prefix_salt, QUERY_S)
+        found = await self._client.query_prefix(pack(request.prompt), self.own(request).terms.prefix_salt, QUERY_S)
         return found.cached if found is not None else 0
 
     async def take_return(self, request: GenerationRequest, host: str, port: int) -> ReturnReason:
@@ -125,7 +119,7 @@ class Completions:
             raise HeadraceError(problem)
         require_allowed(self._returns, host, port, "--accept-return", "take KV back from the decode server")
         assert self._fetches is not None, "there is an --accept-return"
-        return await self._fetches.take(host, port, request.prompt, self._own(request).terms)
+        return await self._fetches.take(host, port, request.prompt, self.own(request).terms)
 
     def cancel(self, rid: str, tenant: str) -> bool:
         """Cancel an open or held request of a tenant, "" for any; False if there is none with this id."""
@@ -143,7 +137,7 @@ class Completions:
             if server is not None:
                 self._client.post(ReleaseTicket(prefill=server.url, ticket=source.ticket, reason=reason))
 
-    def _own(self, request: GenerationRequest) -> GenerationRequest:
+    def own(self, request: GenerationRequest) -> GenerationRequest:
         """The request with its adapter, and with cached prefixes that are its tenant's own. Everything behind this has
         the same salt: prefill servers, which get it in the body, their events, and the choice among them."""
         terms = request.terms

@@ -75,8 +75,8 @@ class PrefillFailover:
         """The result; None if the chosen server, or the KV from it, failed the request. Raises HeadraceError for all
         other failures."""
         images = [image.input for image in request.images]
-        tried, needs = attempts.servers, request.needs
-        with self._pool.chosen(request.prompt, request.terms.prefix_salt, images, tried=tried, needs=needs) as choice:
+        tried, needs, salt = attempts.servers, request.needs, request.terms.prefix_salt
+        with self._pool.chosen(request.prompt, salt, images, tried=tried, needs=needs, prefer=request.prefer) as choice:
             try:
                 return await attempt(request, choice, bool(attempts.failures))
             except HeadraceError as error:

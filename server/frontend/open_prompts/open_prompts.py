@@ -11,7 +11,7 @@ A prompt expires a set time after its last change. Its pieces are requests of th
 import asyncio
 import logging
 import secrets
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from typing import Any, Literal, Protocol
 
@@ -30,6 +30,7 @@ ALREADY_COMMITTED = "already_committed"
 KEPT_COMMITTED = 1024  # ids of prompts that were committed, which are told from unknown ones
 
 OnComputed = Callable[[int], None]
+Own = Callable[[GenerationRequest], GenerationRequest]
 
 
 class Piece(Protocol):
@@ -43,9 +44,6 @@ class Piece(Protocol):
     def finish(self) -> None:
         """End it with what is computed, and what is being computed."""
         ...
-
-
-MakePiece = Callable[[GenerationRequest], Piece]
 
 
 class OpenPrompt:
@@ -79,15 +77,28 @@ class OpenPrompt:
         return self.request.terms.tenant
 
 
+class Pieces(Protocol):
+    """Where the pieces of open prompts are computed."""
+
+    def piece(self, prompt: OpenPrompt, request: GenerationRequest) -> Piece:
+        """A piece of a prompt. request: with its tokens."""
+        ...
+
+    async def closed(self, prompt: OpenPrompt) -> None:
+        """A prompt is not open any more, and none of its pieces is being computed."""
+        ...
+
+
 class OpenPrompts:
     """The open prompts of a server, and the tasks that have their pieces computed. Used in one event loop."""
 
     def __init__(
-        self, make_piece: MakePiece, clock: Clock, *, most: int, seconds: float, page_size: int, prefix_cache: bool
+        self, pieces: Pieces, own: Own, clock: Clock, *, most: int, seconds: float, page_size: int, prefix_cache: bool
     ) -> None:
-        """most: prompts of one tenant; 0: none are taken. seconds: after its last change in which one expires. Pieces
-        have at least a page; none are computed without a prefix cache."""
-        self._make_piece = make_piece
+        """own: makes requests those of their tenants. most: prompts of one tenant; 0: none. seconds: after its last
+        change in which one expires. Pieces have at least a page; none are computed without a prefix cache."""
+        self._pieces = pieces
+        self._own = own
         self._clock = clock
         self._most = most
         self._seconds = seconds
@@ -126,16 +137,14 @@ class OpenPrompts:
         """A prompt has changed: compute what is new of it. Raises HeadraceError as get() does, if it has ended
         meanwhile."""
         self.get(prompt.id, prompt.tenant)
-        shared = _common(prompt.tokens, tokens)
+        shared = common(prompt.tokens, tokens)
         if shared < prompt.computed and prompt.piece is not None:
             prompt.piece.finish()  # it computes what is not part of the prompt any more
         prompt.computed = min(prompt.computed, shared // self._page_size * self._page_size)
         prompt.content, prompt.tokens, prompt.stable = content, tokens, stable
         self._touch(prompt)
         if prompt.task is None and self._has_piece(prompt, 0):
-            prompt.task = asyncio.create_task(self._compute(prompt))
-            self._tasks.add(prompt.task)
-            prompt.task.add_done_callback(self._tasks.discard)
+            prompt.task = self._run(self._compute(prompt))
 
     async def commit(self, prompt: OpenPrompt) -> None:
         """End a prompt whose whole is submitted now: what is being computed of it is finished first, so that it is
@@ -204,10 +213,22 @@ class OpenPrompts:
             prompt.timer.cancel()
         if prompt.piece is not None:
             prompt.piece.finish()
+        self._run(self._close(prompt))
         if how == "committed":
             self._committed[prompt.id] = prompt.tenant
             if len(self._committed) > KEPT_COMMITTED:
                 del self._committed[next(iter(self._committed))]
+
+    def _run(self, work: Coroutine[Any, Any, None]) -> "asyncio.Task[None]":
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    async def _close(self, prompt: OpenPrompt) -> None:
+        if prompt.task is not None:
+            await asyncio.wait([prompt.task])
+        await self._pieces.closed(prompt)
 
     def _has_piece(self, prompt: OpenPrompt, tried: int) -> bool:
         """Whether there are pages to compute. tried: tokens that a piece had which has just ended."""
@@ -222,10 +243,11 @@ class OpenPrompts:
                 tokens = prompt.tokens[: prompt.stable]
                 prompt.pieces += 1
                 rid = f"{prompt.id}.{prompt.pieces}"
-                prompt.piece = self._make_piece(msgspec.structs.replace(prompt.request, rid=rid, prompt=tokens))
+                request = self._own(msgspec.structs.replace(prompt.request, rid=rid, prompt=tokens))
+                prompt.piece = self._pieces.piece(prompt, request)
                 self._counters.add("open_pieces_total")
                 await prompt.piece.run(lambda computed, tokens=tokens: _computed(prompt, tokens, computed))  # type: ignore[misc]
-                tried = _common(tokens, prompt.tokens)
+                tried = common(tokens, prompt.tokens)
         except HeadraceError as error:
             log.info("%s: a piece was not computed: %s", prompt.id, error.info.message)
         finally:
@@ -238,7 +260,7 @@ def _computed(prompt: OpenPrompt, tokens: tuple[int, ...], computed: int) -> Non
         prompt.computed = max(prompt.computed, computed)
 
 
-def _common(one: tuple[int, ...], other: tuple[int, ...]) -> int:
+def common(one: tuple[int, ...], other: tuple[int, ...]) -> int:
     """How many tokens two prompts begin with in common."""
     shorter = min(len(one), len(other))
     if one[:shorter] == other[:shorter]:

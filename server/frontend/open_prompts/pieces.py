@@ -6,7 +6,7 @@ from headrace.core.types.packed import pack
 from headrace.core.types.requests.request import Discard, SamplingParams
 from headrace.server.frontend.link.call import Call
 from headrace.server.frontend.link.scheduler_client import SchedulerClient
-from headrace.server.frontend.open_prompts.open_prompts import OnComputed
+from headrace.server.frontend.open_prompts.open_prompts import OnComputed, OpenPrompt, Piece
 from headrace.server.frontend.request.generation_request import GenerationRequest
 
 
@@ -42,3 +42,17 @@ class LocalPiece:
         self._finished = True
         if self._call is not None:
             self._call.finish()
+
+
+class LocalPieces:
+    """Pieces of all open prompts of a server that computes prompts itself."""
+
+    def __init__(self, client: SchedulerClient) -> None:
+        self._client = client
+
+    def piece(self, prompt: OpenPrompt, request: GenerationRequest) -> Piece:
+        """A piece of a prompt. request: with its tokens."""
+        return LocalPiece(self._client, request)
+
+    async def closed(self, prompt: OpenPrompt) -> None:
+        """Nothing is left of it."""

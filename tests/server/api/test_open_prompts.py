@@ -1,18 +1,21 @@
 """Open prompts over HTTP: opened, appended to, cut, committed, deleted, expired."""
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import AsyncIterator, Iterable
+from contextlib import asynccontextmanager
 from typing import Any
 
 import httpx
 import pytest
 
-from headrace.core.messages.frontend import Abort, Submit
+from headrace.core.messages.frontend import Abort, AddPrefill, Submit
 from headrace.core.messages.replies import AnySchedulerReply, Progress, RequestFailed, Tokens
 from headrace.core.types import refusals
 from headrace.core.types.packed import unpack
 from headrace.core.types.requests.request import Discard, SendTo
+from headrace.server.app import create_app
 from headrace.text.tokenizer import Tokenizer
+from tests.server.fake_prefills import ANSWER, ONE, Prefills, fetched, until_ready, welcoming
 from tests.server.fakes import FakeLink, client, finished, in_loop, json_of, running
 
 TEXT = "hello world " * 12
@@ -312,3 +315,77 @@ async def test_a_completion_is_opened_appended_to_and_continued(tokenizer: Token
         answer = json_of(await http.post(path, json={"prompt": "end", "headrace": {"open_id": name}, "max_tokens": 1}))
     assert answer["object"] == "text_completion"
     assert list(unpack(link.of(Submit)[-1].prompt)) == tokenizer.encode(TEXT + "end")
+
+
+@asynccontextmanager
+async def decode_server(
+    tokenizer: Tokenizer, there: httpx.AsyncBaseTransport
+) -> AsyncIterator[tuple[FakeLink, httpx.AsyncClient]]:
+    """A decode server whose prefill server is at the other end of this transport."""
+    link = FakeLink(fetched(tokenizer))
+    async with (
+        running(link, tokenizer, role="decode", length=400, prefill=(ONE,), prefill_transport=there) as service,
+        client(service) as http,
+    ):
+        await link.wait_for(AddPrefill)
+        welcoming(link, ONE)
+        await until_ready(http)
+        yield link, http
+
+
+@in_loop
+async def test_a_decode_server_has_pieces_computed_where_the_prompt_will_be(tokenizer: Tokenizer) -> None:
+    """The prefill server has the same prompt open, until it is committed here."""
+    there = FakeLink(computing)
+    path = "/v1/completions"
+    async with running(there, tokenizer, role="prefill", length=400) as service:
+        transport = httpx.ASGITransport(app=create_app(service))
+        async with decode_server(tokenizer, transport) as (link, http):
+            name = json_of(await http.post(path, json={"prompt": [1] * 100, "headrace": {"open": True}}))["id"]
+            await there.wait_for(Submit)
+            more = {"prompt": [2] * 60, "headrace": {"open": True, "open_id": name}}
+            await http.post(path, json=more)
+            await there.wait_for(Submit, 2)
+            await http.post(f"/v1/prefill/{name}/truncate", json={"tokens": 80})
+            await http.post(path, json={"prompt": [3] * 60, "headrace": {"open": True, "open_id": name}})
+            await there.wait_for(Submit, 3)
+            last = {"prompt": [4] * 9, "headrace": {"open_id": name}, "max_tokens": 2}
+            answer = await http.post(path, json=last)
+            assert answer.status_code == 200, answer.text
+            while service.open_prompts.samples()[0].value:
+                await asyncio.sleep(0.01)
+    pieces_there = [list(unpack(piece.prompt)) for piece in pieces(there)]
+    assert pieces_there[0] == [1] * 100
+    assert pieces_there[1] == [1] * 100 + [2] * 60
+    assert pieces_there[-1] == [1] * 80 + [3] * 60
+    assert not pieces(link)
+    (here,) = link.of(Submit)
+    (posted,) = [submit for submit in there.of(Submit) if not submit.open]
+    assert list(unpack(here.prompt)) == list(unpack(posted.prompt)) == [1] * 80 + [3] * 60 + [4] * 9
+    assert {piece.terms.cache_salt for piece in pieces(there)} == {posted.terms.cache_salt}
+
+
+@in_loop
+async def test_a_prefill_server_that_takes_no_open_prompts_gets_the_prompt_when_it_is_committed(
+    tokenizer: Tokenizer,
+) -> None:
+    asked: list[str] = []
+
+    def answer(body: dict[str, Any]) -> httpx.Response:
+        asked.append("open" if "open" in body else "prompt")
+        return (
+            httpx.Response(400, json={"error": {"message": "x"}})
+            if "open" in body
+            else httpx.Response(200, json=ANSWER)
+        )
+
+    path = "/v1/completions"
+    async with decode_server(tokenizer, Prefills(answer)) as (_, http):
+        name = json_of(await http.post(path, json={"prompt": [1] * 100, "headrace": {"open": True}}))["id"]
+        for _ in range(3):
+            await http.post(path, json={"prompt": [2] * 60, "headrace": {"open": True, "open_id": name}})
+            await asyncio.sleep(0.02)
+        assert (await http.get(f"/v1/prefill/{name}")).status_code == 200
+        done = await http.post(path, json={"prompt": [4] * 9, "headrace": {"open_id": name}, "max_tokens": 2})
+        assert done.status_code == 200, done.text
+    assert asked == ["open", "prompt"]
