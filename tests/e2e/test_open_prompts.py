@@ -17,7 +17,7 @@ import zmq
 from headrace.core.types.kv.geometry import Geometry
 from headrace.integrations.http_client import direct_client
 from tests.e2e import gold
-from tests.e2e.harness import Server, pages_in_use, serving, wait_until
+from tests.e2e.harness import Server, pages_in_use, pair, serving, wait_until
 from tests.e2e.peer import Peer
 
 FLAGS = (
@@ -126,3 +126,29 @@ def test_the_example_streams_a_document(server: Server, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert "tokens computed" in done.stderr
     assert done.stdout.strip()
+
+
+@pytest.mark.full
+def test_a_chat_that_came_in_pieces_at_a_decode_server_is_the_chat_sent_whole() -> None:
+    """The prefill server computes the pieces, and the answer has the text and the logprobs of the whole."""
+    said = [
+        {
+            "role": ("user", "assistant")[n % 2],
+            "content": gold.tokenizer().decode(gold.story_ids()[60 * n : 60 * n + 60]),
+        }
+        for n in range(7)
+    ]
+    flags = ("--dtype", "float32", "--max-model-len", "2048", "--kv-pages", "256", "--chunk-tokens", "64")
+    common = {"model": "smollm2", "max_tokens": 6, "temperature": 0, "logprobs": True, "top_logprobs": 3}
+    with pair(flags, flags) as (prefill, decode), direct_client(base_url=decode.url, timeout=60) as http:
+        path = "/v1/chat/completions"
+        expected = ok(http.post(path, json={"messages": said, "cache_salt": "whole", **common}))
+        name = ok(http.post(path, json={"messages": said[:1], "headrace": {"open": True}}))["id"]
+        for message in said[1:-1]:
+            ok(http.post(path, json={"messages": [message], "headrace": {"open": True, "open_id": name}}))
+        wait_until(lambda: prefill.total("headrace_open_tokens_total") > 300, 60, "the prefill server has computed it")
+        answer = ok(http.post(path, json={"messages": said[-1:], "headrace": {"open_id": name}, **common}))
+        assert answer["choices"] == expected["choices"]
+        assert answer["usage"]["prompt_tokens"] == expected["usage"]["prompt_tokens"]
+        assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] > 250
+        wait_until(lambda: prefill.total("headrace_open_prompts") == 0, 20, "the prefill server has it no more")
