@@ -58,7 +58,7 @@ class Admission:
     def _placed(self, submit: Submit, now: float) -> tuple[Submit, Binding]:
         """The request with the route by which its prompt costs least, if it is to be compared, and its replica."""
         route = submit.route
-        binding = self._most_cached(submit) if _from_cache(submit) else self._bind(submit)
+        binding = self._most_cached(submit) if route.moves_cached else self._bind(submit)
         if not isinstance(route, FetchFrom) or not route.compare:
             return submit, binding
         here = replace(submit, route=DecodeHere())
@@ -99,11 +99,13 @@ class Admission:
         )
 
     def _most_cached(self, submit: Submit) -> Binding:
-        """The replica that has most of the tokens."""
+        """The replica that has most of the tokens; as for a new request if none has any."""
         found = [
             replica.cache.resident_positions(submit.prompt, submit.terms.prefix_salt, submit.images)
             for replica in self._state.replicas
         ]
+        if not any(found):
+            return self._bind(submit)
         return Binding(max(range(len(found)), key=found.__getitem__), max(found))
 
     def _admit_cached(self, submit: Submit, replica: Replica, now: float) -> None:
@@ -162,6 +164,8 @@ class Admission:
             request.target = open_target(state.config, request.length)
         state.requests.add(request)
         replica.queues.admit(request, now)
+        if route.moves_cached:
+            replica.moves[request.arrival] = request
         if submit.terms.deadline_s is not None:
             state.deadlines.set(RequestTimer(request.arrival), now + submit.terms.deadline_s)
         if isinstance(route, SendTo):

@@ -68,6 +68,7 @@ from headrace.core.messages.stage_events import (
     StageSilence,
 )
 from headrace.core.stats import Stats
+from headrace.core.types import refusals
 from headrace.core.types.errors import CANCELLED, DEADLINE, ErrorInfo
 from headrace.scheduler.admission import Admission
 from headrace.scheduler.batching.open_prompts import OpenPrompts
@@ -236,6 +237,8 @@ class Scheduler:
                 self._draining.begin()
                 for request in [each for each in self._state.requests if each.open and not each.ended]:
                     self._open_prompts[request.replica].finish(request, now)
+                for replica in self._state.replicas:
+                    self._completion.end_moves(replica, refusals.DRAINING.error(), now)
             case Shutdown():
                 self._draining.shut_down(now)
 

@@ -147,8 +147,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
         Flag(
             "prefill-api-key",
             SECURITY,
-            "API key to send to the servers of --prefill and --sibling, and of --allow-prefill or --accept-return "
-            "HOST:PORT",
+            "API key to send to the servers of --prefill and --sibling, and of --allow-prefill HOST:PORT",
             secret=True,
             variable="HEADRACE_PREFILL_API_KEY",
         ),

@@ -123,6 +123,9 @@ class QueryPrefix(FrontendRequest, frozen=True, kw_only=True):
     salt: str = ""
     """RequestTerms.prefix_salt"""
 
+    host: str = ""
+    """Of a server that may be a peer; "" for none."""
+
 
 class StartTrace(FrontendRequest, frozen=True, kw_only=True):
     """Record a trace of the scheduler and its stages. A recording that is under way is dropped."""

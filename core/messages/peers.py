@@ -25,6 +25,9 @@ class PeerJoined(PeerEvent, frozen=True, kw_only=True):
     key: str = ""
     """Name of the CURVE public key that it has shown; "" where connections are in the clear."""
 
+    host: str = ""
+    """Address of its connection; "" if it is not known."""
+
     backend_reason: str = ""
     """Why the backend of the terms was chosen."""
 

@@ -9,6 +9,7 @@ from headrace.core.types.errors import ErrorInfo
 from headrace.core.types.kv.geometry import CacheShape
 from headrace.core.types.ranks.expert_load import ExpertLoad
 from headrace.core.types.requests.draft import DraftTokens, HiddenStates
+from headrace.core.types.requests.kv_return import PoolForecast
 from headrace.core.types.requests.prompt_logprobs import LogprobRun
 from headrace.core.types.requests.remote_prefill import PrefillDecision
 from headrace.core.types.requests.request import HandoffStats, Timing, TokenLogprob, Usage
@@ -222,11 +223,19 @@ class PrefixReply(SchedulerReply, frozen=True, kw_only=True):
     """Answer to QueryPrefix with the same token."""
 
     token: int
-    cached: int
-    """Leading tokens whose KV is in the pool."""
+    pool: PoolForecast
+    """Of the replica that has most of it."""
+
+    has_peer: bool = False
+    """A peer from the host that was named has an open session."""
 
     cost: tuple[float, float] | None = None
     """Predicted seconds of computing a prompt, per squared token and per token; None while they are not known."""
+
+    @property
+    def cached(self) -> int:
+        """Leading tokens whose KV is in the pool."""
+        return self.pool.cached
 
 
 class Traced(SchedulerReply, frozen=True, kw_only=True):

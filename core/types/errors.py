@@ -77,6 +77,7 @@ GRAMMAR_REJECTED = (
 )
 DEADLINE = "deadline_exceeded"  # 504: the request's own deadline_s has passed
 PREFILL_NEEDED = "prefill_needed"  # a client wanted it only if its prompt was cached
+PAGES_NEEDED = "pages_needed"  # 503: KV that was only moved between prefix caches gave way to a request
 NOT_CACHED = "not_cached"  # 412: the prefix cache has less of the tokens than is asked for
 PREFILL_FAILED = "prefill_failed"  # 502: a prefill server answered what it should not
 PREFILL_LOST = "prefill_lost"  # 502: the connection to a prefill server ended before it had answered

@@ -113,6 +113,8 @@ class Starter:
         state, replica = self._state, self._replica
         if request.decodes_here and len(replica.queues.decoding) >= state.config.max_running:
             return False
+        if replica.pages_lacking(request) > 0:
+            self._fetch.make_way(replica, now)
         if replica.pages_lacking(request) > 0 or not self._allowed(request):
             return False
         return self._lease(request, now)
@@ -168,7 +170,8 @@ class Starter:
         needs_row = _needs_row(request)
         if needs_row and not state.metadata_rows.free:
             return False
-        lease = replica.cache.acquire(
+        acquire = partial(
+            replica.cache.acquire,
             request.tokens,
             request.salt,
             request.images,
@@ -177,6 +180,9 @@ class Starter:
             tenant=request.terms.tenant,
             keep=request.terms.keep_tokens,
         )
+        lease = acquire()
+        if lease is None and self._fetch.make_way(replica, now):
+            lease = acquire()
         if lease is None:
             return False
         request.lease = lease

@@ -11,6 +11,7 @@ do pages of requests that failed meanwhile go to others: see core/incoming.py.
 """
 
 import math
+from functools import partial
 
 from msgspec.structs import replace
 
@@ -31,7 +32,7 @@ from headrace.core.types.requests.outcomes import FETCHED
 from headrace.core.types.requests.request import PREFIX, FetchFrom, FirstToken
 from headrace.core.types.requests.reservation import Reservation
 from headrace.scheduler.decode.generation import TokenGeneration
-from headrace.scheduler.lifecycle.completion import Completion
+from headrace.scheduler.lifecycle.completion import GIVEN_WAY, Completion
 from headrace.scheduler.queues.deadlines import AnswerTimer
 from headrace.scheduler.requests.phase import Phase
 from headrace.scheduler.requests.record import Request
@@ -63,7 +64,8 @@ class RemoteFetch:
         if not state.metadata_rows.free:
             return False
         tokens = request.packed(0, request.target)
-        lease = replica.cache.acquire(
+        acquire = partial(
+            replica.cache.acquire,
             tokens,
             request.salt,
             request.images,
@@ -71,6 +73,12 @@ class RemoteFetch:
             whole=route.prefix,
             tenant=request.terms.tenant,
         )
+        lease = acquire()
+        if lease is None and route.prefix:
+            self._completion.fail(request, GIVEN_WAY, now)
+            return True
+        if lease is None and self.make_way(replica, now):
+            lease = acquire()
         if lease is None:
             return False
         request.lease = lease
@@ -107,6 +115,10 @@ class RemoteFetch:
         replica.order(incoming.prepare(state.out.next_seq(), request.serial))
         state.deadlines.set(AnswerTimer(request.arrival), now + state.config.stage_timeout_s)
         return True
+
+    def make_way(self, replica: Replica, now: float) -> bool:
+        """A request lacks pages: end what only moves cached KV. False if nothing does."""
+        return self._completion.end_moves(replica, GIVEN_WAY, now)
 
     def _worth_fetching(self, request: Request, replica: Replica) -> bool:
         """More than one pass of a preempted request's prefill is not in the prefix cache here."""

@@ -22,6 +22,7 @@ from headrace.core.types.kv.geometry import ceil_div
 from headrace.core.types.kv.kv_tiers import NONE_LOADED, Tier, TierTokens
 from headrace.core.types.packed import ITEM_BYTES
 from headrace.core.types.requests.images import ImageInput, page_key
+from headrace.core.types.requests.kv_return import PoolForecast
 from headrace.scheduler.kv.cache_events import CacheEventLog, page_digests
 from headrace.scheduler.kv.eviction import SHORT_TOKENS, make_ranking
 from headrace.scheduler.kv.node import NONE, Node, PageCopy, PageLoad, StoringPages, load_of, root_of
@@ -29,6 +30,7 @@ from headrace.scheduler.kv.page_allocator import PageAllocator
 from headrace.scheduler.kv.prefix_tree import PrefixTree, next_turn, pages_of
 from headrace.scheduler.kv.state_slots import CHECKPOINT_TOKENS, StateSlots, resumable
 from headrace.scheduler.kv.tiers import KvTiers, nearest
+from headrace.scheduler.kv.turn_chances import TurnChances
 
 GHOSTS_PER_PAGE = 4  # evicted pages that are remembered, for each page of the pool; a few hundred bytes each
 LOW_WATER = 16  # one page of so many is kept free, where evicted pages are copied to the host tier
@@ -126,6 +128,9 @@ class KvCache:
         self.tiers: KvTiers | None = None
         """The host and disk tiers, if there is one."""
 
+        self.chances = TurnChances(short_tokens)
+        """What its turns and evictions were followed by."""
+
         self._tree = self._new_tree(pages, 0, 0)
         self._leases: dict[int, Lease] = {}
         self._owners = 0
@@ -216,6 +221,19 @@ class KvCache:
             return 0
         return len(_loaded(pages_of(self._known(tokens, salt, images, None, whole=True)))) * self.page_size
 
+    def forecast(self, tokens: bytes | bytearray, salt: str) -> PoolForecast:
+        """What the pool has of packed tokens, and what may be expected of a turn with them."""
+        cached = self.resident_positions(tokens, salt)
+        known = self._known(tokens, salt, (), None, whole=True) if cached else []
+        turn = max(0, next_turn(known) - 1)
+        return PoolForecast(
+            cached=cached,
+            free=self.free,
+            evictable=self.cached,
+            turn_chance=self.chances.next_turn(turn, len(tokens) // ITEM_BYTES),
+            again_chance=self.chances.needed_again,
+        )
+
     def acquire(
         self,
         tokens: bytes | bytearray,
@@ -243,6 +261,9 @@ class KvCache:
         length = len(tokens) // ITEM_BYTES
         known = self._known(tokens, salt, images, cacheable, whole=whole) if self._prefix_cache else []
         path, turn = pages_of(known), next_turn(known)
+        again = len(known) - len(path)
+        if whole:
+            turn = max(0, turn - 1)  # it goes on with none: the turn is that of the pages
         if self._slots.total and computed:
             path = resumable(path)
         if self.tiers is not None and load is None:
@@ -271,6 +292,8 @@ class KvCache:
         if self._slots.total and computed and path:
             lease.resume = self._slots.used(path[-1])
         self._leases[lease.owner] = lease
+        if computed and not whole:
+            self.chances.began(turn, len(known) * self.page_size, length, again)
         return lease
 
     def grow(self, lease: Lease, tokens: int) -> bool:
@@ -490,7 +513,9 @@ class KvCache:
             if wait and self._make_room(count, keep):
                 return None
             if self.free < count:
-                self._allocator.release(self._tree.evict(count - self.free), TREE)
+                evicted = self._tree.evict(count - self.free)
+                self.chances.evicted(len(evicted))
+                self._allocator.release(evicted, TREE)
         return self._allocator.allocate(count, owner) if self.free >= count else None
 
     def _make_room(self, count: int, keep: Sequence[Node] = ()) -> bool:

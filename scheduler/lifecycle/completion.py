@@ -16,14 +16,17 @@ from headrace.core.incoming import IncomingState
 from headrace.core.messages.orders import CancelReceive, CancelSend, ReleaseRequest
 from headrace.core.messages.peers import AskCancel, TellCancelled, TellFailed, TellFinished
 from headrace.core.messages.replies import RequestFailed, RequestFinished, RequestTraced
-from headrace.core.types.errors import CANCELLED, ErrorInfo
+from headrace.core.types.errors import CANCELLED, PAGES_NEEDED, ErrorInfo
 from headrace.core.types.requests.request import FetchFrom, FirstToken, SendTo
 from headrace.scheduler.peers.tickets import EndedTicket
 from headrace.scheduler.queues.deadlines import AnswerTimer, BootstrapTimer, LeaseTimer, RequestTimer, TransferTimer
 from headrace.scheduler.requests.phase import Phase
 from headrace.scheduler.requests.record import Request
 from headrace.scheduler.requests.transfers import OutgoingTransfer
+from headrace.scheduler.state.replica import Replica
 from headrace.scheduler.state.state import State
+
+GIVEN_WAY = ErrorInfo(code=PAGES_NEEDED, message="the pages are needed for a request", status=503)
 
 
 class Completion:
@@ -82,6 +85,14 @@ class Completion:
                 return
             self._stop_transfers(request, now)
         self.release_if_safe(request)
+
+    def end_moves(self, replica: Replica, error: ErrorInfo, now: float) -> bool:
+        """End the requests that only move KV from or to the prefix cache, as their pages are needed; False if there
+        are none."""
+        moves = [request for request in replica.moves.values() if not request.ended]
+        for request in moves:
+            self.fail(request, error, now)
+        return bool(moves)
 
     def cancelled_by_peer(self, request: Request, reason: str, now: float) -> None:
         """The peer that has reserved a request cancels it. The request may be ending already."""
@@ -157,6 +168,7 @@ class Completion:
     def _release(self, request: Request) -> None:
         state = self._state
         self.free_pages(request)
+        state.of(request).moves.pop(request.arrival, None)
         state.requests.remove(request)
         if request.outgoing is not None:
             state.tickets.forget(request.outgoing.key)

@@ -42,6 +42,8 @@ def _replica(replica: Replica, requests: list[Request]) -> list[str]:
     found.extend(replica.queues.check(requests))
     found.extend(replica.plans.check(requests))
     found.extend(replica.held.check(requests))
+    if (moving := {one.arrival for one in requests if one.submit.route.moves_cached}) != replica.moves.keys():
+        found.append(f"requests {set(replica.moves)} are counted as moving cached KV; {moving} do")
     leases = 0
     for request in requests:
         leases += request.lease is not None

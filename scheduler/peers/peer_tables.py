@@ -104,6 +104,10 @@ class DecodePeerTable:
         if request.outgoing is not None and (peer := self._peers.get(request.outgoing.session)) is not None:
             peer.requests.pop(request.arrival, None)
 
+    def is_host(self, host: str) -> bool:
+        """Whether a peer at this address has a session."""
+        return bool(host) and any(peer.hello.host == host for peer in self)
+
     def name_of(self, request: Request) -> str:
         """The name of the peer that has reserved pages for it; "" if none has, or it is gone."""
         outgoing = request.outgoing

@@ -49,9 +49,14 @@ def status(state: State, requests: int, now: float) -> SchedulerStatus:
 
 def prefix(state: State, event: QueryPrefix) -> PrefixReply:
     """What the prefix cache has of a prompt, at the replica that has most of it."""
-    cached = max(replica.cache.resident_positions(event.prompt, event.salt) for replica in state.replicas)
+    pools = (replica.cache.forecast(event.prompt, event.salt) for replica in state.replicas)
     cost = state.replicas[0].costs.per_token if state.costs_trusted else None
-    return PrefixReply(token=event.token, cached=cached, cost=cost)
+    return PrefixReply(
+        token=event.token,
+        pool=max(pools, key=lambda pool: pool.cached),
+        has_peer=state.peers.is_host(event.host),
+        cost=cost,
+    )
 
 
 def _listed(state: State, count: int) -> list[Request]:

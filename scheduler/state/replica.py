@@ -98,6 +98,10 @@ class Replica:
         """The requests that decode, now and on average."""
 
         self.held = HeldPages(self.cache, config.hold_percent)
+        self.moves: dict[int, Request] = {}
+        """Requests that only move KV from or to the prefix cache, by arrival number, until their pages are given back.
+        They end when another request needs pages."""
+
         self.bubbles = Bubbles(self.ranks, metrics.counters)
 
     def order(self, order: AnyOrder) -> None:

@@ -26,7 +26,7 @@ from headrace.core.types import refusals
 from headrace.core.types.peers.allow_list import allowed_prefills
 from headrace.core.version import headrace_version
 from headrace.server.frontend.generation.completions import Completions
-from headrace.server.frontend.generation.kv_returns import KvReturns
+from headrace.server.frontend.generation.kv_returns import KvReturns, ReturnTaker
 from headrace.server.frontend.generation.prefix_fetch import PrefixFetches
 from headrace.server.frontend.generation.runner import GenerationRunner
 from headrace.server.frontend.link.control_address import ControlAddress
@@ -123,7 +123,7 @@ class Service:
         self._stage_watches = (self.status,) if stage_watch is None else (self.status, stage_watch)
         self._statistics_log: asyncio.Task[None] | None = None
         self.control = ControlAddress(self._client, config.transfer.host)
-        self.fetches, self.returns = self._make_fetches(), self._make_returns()
+        self.fetches, self.returns, self.taker = self._make_fetches(), self._make_returns(), self._make_taker()
         self.completions = self._make_completions()
         goes_there = self.prefills is not None and config.server.remote != "never"
         pieces = RemotePieces(self.prefills) if self.prefills and goes_there else LocalPieces(self._client)
@@ -157,7 +157,7 @@ class Service:
         if self._statistics_log is not None:
             self._statistics_log.cancel()
         await self.open_prompts.close()
-        for part in (self.fetches, self.returns, self.prefills, self.siblings):
+        for part in (self.fetches, self.returns, self.taker, self.prefills, self.siblings):
             if part is not None:
                 await part.stop()
         await self._client.stop()
@@ -178,6 +178,9 @@ class Service:
             await asyncio.sleep(grace_s)
             on_grace_over()
         self.readiness.start_draining()
+        for part in (self.returns, self.taker):
+            if part is not None:
+                await part.stop()
         self._client.post(Drain())
         try:
             async with asyncio.timeout(timeout_s):
@@ -200,7 +203,7 @@ class Service:
         self._client.post(Shutdown())
 
     def _make_fetches(self) -> PrefixFetches | None:
-        if self.siblings is None:
+        if self.siblings is None or not self.config.server.siblings:
             return None
         return PrefixFetches(
             self._client, self.siblings, self.metrics, self.clock, self.config.engine.page_size, self.record_span
@@ -210,7 +213,13 @@ class Service:
         config = self.config
         if self.prefills is None or not config.server.kv_return:
             return None
-        return KvReturns(self.prefills, self.metrics, self.clock, config.server.port, config.engine.page_size)
+        return KvReturns(self._client, self.prefills, self.metrics, self.clock, config.engine.page_size)
+
+    def _make_taker(self) -> ReturnTaker | None:
+        config = self.config
+        if self.siblings is None or not config.server.accept_returns:
+            return None
+        return ReturnTaker(self._client, self.siblings, self.metrics, self.clock, config.engine.page_size)
 
     def _make_completions(self) -> Completions:
         runner = GenerationRunner(
@@ -236,8 +245,7 @@ class Service:
             hidden=self.model.hidden,
             adapters=self.model.adapters,
             share_prefixes=self.config.server.share_prefixes,
-            fetches=self.fetches,
-            returns=allowed_prefills((), self.config.server.accept_returns),
+            taker=self.taker,
         )
 
     def _open_spans(self) -> SpanSink:

@@ -4,7 +4,6 @@
     takes = seconds of fetching it, as learnt from fetches before (handoff_cost.py); 0 while none is known
     ──────────────────────────────────────────────────────────────────────────────────────────────────────
     a sibling     saved - takes is largest, and at least MARGIN of what is saved
-    a return      saved · TURN_CHANCE > takes: there may be no turn that needs it
 
 A fetch from a sibling may last as long as computing would have taken: at worst the first token comes that much later.
 """
@@ -22,8 +21,6 @@ WORTH_S = 0.02
 """Seconds of computing below which no sibling is asked: the question takes some milliseconds."""
 
 MARGIN = 0.2
-TURN_CHANCE = 0.5
-"""Chance that another turn follows. About half of the turns of conversations and agents are not the last."""
 
 Cost = tuple[float, float]
 """Predicted seconds of computing a prompt, per squared token and per token."""
@@ -65,10 +62,3 @@ def choose_sibling(
             deadline_s = min(LONGEST_S, max(SHORTEST_S, saved))
             best = (gain, PrefixChoice(server, tokens, deadline_s))
     return None if best is None else best[1]
-
-
-def takes_return(cost: Cost | None, cached: int, offered: int, takes_s: float) -> bool:
-    """Whether KV of so many tokens that a decode server offers is worth its transfer."""
-    if offered <= cached:
-        return False
-    return cost is None or compute_s(cost, cached, offered) * TURN_CHANCE > takes_s

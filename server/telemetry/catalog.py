@@ -3,6 +3,7 @@
 from collections.abc import Iterable
 
 from headrace.core.stats import TOKENS, MetricSpec
+from headrace.core.types.requests.kv_return import RETURN_REASONS
 from headrace.core.types.requests.outcomes import ENDS
 from headrace.scheduler.telemetry.metrics import CATALOG as SCHEDULER
 from headrace.server.routing.failover import MOVE_REASONS
@@ -245,7 +246,7 @@ STAGES: tuple[MetricSpec, ...] = (
     MetricSpec("hidden_bytes_total", "counter", "Bytes of hidden states sent to the next stage.", ("stage",)),
 )
 
-PREFIX_SOURCES = ("sibling", "return")
+PREFIX_SOURCES = ("sibling",)
 FRONT: tuple[MetricSpec, ...] = (
     MetricSpec("build_info", "gauge", "Always 1; the labels describe this server.", ("version", "role", "model")),
     MetricSpec("ready", "gauge", "1 if the server would accept a request, else 0."),
@@ -309,7 +310,7 @@ FRONT: tuple[MetricSpec, ...] = (
     MetricSpec(
         "prefix_fetches_total",
         "counter",
-        "Prefixes fetched into the prefix cache from a sibling, or from a decode server that offers them (return): "
+        "Prefixes fetched into the prefix cache from a sibling: "
         "fetched, failed, or late, as computing them would not have taken longer.",
         ("source", "result"),
         zeros=tuple((source, result) for source in PREFIX_SOURCES for result in ("fetched", "failed", "late")),
@@ -331,11 +332,15 @@ FRONT: tuple[MetricSpec, ...] = (
     MetricSpec(
         "kv_returns_total",
         "counter",
-        "Turns whose KV this decode server has offered to the prefill server of its prompt (--kv-return): taken, "
-        "declined (it has it, is busy, or expects to gain nothing), refused (it takes none).",
+        "Turns whose KV a decode server has offered to the prefill server of the prompt (--kv-return), or that were "
+        "offered to this prefill server (--accept-return): taken, or why not. At the decode server also refused (the "
+        "prefill server takes none) and failed (it was taken, and has not arrived).",
         ("result",),
-        zeros=(("taken",), ("declined",), ("refused",)),
+        zeros=tuple((result,) for result in (*RETURN_REASONS, "refused", "failed")),
     ),
+    MetricSpec("kv_returned_tokens_total", "counter", "Tokens whose KV has gone to prefill servers so, or has come."),
+    MetricSpec("kv_returned_bytes_total", "counter", "Bytes of that KV."),
+    MetricSpec("kv_return_seconds_total", "counter", "Seconds that moving that KV took."),
     MetricSpec(
         "prefill_retried_requests_total",
         "counter",

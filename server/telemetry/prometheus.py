@@ -60,14 +60,20 @@ class FrontMetrics:
         self._counters.add("prefill_retries_total", labels=(reason,))
 
     def count_prefix_fetch(self, source: str, result: str, tokens: int, seconds: float) -> None:
-        """Count a prefix that was fetched into the prefix cache, or was not. source: "sibling" or "return"."""
+        """Count a prefix that was fetched into the prefix cache, or was not. source: "sibling"."""
         self._counters.add("prefix_fetches_total", labels=(source, result))
         self._counters.add("prefix_fetched_tokens_total", tokens, labels=(source,))
         self._counters.add("prefix_fetch_seconds_total", seconds, labels=(source,))
 
     def count_return(self, result: str) -> None:
-        """Count an offer of KV to a prefill server."""
+        """Count KV of a turn that was offered."""
         self._counters.add("kv_returns_total", labels=(result,))
+
+    def count_returned(self, tokens: int, size: int, seconds: float) -> None:
+        """Count KV of a turn that has gone to the prefill server, or has come."""
+        self._counters.add("kv_returned_tokens_total", tokens)
+        self._counters.add("kv_returned_bytes_total", size)
+        self._counters.add("kv_return_seconds_total", seconds)
 
     def count_retried_request(self, outcome: str) -> None:
         """Count the end of a request whose prompt went to more than one prefill server."""

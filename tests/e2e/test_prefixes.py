@@ -1,4 +1,4 @@
-"""Prefixes from siblings, and KV that comes back from a decode server: equal text, and what is cached."""
+"""Prefixes from siblings: equal text, and what is cached."""
 
 from collections.abc import Iterator
 from contextlib import ExitStack, closing
@@ -83,35 +83,6 @@ def test_a_sibling_that_is_dead_costs_no_request(servers: ExitStack) -> None:
     assert pages_in_use(second) == 0
 
 
-@pytest.mark.full
-def test_the_answer_of_a_turn_comes_back_and_the_next_one_has_it_cached(servers: ExitStack) -> None:
-    prefill = start(servers, "--role", "prefill", "--accept-return", "127.0.0.1")
-    decode = start(servers, "--role", "decode", "--prefill", prefill.url, "--kv-return")
-    first = completed(decode, PROMPT, 70)
-    answer = first["choices"][0]["token_ids"]
-    assert len(answer) == 70
-    label = 'headrace_prefix_fetches_total{result="fetched",source="return"}'
-    wait_until(lambda: prefill.metrics()[label] == 1, 20, f"the turn has come back\n{prefill.log}\n{decode.log}")
-    assert decode.metrics()['headrace_kv_returns_total{result="taken"}'] == 1
-    prompt = [*PROMPT, *answer, 11, 12, 13]
-    usage = dropped(prefill, prompt)["usage"]
-    assert usage["cached_tokens"] == (len(PROMPT) + len(answer) - 1) // PAGE * PAGE
-    second = completed(decode, prompt)
-    alone = completed(start(servers), prompt)
-    assert second["choices"][0]["text"] == alone["choices"][0]["text"]
-    wait_until(lambda: pages_in_use(prefill) == pages_in_use(decode) == 0, 10, "pages are back")
-
-
-@pytest.mark.full
-def test_a_server_that_takes_no_returns_is_left_alone(servers: ExitStack) -> None:
-    prefill = start(servers, "--role", "prefill")
-    decode = start(servers, "--role", "decode", "--prefill", prefill.url, "--kv-return")
-    for _ in range(2):
-        completed(decode, PROMPT, 4)
-    label = 'headrace_kv_returns_total{result="refused"}'
-    wait_until(lambda: decode.metrics()[label] == 1, 10, "the offer is refused, and none follows")
-
-
 def test_cached_only_hands_over_or_says_how_much_there_is(servers: ExitStack) -> None:
     prefill = start(servers, "--role", "prefill")
     dropped(prefill, PROMPT[:100])
@@ -121,4 +92,3 @@ def test_cached_only_hands_over_or_says_how_much_there_is(servers: ExitStack) ->
     answer = prefill.post("/v1/prefill", body)
     assert (answer.status_code, answer.json()["error"]["code"]) == (412, "not_cached")
     assert "96 of the 128 tokens" in answer.json()["error"]["message"]
-    assert prefill.post("/v1/returns", {"prompt_token_ids": PROMPT, "port": 1}).status_code == 403

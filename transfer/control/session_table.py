@@ -26,6 +26,7 @@ from headrace.core.runtime.rate_limit import TokenBucket
 from headrace.core.stats import Counters
 from headrace.core.types.errors import NOT_READY
 from headrace.core.types.packed import packed_length
+from headrace.core.types.peers.allow_list import canonical
 from headrace.core.types.peers.session_terms import PeerTerms
 from headrace.transfer.control.backend_health import BackendHealth
 from headrace.transfer.control.session import (
@@ -244,6 +245,7 @@ class SessionTable:
                 memory=hello.memory,
             ),
             key=sender.key,
+            host=canonical(sender.host),
             backend_reason=choice.reason,
         )
         return SessionOutcome([*dropped.replies, (route, welcome)], [*dropped.events, joined])

@@ -85,6 +85,7 @@ FAILED = (
     errors.NO_PEER,
     "no_request",
     errors.NONFINITE,
+    errors.PAGES_NEEDED,
     errors.PEER_GONE,
     errors.PREFILL_FAILED,
     errors.PREFILL_LOST,

@@ -35,6 +35,11 @@ class Route(msgspec.Struct, frozen=True, omit_defaults=True, tag=True):
         """Tokens after the first one are generated on this server."""
         return isinstance(self, DecodeHere) or (isinstance(self, FetchFrom) and not self.prefix)
 
+    @property
+    def moves_cached(self) -> bool:
+        """KV only moves, from a prefix cache or to one: nothing is computed."""
+        return (isinstance(self, SendTo) and self.cached) or (isinstance(self, FetchFrom) and self.prefix)
+
 
 class DecodeHere(Route, frozen=True):
     """Compute the prompt and decode it on this server."""

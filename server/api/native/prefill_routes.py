@@ -44,7 +44,7 @@ from headrace.server.api.response.usage import (
     timing_report,
 )
 from headrace.server.frontend.generation.completions import Completions
-from headrace.server.frontend.generation.prefix_fetch import ReturnReason
+from headrace.server.frontend.generation.kv_returns import ReturnAnswer
 from headrace.server.frontend.link.control_address import ControlAddress, wrong_role
 from headrace.server.frontend.request.generation_request import Emit, GenerationDelta, GenerationRequest, discard_events
 from headrace.server.frontend.served_model import ServedModel
@@ -52,7 +52,7 @@ from headrace.server.frontend.status.stats_collector import StatsCollector
 from headrace.server.http.body import BodyBudget, read_body
 from headrace.server.http.error_response import error_body
 from headrace.server.http.streaming import EventStream, EventWriter, JsonAnswer, json_response, made_aside
-from headrace.server.upstream.handoff_params import MAX_TICKET_CHARS
+from headrace.server.upstream.handoff_params import MAX_TICKET_CHARS, PrefillAddress
 from headrace.text.logprobs import LogprobEntry, TopLogprob, native_entries, native_entry
 from headrace.text.tokenizer import Tokenizer
 
@@ -132,13 +132,6 @@ class PrefixesReply(msgspec.Struct):
     cached_tokens: Count
 
 
-class ReturnReply(msgspec.Struct):
-    """Of POST /v1/returns."""
-
-    taken: bool
-    reason: ReturnReason
-
-
 class HandoffReply(msgspec.Struct):
     """Of GET /v1/handoff: where decode servers find this prefill server."""
 
@@ -203,7 +196,7 @@ _PREFIXES = described(
 _RETURNS = described(
     "Offer the KV of a turn that this server may fetch back",
     body=ReturnsBody,
-    reply=ReturnReply,
+    reply=ReturnAnswer,
     errors=(*BODY_ERRORS, 403, 503),
     audience="operators",
 )
@@ -313,8 +306,8 @@ def prefix_routes(model: ServedModel, completions: Completions, config: ServerCo
     async def returns(http: Request) -> Response:
         body = await decode_body(await read_body(http, config.max_body_bytes, budget), ReturnsBody)
         host = http.client.host if http.client is not None else ""
-        reason = await completions.take_return(_tokens(model, config, http, body), host, body.port)
-        return json_response(ReturnReply(reason == "taken", reason))
+        address = PrefillAddress("control", host, body.control_port)
+        return json_response(await completions.take_return(_tokens(model, config, http, body), address, body.ticket))
 
     return router
 

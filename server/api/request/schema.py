@@ -39,7 +39,7 @@ from headrace.server.http.ranges import (
     TopN,
     TopP,
 )
-from headrace.server.upstream.handoff_params import HandoffParams, TokenId, TransferParams
+from headrace.server.upstream.handoff_params import MAX_TICKET_CHARS, HandoffParams, TokenId, TransferParams
 
 
 class ImageUrl(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -274,8 +274,10 @@ class PrefixesBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class ReturnsBody(PrefixesBody, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Body of POST /v1/returns: the tokens whose KV a decode server offers."""
 
-    port: Annotated[int, Meta(ge=1, le=65535)]
-    """HTTP port of the decode server, on the host that the request comes from."""
+    ticket: Annotated[str, Meta(min_length=1, max_length=MAX_TICKET_CHARS)]
+    """Under which the decode server sends the KV."""
+    control_port: Annotated[int, Meta(ge=1, le=65535)]
+    """Of the decode server's control endpoint, on the host that the request comes from."""
 
 
 class PrefillBody(PrefillFields, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -11,11 +11,11 @@ from headrace.core.runtime.clock import Clock
 from headrace.core.types import refusals
 from headrace.core.types.errors import MODEL_NOT_FOUND, ErrorInfo, HeadraceError
 from headrace.core.types.packed import pack
-from headrace.core.types.peers.allow_list import Rules, require_allowed
 from headrace.core.types.requests.adapters import adapter_mismatch
 from headrace.core.types.requests.request import SamplingParams
 from headrace.core.types.requests.tenants import tenant_salt
-from headrace.server.frontend.generation.prefix_fetch import QUERY_S, PrefixFetches, ReturnReason
+from headrace.server.frontend.generation.kv_returns import ReturnAnswer, ReturnTaker
+from headrace.server.frontend.generation.prefix_fetch import QUERY_S
 from headrace.server.frontend.generation.runner import GenerationRunner
 from headrace.server.frontend.link.scheduler_client import SchedulerClient
 from headrace.server.frontend.request.generation_request import (
@@ -28,7 +28,7 @@ from headrace.server.frontend.request.generation_request import (
 from headrace.server.frontend.request.hidden_states import HiddenLimits
 from headrace.server.frontend.status.readiness import Readiness
 from headrace.server.telemetry.prometheus import FrontMetrics, TokenTimes
-from headrace.server.upstream.handoff_params import KvSource
+from headrace.server.upstream.handoff_params import KvSource, PrefillAddress
 from headrace.server.upstream.prefill_pool import PrefillPool
 
 
@@ -37,7 +37,7 @@ class Completions:
 
     prefills: the prefill servers of a decode server. max_open: requests at the same time; more are refused with 429.
     hidden: bounds the hidden states of all of them. adapters: names of --lora. share_prefixes: tenants find each
-    other's cached prefixes. returns: decode servers whose KV is taken back, by fetches.
+    other's cached prefixes. taker: of a prefill server that takes KV back.
     """
 
     def __init__(
@@ -53,8 +53,7 @@ class Completions:
         hidden: HiddenLimits,
         adapters: Collection[str] = (),
         share_prefixes: bool = False,
-        fetches: PrefixFetches | None = None,
-        returns: Rules = (),
+        taker: ReturnTaker | None = None,
     ) -> None:
         self._client = client
         self._runner = runner
@@ -66,8 +65,7 @@ class Completions:
         self._hidden = hidden
         self._adapters = adapters
         self._share_prefixes = share_prefixes
-        self._fetches = fetches
-        self._returns = returns
+        self._taker = taker
 
     @property
     def open_requests(self) -> int:
@@ -112,14 +110,15 @@ class Completions:
         found = await self._client.query_prefix(pack(request.prompt), self.own(request).terms.prefix_salt, QUERY_S)
         return found.cached if found is not None else 0
 
-    async def take_return(self, request: GenerationRequest, host: str, port: int) -> ReturnReason:
-        """Take KV of a prompt that the decode server at this address offers: "taken", or why not. Raises HeadraceError:
-        403 if returns of that server are not taken, 503."""
-        if (problem := self._readiness.engine_not_ready()) is not None:
+    async def take_return(self, request: GenerationRequest, address: PrefillAddress, ticket: str) -> ReturnAnswer:
+        """Take KV of a prompt that the decode server with this control endpoint offers under a ticket, or say why not.
+        Raises HeadraceError: 403 if KV of that server is not taken, 503."""
+        if (problem := self._readiness.refusal()) is not None:
             raise HeadraceError(problem)
-        require_allowed(self._returns, host, port, "--accept-return", "take KV back from the decode server")
-        assert self._fetches is not None, "there is an --accept-return"
-        return await self._fetches.take(host, port, request.prompt, self.own(request).terms)
+        if self._taker is None:
+            text = "this server takes no KV back: its operator can add --accept-return HOST"
+            raise HeadraceError(ErrorInfo(code="wrong_role", message=text, status=403))
+        return await self._taker.take(address, request.prompt, ticket, self.own(request).terms)
 
     def cancel(self, rid: str, tenant: str) -> bool:
         """Cancel an open or held request of a tenant, "" for any; False if there is none with this id."""

@@ -1,7 +1,6 @@
-"""Prefixes that come from the caches of other servers: from siblings before a prompt is computed, and as returns.
+"""Prefixes that come from the caches of siblings, other prefill servers, before a prompt is computed.
 
     a prompt   QueryPrefix ─► worth asking? ─► POST /v1/prefixes at every sibling ─► worth it? ─► fetch ─► computed
-    a return   POST /v1/returns here ─► QueryPrefix ─► worth taking? ─► fetch
     a fetch    Submit(FetchFrom.prefix) ─► Reserved ─► POST /v1/prefill there, cached_only ─► RequestFinished
 
 Nothing here fails a request: a prefix that does not come in time is computed.
@@ -10,7 +9,6 @@ Nothing here fails a request: a prefix that does not come in time is computed.
 import asyncio
 import logging
 import secrets
-from collections.abc import Sequence
 from typing import Literal
 
 import httpx
@@ -23,14 +21,13 @@ from headrace.core.runtime.clock import Clock
 from headrace.core.runtime.codec import NO_MESSAGE
 from headrace.core.types.errors import HeadraceError
 from headrace.core.types.packed import pack
-from headrace.core.types.peers.addresses import host_port
 from headrace.core.types.requests.request import FetchFrom, SamplingParams
 from headrace.core.types.requests.terms import RequestTerms
 from headrace.server.frontend.link.scheduler_client import SchedulerClient
 from headrace.server.frontend.request.generation_request import GenerationRequest
 from headrace.server.frontend.request.request_context import CallSpan, RequestContext
 from headrace.server.routing.handoff_cost import HandoffCost
-from headrace.server.routing.prefix_choice import LONGEST_S, PrefixChoice, choose_sibling, takes_return, worth_asking
+from headrace.server.routing.prefix_choice import PrefixChoice, choose_sibling, worth_asking
 from headrace.server.telemetry.prometheus import FrontMetrics
 from headrace.server.telemetry.spans import RecordSpan
 from headrace.server.upstream.handoff_params import PrefillAddress
@@ -40,9 +37,6 @@ from headrace.server.upstream.prefill_server import PrefillServer
 log = logging.getLogger(__name__)
 
 QUERY_S = 0.25  # for an answer of the own scheduler, or of a sibling
-MAX_RETURNS = 8  # that are taken at a time
-
-ReturnReason = Literal["taken", "cached", "not_worth_it", "busy"]
 
 
 class HeldPrefix(msgspec.Struct, frozen=True):
@@ -52,8 +46,7 @@ class HeldPrefix(msgspec.Struct, frozen=True):
 
 
 class PrefixFetches:
-    """Fetches prefixes into the prefix cache of this server. pool: the siblings, and servers that offer returns.
-    page_size: tokens of a page here."""
+    """Fetches prefixes into the prefix cache of this server. pool: the siblings. page_size: tokens of a page here."""
 
     def __init__(
         self,
@@ -72,7 +65,6 @@ class PrefixFetches:
         self._record_span = record_span
         self._costs: dict[str, HandoffCost] = {}
         self._coming: dict[tuple[bytes, str], asyncio.Task[bool]] = {}  # by tokens and salt
-        self._returns: set[asyncio.Task[None]] = set()
 
     async def bring(self, request: GenerationRequest) -> None:
         """Fetch what a sibling has cached of a prompt, if that is predicted to be faster than computing it."""
@@ -91,45 +83,12 @@ class PrefixFetches:
             by_url = {one.url: one for one in siblings}
             await self._fetched(by_url[choice.server], choice, here.cached, prompt, request)
 
-    async def take(self, host: str, port: int, tokens: Sequence[int], terms: RequestTerms) -> ReturnReason:
-        """Take KV that a decode server offers, if it is worth that: "taken", as its fetch has begun, or why not. Raises
-        HeadraceError: 403 for a server that is not allowed, 503 for one that does not answer."""
-        offered = self._whole_pages(len(tokens))
-        if len(self._returns) >= MAX_RETURNS:
-            return "busy"
-        prompt = tuple(tokens[:offered])
-        here = await self._client.query_prefix(pack(prompt), terms.prefix_salt, QUERY_S)
-        if here is None:
-            return "busy"
-        if here.cached >= offered:
-            return "cached"
-        address = PrefillAddress("http", host, port)
-        url = host_port(host, port)
-        if not takes_return(here.cost, here.cached, offered, self._takes_s(url, offered - here.cached)):
-            return "not_worth_it"
-        task = asyncio.create_task(
-            self._take(address, PrefixChoice(url, offered, LONGEST_S), here.cached, prompt, terms)
-        )
-        self._returns.add(task)
-        task.add_done_callback(self._returns.discard)
-        return "taken"
-
     async def stop(self) -> None:
         """End all fetches."""
-        tasks = [*self._returns, *self._coming.values()]
+        tasks = list(self._coming.values())
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-
-    async def _take(
-        self, address: PrefillAddress, choice: PrefixChoice, cached: int, prompt: tuple[int, ...], terms: RequestTerms
-    ) -> None:
-        try:
-            async with self._pool.connected(address) as server:
-                await self._fetch(server, choice, cached, prompt, terms, RequestContext(""), "return")
-        except HeadraceError as error:
-            self._metrics.count_prefix_fetch("return", "failed", 0, 0.0)
-            log.info("KV that %s offers does not come: %s", choice.server, error.info.message)
 
     def _asked(self, hint: PrefillAddress | None) -> list[PrefillServer]:
         """The siblings that are up and know the question; of those that a router names, only these."""

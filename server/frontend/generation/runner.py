@@ -252,7 +252,7 @@ class GenerationRunner:
                 return result
             result = msgspec.structs.replace(result, peer=url)
             if self._returns is not None:
-                self._returns.offer(choice.server, (*request.prompt, *generated), request.terms)
+                self._returns.offer(choice.server, request.prompt, generated, request.terms)
             response = await prefill.response()
             if response is not None and (added_s := handoff.added_s(response)) is not None:
                 pool.handed_over(choice, added_s)
