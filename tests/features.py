@@ -156,6 +156,7 @@ OF_ROUTE: dict[Kind, dict[str, Case]] = {
         "stop": Case("\x07"),
         "ticket": Case("another"),
         "handoff": Case("hold"),
+        "cached_only": Case(True),
         "rid": Case("mine"),
         "hidden_states": Case("last"),
         "draft_top_k": Case(2),

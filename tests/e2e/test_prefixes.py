@@ -1,6 +1,7 @@
-"""Prefixes from siblings: equal text, and what is cached."""
+"""Prefixes from siblings: equal text, what is cached, and what becomes of requests and pages when one dies."""
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from typing import Any
 
@@ -92,3 +93,36 @@ def test_cached_only_hands_over_or_says_how_much_there_is(servers: ExitStack) ->
     answer = prefill.post("/v1/prefill", body)
     assert (answer.status_code, answer.json()["error"]["code"]) == (412, "not_cached")
     assert "96 of the 128 tokens" in answer.json()["error"]["message"]
+
+
+def fetching(server: Server) -> bool:
+    return server.metrics()['headrace_queue_requests{queue="fetching"}'] == 1
+
+
+def slow(us_per_token: int) -> tuple[str, str]:
+    return "--model", f"{SIZES},us_per_token={us_per_token}"
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("killed", [True, False])
+def test_a_sibling_that_falls_silent_or_dies_in_the_middle_costs_no_request(servers: ExitStack, killed: bool) -> None:
+    first = servers.enter_context(closing(Server(*MODEL, *slow(3000), "--role", "prefill"))).started()
+    second = start(servers, *slow(3000), "--role", "prefill", "--sibling", first.url)
+    wait_until(lambda: sibling_up(second), 20, "the sibling is up")
+    before = dropped(first, PROMPT)
+    dropped(second, [3, *PROMPT[:100]])
+    stage = first.child("headrace.engine.stage")
+    stage.suspend()
+    with ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(dropped, second, PROMPT)
+        wait_until(lambda: fetching(second), 10, "the fetch has begun")
+        if killed:
+            first.kill()
+        found = answer.result()
+    assert (found["first_token"], found["usage"]["cached_tokens"]) == (before["first_token"], 0)
+    result = "failed" if killed else "late"
+    assert second.metrics()[f'headrace_prefix_fetches_total{{result="{result}",source="sibling"}}'] == 1
+    if not killed:
+        stage.resume()
+        assert first.end() == 0
+    wait_until(lambda: pages_in_use(second) == 0, 20, "pages are back")

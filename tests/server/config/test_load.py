@@ -64,6 +64,8 @@ def test_every_toml_key_is_a_flag_with_the_same_meaning(tmp_path: Path) -> None:
     samples["tenant-key"] = ('["a=k"]', ["--tenant-key", "a=k"])
     samples["priority-range"] = ('["0:9"]', ["--priority-range", "0:9"])
     samples["lora"] = ('["a=x", "b=y"]', ["--lora", "a=x", "--lora", "b=y"])
+    samples["sibling"] = ('["http://a:1", "http://b:1"]', ["--sibling", "http://a:1", "--sibling", "http://b:1"])
+    samples["accept-return"] = ('["a:1", "10.0.0.0/8"]', ["--accept-return", "a:1", "--accept-return", "10.0.0.0/8"])
     samples["allow-prefill"] = ('["a:1", "10.0.0.0/8"]', ["--allow-prefill", "a:1", "--allow-prefill", "10.0.0.0/8"])
     for key, (toml, flags) in samples.items():
         role: list[str] = []
@@ -85,8 +87,10 @@ def test_every_toml_key_is_a_flag_with_the_same_meaning(tmp_path: Path) -> None:
             role = [*SHARED, "0/2@127.0.0.1:9000"]
         elif key in ("overlap-prefill-tokens", "overlap-decode-tokens"):
             role = ["--dp", "2", "--expert-parallel", "--overlap"]
-        elif key == "gateway-decode":
+        elif key in ("gateway-decode", "sibling", "accept-return"):
             role = ["--role", "prefill"]
+        elif key == "kv-return":
+            role = ["--role", "decode", "--prefill", "http://a:1"]
         elif key == "kv-events-replay-port":
             role = ["--kv-events-port", "5557"]
         from_file = configure(*role, "--config", write(tmp_path, f"{key} = {toml}\n"))

@@ -1,0 +1,83 @@
+"""Whether a prefix is fetched or computed, and from where."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from headrace.server.routing.handoff_cost import HandoffCost
+from headrace.server.routing.prefix_choice import (
+    LONGEST_S,
+    SHORTEST_S,
+    choose_sibling,
+    compute_s,
+    takes_return,
+    worth_asking,
+)
+
+COST = (1e-8, 1e-3)
+TOKENS = st.integers(0, 100_000)
+
+
+def free(_server: str, _tokens: int) -> float:
+    return 0.0
+
+
+def test_the_sibling_that_saves_most_is_chosen() -> None:
+    takes = {"near": 0.1, "far": 0.9}
+    choice = choose_sibling(COST, 100, {"near": 900, "far": 1000, "none": 0}, lambda server, _: takes[server])
+    assert choice is not None
+    assert (choice.server, choice.tokens) == ("near", 900)
+    assert choice.deadline_s == pytest.approx(compute_s(COST, 100, 900))
+
+
+def test_what_is_here_or_takes_longer_is_not_fetched() -> None:
+    assert choose_sibling(COST, 1000, {"a": 1000}, free) is None
+    assert choose_sibling(COST, 0, {"a": 1000}, lambda _server, _tokens: 1.0) is None
+    assert choose_sibling(COST, 0, {}, free) is None
+
+
+def test_short_prompts_cost_no_question() -> None:
+    assert not worth_asking(COST, 0, 10)
+    assert not worth_asking(None, 64, 64)
+    assert worth_asking(COST, 0, 100)
+    assert worth_asking(None, 0, 64)
+
+
+def test_a_server_that_cannot_predict_yet_fetches() -> None:
+    choice = choose_sibling(None, 0, {"a": 64}, free)
+    assert choice is not None
+    assert choice.deadline_s == LONGEST_S
+
+
+def test_a_sibling_that_was_slow_is_left_alone_for_as_much() -> None:
+    learnt = HandoffCost()
+    learnt.observe(1000, 5.0)
+    assert choose_sibling(COST, 0, {"a": 1000}, lambda _server, tokens: learnt.seconds(tokens)) is None
+
+
+def test_a_return_is_taken_for_half_of_what_it_saves() -> None:
+    saved = compute_s(COST, 1000, 1200)
+    assert takes_return(COST, 1000, 1200, saved * 0.49)
+    assert not takes_return(COST, 1000, 1200, saved * 0.51)
+    assert not takes_return(COST, 1200, 1200, 0.0)
+
+
+@given(
+    TOKENS, st.dictionaries(st.sampled_from("abcd"), TOKENS), st.dictionaries(st.sampled_from("abcd"), st.floats(0, 9))
+)
+def test_no_choice_is_worse_than_computing_and_none_is_better(
+    cached: int, found: dict[str, int], takes: dict[str, float]
+) -> None:
+    """Against every sibling, one after the other."""
+
+    def takes_s(server: str, _tokens: int) -> float:
+        return takes.get(server, 0.0)
+
+    choice = choose_sibling(COST, cached, found, takes_s)
+    gains = {one: compute_s(COST, cached, held) - takes_s(one, 0) for one, held in found.items() if held > cached}
+    if choice is None:
+        assert all(gain < 0.2 * compute_s(COST, cached, found[one]) + 1e-9 for one, gain in gains.items())
+    else:
+        allowed = [gain for one, gain in gains.items() if gain >= 0.2 * compute_s(COST, cached, found[one])]
+        assert gains[choice.server] == max(allowed) > 0
+        assert SHORTEST_S <= choice.deadline_s <= LONGEST_S
