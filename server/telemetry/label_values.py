@@ -24,6 +24,11 @@ PROMPT_ROUTES = (
     "/v1/responses",
     "/generate",
     "/inference/v1/generate",
+    "/v1/score",
+    "/generative_scoring",
+    "/v1/rerank",
+    "/v2/rerank",
+    "/rerank",
 )
 """Those whose requests have prompts, and are counted in requests_total. None has parameters in its path."""
 

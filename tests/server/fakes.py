@@ -192,7 +192,8 @@ def saying(tokenizer: Tokenizer, text: str, reason: str = "length", *, cached: i
         wanted = submit.sampling.logprobs
         sent = ids[: submit.sampling.max_tokens]
         for token in sent:
-            logprobs = () if wanted is None else (made_up_logprob(token, wanted),)
+            labels = submit.sampling.label_token_ids
+            logprobs = () if wanted is None else (made_up_logprob(token, wanted, labels),)
             yield Tokens(rid=submit.rid, tokens=(token,), logprobs=logprobs)
         yield finished(submit.rid, reason, prompt=count, completion=len(sent), cached=cached)
 
@@ -204,9 +205,9 @@ def logprob_parts(rid: str, entries: Sequence[TokenLogprob], start: int = 1) -> 
     return [LogprobPart(rid=rid, run=run) for run in pack_runs(start, entries)]
 
 
-def made_up_logprob(token: int, alternatives: int) -> TokenLogprob:
-    tops = tuple((token + step) % 256 for step in range(alternatives))
-    return TokenLogprob(token, -0.25, tops, tuple(-0.25 - step for step in range(alternatives)))
+def made_up_logprob(token: int, alternatives: int, labels: tuple[int, ...] = ()) -> TokenLogprob:
+    tops = labels or tuple((token + step) % 256 for step in range(alternatives))
+    return TokenLogprob(token, -0.25, tops, tuple(-0.25 - step for step in range(len(tops))))
 
 
 def failing(error: ErrorInfo) -> Script:

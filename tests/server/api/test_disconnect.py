@@ -16,6 +16,7 @@ REQUESTS: list[tuple[str, str, dict[str, Any], int]] = [
     ("/v1/completions", "colocated", {"prompt": "x", "n": 3}, 3),
     ("/v1/completions", "colocated", {"prompt": "x", "stream": True}, 1),
     ("/v1/chat/completions", "colocated", {"messages": [{"role": "user", "content": "x"}], "stream": True, "n": 2}, 2),
+    ("/v1/score", "colocated", {"query": [1], "items": [[2], [3]], "label_token_ids": [4]}, 2),
     ("/v1/prefill", "prefill", {"prompt": "x", "ticket": "t"}, 1),
     ("/v1/prefill", "prefill", {"prompt": "x", "ticket": "t", "stream": True}, 1),
 ]

@@ -12,6 +12,7 @@ import httpx
 import msgspec
 import pytest
 from openai import AsyncOpenAI
+from tokenizers.processors import TemplateProcessing
 
 from headrace.core.messages.frontend import Submit
 from headrace.engine.model.stub import CHAT_TEMPLATE, END, stub_tokenizer
@@ -22,16 +23,21 @@ from tests.deployment.api_document import BODIES
 from tests.features import MEMBERS, OBJECTS, ROUTES, Body, Case, Kind, cases
 from tests.server.api.test_fields import AnyConstraint
 from tests.server.api.test_handoff import computing
+from tests.server.api.test_score import scoring
 from tests.server.api.test_tools import CALLS
 from tests.server.fakes import FakeLink, Script, client, in_loop, listening, running, saying
 
-MADE_UP = r"(cmpl|chatcmpl|resp|msg|rs|pf|gen|call)[-_][0-9a-f]{16,}(-\w+)*|chatcmpl-tool-\w+|call_\w+"
+KINDS = "cmpl|chatcmpl|score|generative-scoring|rerank|resp|msg|rs|pf|gen|call"
+MADE_UP = rf"({KINDS})[-_][0-9a-f]{{16,}}(-\w+)*|chatcmpl-tool-\w+|call_\w+"
 NAMES = (
     "{% for message in messages %}{% if message.name is defined %}{{ message.name }}{% endif %}"
     "{% if message.reasoning_content %}<think>{{ message.reasoning_content }}</think>{% endif %}{% endfor %}"
 )
 THOUGHT = "<think>hm</think>"
 BACKEND = stub_tokenizer("stub:vocab=300")
+BACKEND.add_special_tokens(["<bos>"])
+BOS = BACKEND.token_to_id("<bos>")
+BACKEND.post_processor = TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", BOS)])
 BACKEND.add_tokens(["<tool_call>"])  # tells calls from text, so that strict functions are a constraint
 STUB = Tokenizer(BACKEND, (END,), ChatTemplate(NAMES + CHAT_TEMPLATE, {}))
 TIMES = r'"(created|created_at|e2e_latency)":[0-9.e-]+'
@@ -54,6 +60,8 @@ def said(kind: Kind, response: httpx.Response) -> str:
 
 
 def script(kind: Kind, body: Body, role: str) -> Script:
+    if issubclass(kind, schema.ScoredBody):
+        return scoring
     if kind is schema.PrefillBody or role == "prefill":
         return computing
     thought = THOUGHT if kind in (schema.ChatBody, schema.ResponsesBody) else ""

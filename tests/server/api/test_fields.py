@@ -17,9 +17,12 @@ from headrace.server.api.request.schema import (
     CompletionBody,
     DetokenizeBody,
     GenerateBody,
+    GenerativeScoringBody,
     JsonSchemaFormat,
     PrefillBody,
+    RerankBody,
     ResponsesBody,
+    ScoreBody,
     TokenizeBody,
 )
 from headrace.server.frontend.grammar_checker import GrammarChecker
@@ -35,6 +38,9 @@ ROUTES: dict[Kind, dict[str, Any]] = {
     GenerateBody: {"text": "x"},
     PrefillBody: {"prompt": "x", "ticket": "t"},
     TokenizeBody: {"prompt": "x"},
+    ScoreBody: {"items": ["x"], "label_token_ids": [1]},
+    GenerativeScoringBody: {"query": "x", "items": ["x"], "label_token_ids": [1]},
+    RerankBody: {"query": "x", "documents": ["x"], "label_token_ids": [1, 2]},
     DetokenizeBody: {"tokens": [1]},
 }
 OTHERS = [(kind, name, field) for kind in ROUTES for name, field in OTHER_FIELDS[kind].items()]
@@ -237,6 +243,9 @@ PATHS: dict[Kind, str] = {
     ResponsesBody: "/v1/responses",
     GenerateBody: "/generate",
     TokenizeBody: "/tokenize",
+    ScoreBody: "/v1/score",
+    GenerativeScoringBody: "/generative_scoring",
+    RerankBody: "/v1/rerank",
     DetokenizeBody: "/detokenize",
 }
 ASKING = {"a": 1}  # no field takes it for a default
@@ -256,7 +265,7 @@ class AnyConstraint(GrammarChecker):
 async def test_every_route_refuses_unknown_and_unserved_fields(tokenizer: Tokenizer) -> None:
     for role, paths in (("colocated", PATHS), ("prefill", {PrefillBody: "/v1/prefill"})):
         link = FakeLink(saying(tokenizer, "h"))
-        async with running(link, tokenizer, role=role) as service, client(service) as http:
+        async with running(link, tokenizer, role=role, length=4000) as service, client(service) as http:
             for kind, path in paths.items():
                 response = await http.post(path, json=ROUTES[kind])
                 assert response.status_code == 200, response.text
