@@ -5,7 +5,8 @@
       └────────────────────────► deleted, or expired: nothing of it is left but cached pages
 
 A prompt expires a set time after its last change. Its pieces are requests of the scheduler that end without a token
-(Submit.open), so that nothing is held for it between them: its KV is in the prefix cache.
+(Submit.open), so that nothing is held for it between them: its KV is in the prefix cache, and is retained there for as
+long, within the bound of its tenant (--retain-percent).
 """
 
 import asyncio
@@ -21,6 +22,7 @@ from headrace.core.runtime.clock import Clock
 from headrace.core.stats import Counters, Sample
 from headrace.core.types import refusals
 from headrace.core.types.errors import UNKNOWN_RID, HeadraceError, invalid, shown
+from headrace.core.types.requests.kv_hints import Retain
 from headrace.server.frontend.request.generation_request import GenerationRequest
 
 log = logging.getLogger(__name__)
@@ -117,6 +119,8 @@ class OpenPrompts:
         own = sum(prompt.tenant == request.terms.tenant for prompt in self._prompts.values())
         if own >= self._most:
             raise refusals.OPEN_PROMPTS.raised(own=own)
+        terms = msgspec.structs.replace(request.terms, retain=Retain(seconds=self._seconds))
+        request = msgspec.structs.replace(request, terms=terms)
         prompt = OpenPrompt(f"open-{secrets.token_hex(16)}", request, ticket, content)
         self._prompts[prompt.id] = prompt
         self._touch(prompt)

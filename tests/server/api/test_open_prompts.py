@@ -12,6 +12,7 @@ from headrace.core.messages.frontend import Abort, AddPrefill, Submit
 from headrace.core.messages.replies import AnySchedulerReply, Progress, RequestFailed, Tokens
 from headrace.core.types import refusals
 from headrace.core.types.packed import unpack
+from headrace.core.types.requests.kv_hints import Retain
 from headrace.core.types.requests.request import Discard, SendTo
 from headrace.server.app import create_app
 from headrace.text.tokenizer import Tokenizer
@@ -82,6 +83,8 @@ async def test_a_prompt_that_is_opened_appended_to_and_committed(tokenizer: Toke
     assert submit.route == SendTo(state["ticket"])
     assert (submit.sampling.temperature, submit.sampling.seed, submit.open) == (0.5, 3, False)
     assert all(piece.route == Discard() for piece in pieces(link))
+    assert all(piece.terms.retain == Retain(seconds=300.0) for piece in pieces(link))
+    assert submit.terms.retain is None
     assert {piece.terms.cache_salt for piece in pieces(link)} == {submit.terms.cache_salt} != {""}
     assert all(unpack(piece.prompt) == unpack(submit.prompt)[: len(piece.prompt) // 4] for piece in pieces(link))
     assert again.status_code == 409
