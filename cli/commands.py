@@ -1,4 +1,4 @@
-"""The command `headrace`: serve, up, gateway, dynamo, stage, check, keys, demo, simulate, bench."""
+"""The command `headrace`: serve, up, gateway, dynamo, stage, check, bake, keys, demo, simulate, bench."""
 
 import argparse
 import os
@@ -25,6 +25,7 @@ from headrace.server.config.settings import GATEWAY_SETTINGS
 from headrace.server.config.toml_file import to_toml
 from headrace.server.config.values import nearest
 from headrace.server.stage_group import rank_info
+from headrace.tools.bake import options as bake_options
 from headrace.tools.simulate import options as simulate_options
 
 INTERRUPTED = INTERRUPTED_BY + signal.SIGINT
@@ -118,6 +119,10 @@ def _run(given: argparse.Namespace) -> int:
             from headrace.cli import demo
 
             return demo.main(given, os.environ)
+        case "bake":
+            from headrace.tools.bake import command as bake_command
+
+            return bake_command.main(given, os.environ)
         case "simulate":
             from headrace.tools.simulate import command  # a server does not need the simulator
 
@@ -180,6 +185,8 @@ def build_parser() -> argparse.ArgumentParser:
     demo = commands.add_parser("demo", help=DEMO, description=DEMO, allow_abbrev=False)
     demo.add_argument("--model", default="smollm2", help="as in headrace serve (default: smollm2)")
     demo.add_argument("--dtype", default="auto", help="as in headrace serve (default: auto)")
+    about, usage = bake_options.DESCRIPTION, bake_options.USAGE
+    bake_options.add_flags(commands.add_parser("bake", help=about, description=about, usage=usage, allow_abbrev=False))
     about, usage = simulate_options.DESCRIPTION, "headrace simulate TRACE [flags]"
     simulate_options.add_flags(
         commands.add_parser("simulate", help=about, description=about, usage=usage, allow_abbrev=False)

@@ -3,14 +3,23 @@
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from headrace.core.config import Dtype, ModelConfig, Quantize
+from headrace.core.config import Dtype, EngineConfig, ModelConfig, Quantize
 from headrace.core.types.errors import ConfigError
+from headrace.core.types.kv.kv_files import Computation as KvComputation
+from headrace.core.version import headrace_version
 
 ResolvedDtype = Literal["float32", "bfloat16", "float16"]
 # Devices of NVIDIA's driver, the same on Tegra and under WSL, and AMD's.
 _GPU_DRIVERS = tuple(map(Path, ("/dev/nvidiactl", "/dev/nvmap", "/dev/dxg", "/dev/kfd")))
 _MEMINFO = Path("/proc/meminfo")
 _CGROUP = Path("/sys/fs/cgroup")
+
+
+# What our kernels, oneDNN and MKL choose code by.
+_INSTRUCTION_SETS = (
+    "avx2", "avx512f", "avx512_vnni", "avx512_bf16", "avx512_fp16", "amx_bf16", "amx_int8", "amx_fp16", "avx_vnni",
+    "asimd", "bf16", "i8mm", "sve", "sve2",
+)  # fmt: skip
 
 
 class Computation(NamedTuple):
@@ -96,6 +105,30 @@ def has_matrix_units(dtype: str, device: str, cpuinfo: str) -> bool:
     if dtype == "float16":
         return bool(flags & {"amx_fp16", "avx512_fp16"})
     return has_bfloat16_vectors(cpuinfo) or bool(flags & {"amx_bf16", "bf16"})
+
+
+def computation_of(model: ModelConfig, engine: EngineConfig) -> KvComputation:
+    """What the bits of KV that is computed here depend on. The model's device is resolved.
+
+    Of a CPU: its maker, whose libraries choose code by it, the instruction sets that our kernels and oneDNN choose by,
+    and the set that torch's own operators use. Raises ConfigError as resolve_computation().
+    """
+    import torch
+
+    computation = resolve_computation(model, engine.cpuinfo)
+    if computation.device == "cpu":
+        maker = _cpu_fields(engine.cpuinfo).get("vendor_id", "unknown")
+        sets = sorted(cpu_flags(engine.cpuinfo) & set(_INSTRUCTION_SETS))
+        device = " ".join(["cpu", maker, *sets, f"torch:{torch.backends.cpu.get_cpu_capability()}"])
+    else:
+        device = torch.cuda.get_device_name(computation.device)
+    return KvComputation(
+        device=device,
+        dtype=computation.compute_dtype,
+        quantize=model.quantize,
+        torch=str(torch.__version__),
+        headrace=headrace_version(),
+    )
 
 
 def has_float8_units(device: str) -> bool:

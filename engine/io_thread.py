@@ -28,12 +28,14 @@ from headrace.core.messages.orders import (
     BeginEpoch,
     CancelReceive,
     CancelSend,
+    CloseKvFile,
     CloseSession,
     DropPages,
     DropPeer,
     Forward,
     Heartbeat,
     LoadPages,
+    OpenKvFile,
     OpenSession,
     PrepareReceive,
     ReleaseRequest,
@@ -51,7 +53,8 @@ from headrace.core.runtime.event_loop import MAX_WAIT_S, EventLoop, EventSource
 from headrace.core.runtime.frames import UNSENT_WAIT_S, ConnectionClosed
 from headrace.core.runtime.progress import PassProgress
 from headrace.core.stats import Sample, Stats, join
-from headrace.engine.kv.tiers.copier import Copier
+from headrace.core.types.kv.kv_tiers import LIBRARY, Tier
+from headrace.engine.kv.tiers.copier import Copier, CopyOrder
 from headrace.engine.orders import Inbox, OrderCheck, OrderConnection, OrderMismatch
 from headrace.engine.outbox import ComputedPlan, EventOutbox
 from headrace.engine.telemetry.meter import ExpertMeter, Meter
@@ -65,7 +68,7 @@ DataSocket = EventSource[StageEvent, Any]
 
 
 class Copies(NamedTuple):
-    """The copy thread of a stage with host or disk tiers, as the I/O thread sees it."""
+    """A copy thread of a stage, as the I/O thread sees it."""
 
     copier: Copier
     outbox: EventOutbox
@@ -87,14 +90,14 @@ class StageIoThread(threading.Thread):
         inbox: Inbox,
         outbox: EventOutbox,
         clock: Clock,
-        copies: Copies | None = None,
+        copies: Sequence[Copies] = (),
         experts: ExpertMeter | None = None,
         progress: PassProgress | None = None,
         replica: int = 0,
     ) -> None:
         """stage: the rank. replica: its data-parallel replica. inbox: orders for the compute thread. outbox: its
-        events. copies: None for a stage without tiers. experts: None for a stage without experts. progress: of the
-        compute thread. The thread takes over control, sender and receiver, and closes them at its end; the copier ends
+        events. copies: of its tiers, apart. experts: None for a stage without experts. progress: of the
+        compute thread. The thread takes over control, sender and receiver, and closes them at its end; the copiers end
         with it."""
         super().__init__(name="stage-io", daemon=True)
         self._control = control
@@ -108,7 +111,7 @@ class StageIoThread(threading.Thread):
         self._data_sockets: tuple[DataSocket, ...] = (sender, receiver)
         self._inbox = inbox
         self._copies = copies
-        self._outboxes = [outbox, copies.outbox] if copies is not None else [outbox]
+        self._outboxes = [outbox, *(each.outbox for each in copies)]
         self._clock = clock
         self._orders: Codec[AnyOrder] = Codec(AnyOrder)
         self._events: Codec[StageEvent] = Codec(AnyStageEvent)
@@ -140,8 +143,8 @@ class StageIoThread(threading.Thread):
             self._control.close()
             for outbox in self._outboxes:
                 outbox.reader.close()
-            if self._copies is not None:
-                self._copies.copier.close()
+            for each in self._copies:
+                each.copier.close()
 
     def _turn(self) -> None:
         longest_s = UNSENT_WAIT_S if self._control.unsent else MAX_WAIT_S
@@ -167,8 +170,8 @@ class StageIoThread(threading.Thread):
     def _obey(self, order: AnyOrder, now: float) -> None:
         match order:
             case BeginEpoch():  # starts the log
-                if self._copies is not None:
-                    self._copies.copier.submit(order)
+                for each in self._copies:
+                    each.copier.submit(order)
             case Forward():
                 self._planned = order.seq
                 self._inbox.put_nowait(order)
@@ -184,7 +187,9 @@ class StageIoThread(threading.Thread):
             case StorePages(from_host=False) if self._planned > self._computed:
                 self._held_stores.append((self._planned, order))
             case StorePages() | LoadPages() | DropPages():
-                self._copy(order)
+                self._copy(order, order.tier)
+            case OpenKvFile() | CloseKvFile():
+                self._copy(order, LIBRARY)
             case Heartbeat():
                 self._check.check(order)
                 experts = self._experts.load() if self._experts is not None else None
@@ -198,10 +203,11 @@ class StageIoThread(threading.Thread):
                 self._inbox.put_nowait(order)
                 self._running = False
 
-    def _copy(self, order: StorePages | LoadPages | DropPages) -> None:
-        if self._copies is None:
+    def _copy(self, order: CopyOrder, tier: Tier) -> None:
+        copier = next((each.copier for each in self._copies if tier in each.copier.slots), None)
+        if copier is None:
             raise OrderMismatch(f"order {order.seq} is for a tier that this stage was not configured with")
-        self._copies.copier.submit(order)
+        copier.submit(order)
 
     def _drain(self, outbox: EventOutbox) -> None:
         for item in outbox.drain():
@@ -215,7 +221,8 @@ class StageIoThread(threading.Thread):
                     while self._held and self._held[0].after <= self._computed:
                         self._report(self._sender.apply(self._held.popleft(), self._clock.now()))
                     while self._held_stores and self._held_stores[0][0] <= self._computed:
-                        self._copy(self._held_stores.popleft()[1])
+                        store = self._held_stores.popleft()[1]
+                        self._copy(store, store.tier)
                 case StageFailed():
                     self._fail(item.message)
                     self._running = False
@@ -233,7 +240,7 @@ class StageIoThread(threading.Thread):
     def _statistics(self) -> Stats:
         orders = Sample("stage_orders_total", self._check.count, (str(self._stage),))
         logged = Stats((orders, *process_usage(f"rank_{self._stage}")))
-        copied = [self._copies.copier.statistics()] if self._copies is not None else []
+        copied = [each.copier.statistics() for each in self._copies]
         experts = [self._experts.statistics()] if self._experts is not None else []
         parts = (part.statistics() for part in (self._sender, self._receiver, self._meter))
         return join([logged, *copied, *experts, *parts])

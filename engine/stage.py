@@ -7,6 +7,7 @@ The main thread computes (engine/loop.py); the I/O thread (engine/io_thread.py) 
 import logging
 import queue
 import sys
+from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
 
@@ -33,15 +34,15 @@ from headrace.core.runtime.process import (
 from headrace.core.runtime.progress import LoadProgress
 from headrace.core.types.errors import ConfigError
 from headrace.core.types.kv.geometry import Geometry
-from headrace.core.types.kv.kv_tiers import DISK, HOST
+from headrace.core.types.kv.kv_tiers import DISK, HOST, Tier
 from headrace.engine.agreement import FollowedPasses, PassSource, VotedPasses
 from headrace.engine.collectives.operations import LinkBroken, least
-from headrace.engine.device import resolve_computation
+from headrace.engine.device import computation_of, resolve_computation
 from headrace.engine.io_thread import Copies, StageIoThread
 from headrace.engine.kv.device_pages import DevicePages, pinned_bytes
 from headrace.engine.kv.kv_memory import KvMemory
 from headrace.engine.kv.pool import KVPool
-from headrace.engine.kv.tiers.copier import open_tiers
+from headrace.engine.kv.tiers.copier import open_library, open_tiers
 from headrace.engine.layers.exchange import Exchange, make_exchange
 from headrace.engine.load_plan import model_spec, plan_rank
 from headrace.engine.loop import StageLoop
@@ -146,9 +147,9 @@ def _serve(config: StageConfig, memory: KvMemory, groups: Groups) -> int:
         reports.close()
     io_thread.join(timeout=5)
     outbox.close_writer()
-    if copies is not None:
-        copies.copier.join(timeout=5)
-        copies.outbox.close_writer()
+    for each in copies:
+        each.copier.join(timeout=5)
+        each.outbox.close_writer()
     return status
 
 
@@ -217,15 +218,18 @@ def _page_store(config: StageConfig, pool: KVPool) -> SourceStore:
     return DevicePages(pool, pinned)
 
 
-def _start_copies(config: StageConfig, runner: Runner, context: Context) -> Copies | None:
-    """The copy thread of the stage's host and disk tiers; None without them. Raises ConfigError."""
-    outbox = EventOutbox(context)
-    copier = open_tiers(config, runner.pool, runner.fingerprint, outbox.post)
-    if copier is None:
-        outbox.close()
-        return None
-    copier.start()
-    return Copies(copier, outbox)
+def _start_copies(config: StageConfig, runner: Runner, context: Context) -> list[Copies]:
+    """The copy threads of the stage's tiers. Raises ConfigError."""
+    copies = []
+    for open_copier in (open_tiers, open_library):
+        outbox = EventOutbox(context)
+        copier = open_copier(config, runner.pool, runner.fingerprint, outbox.post)
+        if copier is None:
+            outbox.close()
+            continue
+        copier.start()
+        copies.append(Copies(copier, outbox))
+    return copies
 
 
 def _ready(
@@ -234,10 +238,12 @@ def _ready(
     shared: Geometry | None,
     memory: KvMemory,
     data_port: int,
-    copies: Copies | None,
+    copies: Sequence[Copies],
     groups: Groups,
 ) -> StageReady:
-    slots = copies.copier.slots if copies is not None else {}
+    slots: dict[Tier, int] = {}
+    for each in copies:
+        slots |= each.copier.slots
     return StageReady(
         stage=config.rank,
         geometry=runner.geometry,
@@ -257,6 +263,7 @@ def _ready(
         nixl=memory.nixl,
         unreachable_gpus=memory.unreachable_gpus,
         same_bits=runner.same_bits,
+        computation=computation_of(config.model, config.engine),
         memory=memory.pool_memory,
     )
 

@@ -14,6 +14,7 @@ from headrace.core.messages.frontend import (
     AnyFrontendRequest,
     Drain,
     EndTrace,
+    ListKvFiles,
     QueryPrefix,
     QueryStats,
     QueryStatus,
@@ -71,6 +72,7 @@ from headrace.core.stats import Stats
 from headrace.core.types import refusals
 from headrace.core.types.errors import CANCELLED, DEADLINE, ErrorInfo
 from headrace.scheduler.admission import Admission
+from headrace.scheduler.batching.kv_library import KvLibrary
 from headrace.scheduler.batching.open_prompts import OpenPrompts
 from headrace.scheduler.batching.page_copies import PageCopies
 from headrace.scheduler.batching.planner import LockstepPlanner, Planner
@@ -136,6 +138,7 @@ class Scheduler:
         self._turn = 0  # the replica that is planned first
         self._stages = StageGroup(state, self._completion, self._generation)
         self._copies = [PageCopies(state, replica, self._completion) for replica in state.replicas]
+        self._library = KvLibrary(state)
         self._tracing = Tracing(state)
         self._draining = Draining(state, self._rendezvous, self._stages)
         self._problems: list[str] = []
@@ -233,6 +236,8 @@ class Scheduler:
                 self._tracing.start(event, now)
             case EndTrace():
                 self._tracing.end(event, now)
+            case ListKvFiles():
+                self._library.listed(event)
             case Drain():
                 self._draining.begin()
                 for request in [each for each in self._state.requests if each.open and not each.ended]:
@@ -271,6 +276,7 @@ class Scheduler:
                     self._rendezvous.stages_up()
                     self._prefills.stages_up()
                     self._tracing.stages_up()
+                    self._library.stages_up()
                     for copies in self._copies:
                         copies.restore()
             case PagesStored() | PagesLoaded() | PagesLost() | PagesFound():

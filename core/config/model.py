@@ -93,6 +93,27 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     disk_gib: Annotated[
         int, Flag("disk-gib", KV_CACHE, "GiB that KV pages on disk may take, all stages together", low=0)
     ] = 16
+    kv_library: Annotated[
+        tuple[str, ...],
+        Flag(
+            "kv-library",
+            KV_CACHE,
+            "folder or http(s):// address with KV files of headrace bake, which prompts that begin like them use; "
+            "repeatable",
+        ),
+    ] = ()
+    kv_library_any_cpu: Annotated[
+        bool,
+        Flag(
+            "kv-library-any-cpu",
+            KV_CACHE,
+            "also take KV files that were computed by another kind of CPU, another GPU, or other versions: answers "
+            "may differ from those without the file",
+        ),
+    ] = False
+    kv_library_seconds: Annotated[
+        float, Flag("kv-library-seconds", KV_CACHE, "seconds between two looks for KV files", low=1)
+    ] = 60.0
     windows: Annotated[
         Windows,
         Flag(

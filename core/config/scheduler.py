@@ -139,6 +139,8 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
         int,
         Flag("disk-write-gib-per-day", KV_CACHE, "GiB a day that a stage may write to its disk tier; 0: any", low=0),
     ] = 0
+    library_salts: tuple[str, ...] = ()
+    """Cache salts of the prompts that may use KV files; () where there are none (EngineConfig.kv_library)."""
     kv_events: bool = False
     """Whether changes of the prefix cache are reported to subscribers; set when KvEventsConfig.port is."""
     policy: Annotated[

@@ -3,6 +3,7 @@
 import msgspec
 
 from headrace.core.types.errors import ErrorInfo
+from headrace.core.types.kv.kv_files import KvFile
 from headrace.core.types.requests.constraint import Constraint
 from headrace.core.types.requests.images import ImageInput
 from headrace.core.types.requests.request import AnyRoute, DecodeHere, SamplingParams
@@ -94,6 +95,13 @@ class RemovePrefill(FrontendRequest, frozen=True, kw_only=True):
     name: str
 
 
+class ListKvFiles(FrontendRequest, frozen=True, kw_only=True):
+    """All KV files that are to be used, each time they are looked for. Files that are not among them any more are
+    forgotten; pages that could not be loaded since are tried again."""
+
+    files: tuple[KvFile, ...]
+
+
 class Drain(FrontendRequest, frozen=True, kw_only=True):
     """Refuse new work; answered by Drained when the last request has ended."""
 
@@ -157,6 +165,7 @@ AnyFrontendRequest = (
     | ReleaseTicket
     | AddPrefill
     | RemovePrefill
+    | ListKvFiles
     | Drain
     | QueryStats
     | QueryStatus

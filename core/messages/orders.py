@@ -6,7 +6,8 @@ Every rank of a data-parallel replica gets the same stream: the orders to all ra
 with several replicas each stream lacks some numbers. With one, every stage gets all orders. Forwards are executed in
 stream order. A SendChunk waits for the Forward that computes its pages, and for no other order. StorePages and
 DropPages are executed in stream order among themselves, beside the Forwards; a StorePages of pool pages waits for the
-Forwards before it. A LoadPages overtakes them. All other orders act at once. Each Heartbeat carries the number and a
+Forwards before it. A LoadPages overtakes them; for the library tier it is executed apart
+from all others. All other orders act at once. Each Heartbeat carries the number and a
 digest of the orders sent so far (core/runtime/codec.py); a stage compares them with its own and fails if they
 differ.
 
@@ -237,6 +238,24 @@ class DropPages(Order, frozen=True, kw_only=True):
     """Packed slots."""
 
 
+class OpenKvFile(Order, frozen=True, kw_only=True):
+    """The slots [first, first + pages) of the library tier are the pages of a KV file from now on. It is read when its
+    pages are loaded."""
+
+    first: int
+    pages: int
+    location: str
+    """Path of a file, or its URL."""
+    digest: bytes
+    """SHA-256 of the file's header: what a header with another one describes is not loaded."""
+
+
+class CloseKvFile(Order, frozen=True, kw_only=True):
+    """Forget the KV file with this first slot: its pages cannot be loaded any more."""
+
+    first: int
+
+
 class Heartbeat(Order, frozen=True, kw_only=True):
     """Liveness probe outside the numbered stream; answered by StageHeartbeat. A stage whose own counts or digests
     differ fails."""
@@ -283,6 +302,8 @@ AnyOrder = (
     | StorePages
     | LoadPages
     | DropPages
+    | OpenKvFile
+    | CloseKvFile
     | Heartbeat
     | StartRecording
     | StopRecording

@@ -75,4 +75,4 @@ def aux_row(first: FirstToken, room: int) -> bytes:
 def _cached(first: FirstToken) -> tuple[int, int, int, int]:
     """Cached tokens: all, and those on the device, in host memory, in storage."""
     loaded = first.from_tiers
-    return first.cached_tokens, first.cached_tokens - loaded.total, loaded.host, loaded.disk
+    return first.cached_tokens, first.cached_tokens - loaded.total, loaded.host, loaded.disk + loaded.library

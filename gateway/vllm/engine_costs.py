@@ -15,10 +15,11 @@ from collections.abc import Iterable, Sequence
 import msgspec
 
 from headrace.core.messages.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KvEventMessage
+from headrace.core.types.kv.page_digests import page_digest, root_digest
 from headrace.core.types.packed import ITEM_BYTES, pack
 from headrace.core.types.requests.remote_prefill import LocalForecast
 from headrace.scheduler.costs.decoding_load import DecodingLoad
-from headrace.scheduler.kv.cache_events import page_digest, root_digest, short
+from headrace.scheduler.kv.cache_events import short
 from headrace.server.routing.holders import HolderIndex
 from headrace.server.routing.replica_router import page_names
 

@@ -10,10 +10,10 @@ from collections.abc import Sequence
 
 from headrace.core.messages.orders import DropPages, LoadPages, StorePages
 from headrace.core.messages.stage_events import PagesFound, PagesLoaded, PagesLost, PagesStored
-from headrace.core.types.kv.kv_tiers import PageHeader, Tier
+from headrace.core.types.kv.kv_tiers import LIBRARY, TIERS, PageHeader, Tier
 from headrace.core.types.packed import pack, unpack
 from headrace.scheduler.kv.copy_table import PendingCopy
-from headrace.scheduler.kv.node import TIERS, Node, PageLoad, StoringPages, root_of
+from headrace.scheduler.kv.node import Node, PageLoad, StoringPages, root_of
 from headrace.scheduler.lifecycle.completion import Completion
 from headrace.scheduler.queues.deadlines import CopyTimer
 from headrace.scheduler.requests.phase import Phase
@@ -41,7 +41,8 @@ class PageCopies:
         begun = self._replica.cache.copies_begun()
         for tier in TIERS:
             if slots := tiers.slots(tier).dropped():
-                self._replica.order(DropPages(seq=state.out.next_seq(), tier=tier, slots=pack(slots)))
+                if tier != LIBRARY:  # whose files stay as they are
+                    self._replica.order(DropPages(seq=state.out.next_seq(), tier=tier, slots=pack(slots)))
                 self._count("dropped", tier, len(slots))
         for copy in begun:
             if not len(self._replica.copies):

@@ -8,6 +8,7 @@ from headrace.core.messages.stage_events import PeerLost, PlanDone, StageLoading
 from headrace.core.types import refusals
 from headrace.core.types.errors import ErrorInfo
 from headrace.core.types.kv.backends import writes_directly
+from headrace.core.types.kv.kv_tiers import LIBRARY_PAGES
 from headrace.scheduler.decode.generation import TokenGeneration
 from headrace.scheduler.lifecycle.completion import Completion
 from headrace.scheduler.queues.deadlines import CopyTimer, PlanTimer
@@ -228,6 +229,7 @@ class StageGroup:
                 slots=min(slots, default=0),
                 host_pages=min(stage.host_pages for stage in stages),
                 disk_pages=min(stage.disk_pages for stage in stages),
+                library_pages=LIBRARY_PAGES if state.config.library_salts else 0,
             )
             layout = state.config.layout
             replica.costs.start([self._up[layout.rank(stage, replica.index)].cost for stage in range(layout.pp)])

@@ -1,41 +1,15 @@
-"""Cache events: which pages the prefix cache gained and lost, for routers that follow it; and the digests of pages.
+"""Cache events: which pages the prefix cache gained and lost, for routers that follow it.
 
-A page is named by the prompt prefix that it ends, the same on every server, with a chain of SHA-256 digests:
-
-    root     = SHA-256(ROOT, then the cache salt in UTF-8)
-    digest_0 = SHA-256(root,       then the page's key: its token ids as little-endian int32, and its images)
-    digest_n = SHA-256(digest_n-1, then the page's key)
-
-A cryptographic hash, since clients choose the tokens, and equal digests share KV. Events carry the last eight bytes of
-a digest as a big-endian number, as vLLM shortens its own.
+A page is named by its digest (core/types/kv/page_digests.py). Events carry the last eight bytes of a digest as a
+big-endian number, as vLLM shortens its own.
 """
-
-from collections.abc import Iterable, Iterator
-from hashlib import sha256
 
 from headrace.core.messages.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, Hash, KvEventMessage, Medium
 from headrace.core.types.kv.kv_tiers import Tier
+from headrace.core.types.kv.page_digests import page_digest, root_digest
 from headrace.core.types.packed import ITEM_BYTES, unpack
 
-ROOT = b"headrace kv 1\0"
 MEDIA: dict[Tier, Medium] = {"host": "CPU", "disk": "DISK"}
-
-
-def root_digest(salt: bytes) -> bytes:
-    """The digest before the first page of a prompt, from the cache salt."""
-    return sha256(ROOT + salt).digest()
-
-
-def page_digest(parent: bytes, key: bytes) -> bytes:
-    """The digest of a page from its parent's (the root's for the first page) and its key (page_key())."""
-    return sha256(parent + key).digest()
-
-
-def page_digests(pages: Iterable[bytes], digest: bytes) -> Iterator[bytes]:
-    """Digests of consecutive pages, after the one with this digest."""
-    for page in pages:
-        digest = page_digest(digest, page)
-        yield digest
 
 
 class CacheEventLog:

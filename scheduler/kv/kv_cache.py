@@ -19,11 +19,12 @@ from itertools import takewhile
 
 from headrace.core.config.scheduler import Eviction
 from headrace.core.types.kv.geometry import ceil_div
-from headrace.core.types.kv.kv_tiers import NONE_LOADED, Tier, TierTokens
+from headrace.core.types.kv.kv_tiers import NONE_LOADED, TIERS, Tier, TierTokens
+from headrace.core.types.kv.page_digests import page_digests
 from headrace.core.types.packed import ITEM_BYTES
 from headrace.core.types.requests.images import ImageInput, page_key
 from headrace.core.types.requests.kv_return import PoolForecast
-from headrace.scheduler.kv.cache_events import CacheEventLog, page_digests
+from headrace.scheduler.kv.cache_events import CacheEventLog
 from headrace.scheduler.kv.eviction import SHORT_TOKENS, make_ranking
 from headrace.scheduler.kv.node import NONE, Node, PageCopy, PageLoad, StoringPages, load_of, root_of
 from headrace.scheduler.kv.page_allocator import PageAllocator
@@ -93,7 +94,7 @@ class Lease:
             return NONE_LOADED
         own = set(map(id, self.path))
         tiers = Counter(tier for node, tier in zip(self.load.nodes, self.load.tiers, strict=True) if id(node) in own)
-        return TierTokens(host=tiers["host"] * page_size, disk=tiers["disk"] * page_size)
+        return TierTokens(*(tiers[tier] * page_size for tier in TIERS))
 
 
 class KvCache:
@@ -126,7 +127,7 @@ class KvCache:
         self._disk_turn = disk_turn
         self._retain_percent = retain_percent
         self.tiers: KvTiers | None = None
-        """The host and disk tiers, if there is one."""
+        """The tiers, if there is one."""
 
         self.chances = TurnChances(short_tokens)
         """What its turns and evictions were followed by."""
@@ -179,15 +180,18 @@ class KvCache:
         """Pages are being copied from or to tiers."""
         return self.tiers is not None and self.tiers.leaving + self.tiers.archiving + self.tiers.loading > 0
 
-    def reset(self, pages: int, host_pages: int = 0, disk_pages: int = 0, slots: int = 0) -> None:
+    def reset(
+        self, pages: int, host_pages: int = 0, disk_pages: int = 0, slots: int = 0, library_pages: int = 0
+    ) -> None:
         """Start over with an empty pool of so many pages: the one before is gone with its engine, and so is the host
         tier. host_pages, disk_pages: slots of the tiers; what the disk holds is restored by KvTiers. slots: of states;
-        0 where requests need none. Raises ValueError while a lease has not ended."""
+        0 where requests need none. library_pages: of KV files, at most; they are entered by KvTiers. Raises ValueError
+        while a lease has not ended."""
         if self._leases:
             raise ValueError(f"{len(self._leases)} leases have not ended")
         self._allocator = PageAllocator(pages)
         self._slots = StateSlots(slots)
-        self._tree = self._new_tree(pages, host_pages, disk_pages)
+        self._tree = self._new_tree(pages, host_pages, disk_pages, library_pages)
         self.version += 1
         if self._events is not None:
             self._events.cleared()
@@ -474,13 +478,17 @@ class KvCache:
         full = (computed if cacheable is None else min(computed, cacheable)) // self.page_size
         return self._tree.find(self._keys(tokens, 0, full, None, salt, images), salt)
 
-    def _new_tree(self, pages: int, host_pages: int, disk_pages: int) -> PrefixTree:
-        has_tiers = self._prefix_cache and host_pages + disk_pages > 0 and not self._slots.total
+    def _new_tree(self, pages: int, host_pages: int, disk_pages: int, library_pages: int = 0) -> PrefixTree:
+        held = host_pages + disk_pages + library_pages
+        has_tiers = self._prefix_cache and held > 0 and not self._slots.total
         ghosts = 0 if self._eviction == "lru" else GHOSTS_PER_PAGE * pages
         retained = pages * self._retain_percent // 100
         ranking = make_ranking(self._eviction)
         tree = PrefixTree(self._events, ranking, ghosts, digests=has_tiers, retained=retained)
-        self.tiers = KvTiers(tree, host_pages, disk_pages, self._disk_turn, self._events) if has_tiers else None
+        self.tiers = None
+        if has_tiers:
+            sizes: dict[Tier, int] = {"host": host_pages, "disk": disk_pages, "library": library_pages}
+            self.tiers = KvTiers(tree, sizes, self._disk_turn, self._events)
         if self._slots.total:
             tree.on_change = self._slots.left
         return tree

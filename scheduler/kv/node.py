@@ -1,11 +1,10 @@
-"""A node of the prefix cache: one cached page, its copies in the host and disk tiers, and the operations on them."""
+"""A node of the prefix cache: one cached page, its copies in the tiers, and the operations on them."""
 
 from dataclasses import dataclass, field
 
-from headrace.core.types.kv.kv_tiers import Tier
+from headrace.core.types.kv.kv_tiers import TIERS, Tier
 from headrace.scheduler.kv.eviction_queue import EvictionQueue
 
-TIERS: tuple[Tier, ...] = ("host", "disk")  # nearest first
 NONE = -1  # no page of the pool, no slot of a tier
 
 
@@ -15,10 +14,10 @@ class TierCopies:
     __slots__ = ("busy", "children", "leaving", "load", "slots")
 
     def __init__(self) -> None:
-        self.slots: dict[Tier, int] = {"host": NONE, "disk": NONE}
+        self.slots: dict[Tier, int] = dict.fromkeys(TIERS, NONE)
         """Its slot in each tier."""
 
-        self.children: dict[Tier, int] = {"host": 0, "disk": 0}
+        self.children: dict[Tier, int] = dict.fromkeys(TIERS, 0)
         """Children with a slot in each tier."""
 
         self.leaving = 0
@@ -33,7 +32,8 @@ class TierCopies:
     @property
     def any(self) -> bool:
         """It has a slot in some tier."""
-        return self.slots["host"] != NONE or self.slots["disk"] != NONE
+        slots = self.slots
+        return slots["host"] != NONE or slots["disk"] != NONE or slots["library"] != NONE
 
 
 class Account:
@@ -106,7 +106,7 @@ class Node:
         """Children that have a page in the pool."""
 
         self.copies: TierCopies | None = None
-        """What the host and disk tiers have of it, or have of its children."""
+        """What the tiers have of it, or have of its children."""
 
         self.locks = 0
         """Leases whose path runs through it, and copies of its page that are under way."""

@@ -12,7 +12,8 @@ in the pool are closed towards the root, and so are the nodes with any copy.
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 
-from headrace.scheduler.kv.cache_events import CacheEventLog, root_digest
+from headrace.core.types.kv.page_digests import root_digest
+from headrace.scheduler.kv.cache_events import CacheEventLog
 from headrace.scheduler.kv.eviction import SHARED_BY, LeastRecentlyUsed, Ranking
 from headrace.scheduler.kv.node import NONE, Node, TierCopies
 from headrace.scheduler.kv.retention import Retention

@@ -1,22 +1,25 @@
-"""The host and disk tiers of the prefix cache: which nodes have copies there, and the copy operations under way.
+"""The tiers of the prefix cache: which nodes have copies there, and the copy operations under way.
 
     pool ──coldest pages, before the pool is full──► host        a page is in one of the two
-    pool ◄────────────at admission, to be used────── host, disk
+    pool ◄────────────at admission, to be used────── host, disk, library
     pool ──pages of later turns, when a request ends──► disk     a page on disk stays there
+    the pages of KV files, as they are listed ────────────► library  is never written
 
 Every node with a copy has a parent with a copy, or is the first of its salt; so do the nodes with a page in the pool
 among themselves, and those with a copy on disk. A page that is being copied is locked in the pool, and no slot that is
 being written or read is given away. A failed copy costs what was copied, never more.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import takewhile
 
-from headrace.core.types.kv.kv_tiers import PageHeader, Tier
+from headrace.core.types.kv.kv_tiers import LIBRARY, TIERS, PageHeader, Tier
 from headrace.scheduler.kv.cache_events import CacheEventLog
-from headrace.scheduler.kv.node import NONE, TIERS, Node, PageCopy, PageLoad, StoringPages, has_copy, load_of, slot_of
+from headrace.scheduler.kv.node import NONE, Node, PageCopy, PageLoad, StoringPages, has_copy, load_of, slot_of
 from headrace.scheduler.kv.prefix_tree import PrefixTree
 from headrace.scheduler.kv.tier_slots import TierSlots
+
+UNUSED = -1  # turn of a page that no request has used, so that the first one is nobody's second turn
 
 
 class KvTiers:
@@ -25,15 +28,14 @@ class KvTiers:
     def __init__(
         self,
         tree: PrefixTree,
-        host_slots: int,
-        disk_slots: int,
+        slots: Mapping[Tier, int],
         admission_turn: int,
         events: CacheEventLog | None = None,
     ) -> None:
-        """admission_turn: pages of requests from this turn of their conversation on are written to disk. events: is
-        told of every copy that comes and goes."""
+        """slots: of each tier. admission_turn: pages of requests from this turn of their conversation on are written to
+        disk. events: is told of every copy that comes and goes."""
         self._tree = tree
-        self._slots = {"host": TierSlots("host", host_slots, events), "disk": TierSlots("disk", disk_slots, events)}
+        self._slots = {tier: TierSlots(tier, slots[tier], None if tier == LIBRARY else events) for tier in TIERS}
         self._admission_turn = admission_turn
         self._begun: list[PageCopy] = []
         self._lost: set[tuple[Tier, int]] = set()  # slots that the stages lost while they were being copied
@@ -42,6 +44,9 @@ class KvTiers:
 
         self.may_write = True
         """The budget of disk writes is not used up."""
+
+        self.incomplete = False
+        """Pages of KV files have lost their nodes since enter()."""
 
         self.leaving = 0
         """Pages that are being copied to the host tier."""
@@ -223,6 +228,25 @@ class KvTiers:
             self._slots["disk"].announce(node)
         return len(claimed)
 
+    def enter(self, files: Iterable[tuple[bytes, Sequence[bytes], int]]) -> None:
+        """Have the pages of KV files found. files: of each the digest of its salt, its pages' digests, and the slot of
+        the first one, which the others follow. What is known already stays as it is: enter() is called again for what
+        could not be loaded meanwhile."""
+        slots = self._slots[LIBRARY]
+        claimed: dict[int, Node] = {}
+        seen: set[int] = set()
+        for root, digests, first in files:
+            node: Node | None = None
+            for slot, digest in enumerate(digests, first):
+                node = self._tree.place(node, root, digest, UNUSED)
+                if slot_of(node, LIBRARY) == NONE and id(node) not in seen:
+                    seen.add(id(node))
+                    claimed[slot] = node
+        slots.claim(claimed)
+        for node in claimed.values():
+            self._offer(node)
+        self.incomplete = False
+
     def check(self, nodes: Sequence[Node]) -> list[str]:
         """Discrepancies between tiers and tree. nodes: all of the tree."""
         return _check_tiers(nodes, self._slots.values(), self.loading, self.leaving + self.archiving)
@@ -296,6 +320,7 @@ class KvTiers:
                 self._forget(node, tier)
 
     def _release(self, node: Node, tier: Tier) -> None:
+        self.incomplete = self.incomplete or tier == LIBRARY
         self._lost.discard((tier, slot_of(node, tier)))
         self._slots[tier].release(node)
 
@@ -310,8 +335,7 @@ class KvTiers:
             for one in reversed(_below(node, tier)):
                 if one is not node:
                     self._release(one, tier)
-                    if not has_copy(one):
-                        self._tree.bury(one)
+                    self._bury_without_copy(one)  # other tiers may have what is below it
 
     def _offer(self, node: Node) -> None:
         for slots in self._slots.values():
@@ -320,7 +344,7 @@ class KvTiers:
 
 def nearest(node: Node) -> Tier:
     """The tier that a node is loaded from."""
-    return "host" if slot_of(node, "host") != NONE else "disk"
+    return next(tier for tier in TIERS if slot_of(node, tier) != NONE)
 
 
 def _below(node: Node, tier: Tier) -> list[Node]:

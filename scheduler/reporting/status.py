@@ -21,7 +21,7 @@ from headrace.core.status import (
     StageSpans,
     TierPages,
 )
-from headrace.scheduler.kv.node import TIERS
+from headrace.core.types.kv.kv_tiers import TIERS
 from headrace.scheduler.requests.phase import Phase
 from headrace.scheduler.requests.record import Request
 from headrace.scheduler.state.state import State

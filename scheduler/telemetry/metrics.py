@@ -13,10 +13,10 @@ from headrace.core.types.errors import (
     TICKET_IN_USE,
     TOO_LONG,
 )
+from headrace.core.types.kv.kv_tiers import TIERS
 from headrace.core.types.ranks.coordinate import CutResult
 from headrace.core.types.requests.outcomes import FAILED, OTHER, REFUSED
 from headrace.core.types.requests.remote_prefill import PREFILL_REASONS
-from headrace.scheduler.kv.node import TIERS
 from headrace.scheduler.requests.phase import Phase
 
 QUEUES = (Phase.BOOTSTRAP, Phase.WAITING, Phase.RUNNING, Phase.INFLIGHT, Phase.FETCHING, Phase.GENERATING)

@@ -205,7 +205,8 @@ def _check_engine(config: Config) -> None:
         raise ConfigError(
             f"--page-size {engine.page_size} is no power of two: write --page-size {below} or --page-size {2 * below}"
         )
-    for key, given in (("host-pages", engine.host_pages), ("disk-path", engine.disk_path)):
+    tiers = (("host-pages", engine.host_pages), ("disk-path", engine.disk_path), ("kv-library", engine.kv_library))
+    for key, given in tiers:
         if given and not config.scheduler.prefix_cache:
             raise ConfigError(
                 f"--{key} keeps pages of the prefix cache, which --no-prefix-cache disables: leave one of them out"

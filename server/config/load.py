@@ -8,6 +8,7 @@ import msgspec
 
 from headrace.core.config import Config, EngineConfig
 from headrace.core.types.errors import ConfigError
+from headrace.core.types.requests.tenants import tenant_keys, tenant_salt
 from headrace.engine.device import cpu_flags
 from headrace.server.config.consistency import check
 from headrace.server.config.settings import BY_KEY, SETTINGS, Setting
@@ -104,8 +105,16 @@ def copy_shared(config: Config) -> Config:
         kv_pages=config.engine.kv_pages,
         max_model_len=config.model.max_model_len,
         kv_events=config.kv_events.port != 0,
+        library_salts=_library_salts(config) if config.engine.kv_library else (),
     )
     engine = msgspec.structs.replace(
         config.engine, pass_tokens=scheduler.chunk_tokens, cache_dir=config.server.cache_dir
     )
     return msgspec.structs.replace(config, scheduler=scheduler, engine=engine)
+
+
+def _library_salts(config: Config) -> tuple[str, ...]:
+    """Cache salts of requests that come without one: of those without a tenant, and of each tenant."""
+    if config.server.share_prefixes:
+        return ("",)
+    return ("", *(tenant_salt(name, "") for name in tenant_keys(config.server.tenant_keys)))

@@ -29,6 +29,7 @@ from headrace.server.frontend.generation.completions import Completions
 from headrace.server.frontend.generation.kv_returns import KvReturns, ReturnTaker
 from headrace.server.frontend.generation.prefix_fetch import PrefixFetches
 from headrace.server.frontend.generation.runner import GenerationRunner
+from headrace.server.frontend.kv_files import KvFileWatch
 from headrace.server.frontend.link.control_address import ControlAddress
 from headrace.server.frontend.link.scheduler_client import News, SchedulerClient
 from headrace.server.frontend.link.scheduler_link import SchedulerLink
@@ -120,6 +121,8 @@ class Service:
             memory=memory,
             instance=lambda: self._client.server_info.instance if self._client.server_info is not None else "",
         )
+        self.library = KvFileWatch(config, self._client, link.send) if config.engine.kv_library else None
+        self._library_task: asyncio.Task[None] | None = None
         self._stage_watches = (self.status,) if stage_watch is None else (self.status, stage_watch)
         self._statistics_log: asyncio.Task[None] | None = None
         self.control = ControlAddress(self._client, config.transfer.host)
@@ -149,13 +152,17 @@ class Service:
         for pool in (self.prefills, self.siblings):
             if pool is not None:
                 pool.start()
+        if self.library is not None:
+            self.metrics.include(self.library.statistics)
+            self._library_task = asyncio.create_task(keep_running("the look for KV files", self.library.run))
         statistics_log = StatisticsLog(self.stats.snapshot, self.clock)
         self._statistics_log = asyncio.create_task(keep_running("the log of statistics", statistics_log.run))
 
     async def stop(self) -> None:
         """End every task. Requests that are still open fail. Spans that are left are sent, for FLUSH_S at most."""
-        if self._statistics_log is not None:
-            self._statistics_log.cancel()
+        for task in (self._statistics_log, self._library_task):
+            if task is not None:
+                task.cancel()
         await self.open_prompts.close()
         for part in (self.fetches, self.returns, self.taker, self.prefills, self.siblings):
             if part is not None:

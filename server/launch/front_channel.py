@@ -20,7 +20,7 @@ from headrace.core.messages.stage_events import StageFailed, StageReady
 from headrace.core.runtime.codec import Codec
 from headrace.core.runtime.frames import UNSENT_WAIT_S, ConnectionClosed, FrameSocket
 from headrace.core.stats import Stats, join
-from headrace.core.types.kv.geometry import cache_shape
+from headrace.core.types.kv.geometry import cache_shape, whole_tensors
 from headrace.core.types.peers.addresses import usable_url
 from headrace.core.types.ranks.expert_load import ExpertLoad
 from headrace.server.launch.stage_channel import ChannelEvent
@@ -87,6 +87,8 @@ class FrontChannel:
             data_ranks=tuple(stage.stage for stage in offering),
             same_bits=None if None in (tried := [stage.same_bits for stage in stages]) else all(tried),
             cache=cache_shape(stage.offers for stage in offering if stage.offers is not None),
+            tensors=whole_tensors(stage.geometry for stage in stages),
+            computations=tuple(dict.fromkeys(stage.computation for stage in stages if stage.computation is not None)),
         )
         self._send(msgspec.structs.replace(self._info, stages=pools))
 

@@ -12,10 +12,11 @@ import random
 from collections.abc import Iterable, Sequence
 
 from headrace.core.messages.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KvEventMessage
+from headrace.core.types.kv.page_digests import page_digest, root_digest
 from headrace.core.types.packed import ITEM_BYTES, packed_length
 from headrace.core.types.requests.images import ImageInput, page_key
 from headrace.core.types.requests.remote_prefill import RemoteForecast
-from headrace.scheduler.kv.cache_events import page_digest, root_digest, short
+from headrace.scheduler.kv.cache_events import short
 from headrace.server.routing.holders import SENT_S, HolderIndex
 from headrace.server.routing.replica_load import LoadReport, ReplicaLoad, Sent, work
 from headrace.server.routing.score import Candidate, best, shortlist

@@ -249,6 +249,13 @@ STAGES: tuple[MetricSpec, ...] = (
 PREFIX_SOURCES = ("sibling",)
 FRONT: tuple[MetricSpec, ...] = (
     MetricSpec("build_info", "gauge", "Always 1; the labels describe this server.", ("version", "role", "model")),
+    MetricSpec(
+        "kv_files",
+        "gauge",
+        "KV files of --kv-library at the last look: used, or refused for their format, model, geometry, computation "
+        "(another CPU or version), room (too many pages), or unreadable.",
+        ("state",),
+    ),
     MetricSpec("ready", "gauge", "1 if the server would accept a request, else 0."),
     MetricSpec(
         "requests_total",

@@ -76,11 +76,11 @@ class Bench:
         self.inbox: Inbox = queue.Queue()
         self.outbox = EventOutbox(context)
         meter = Meter(STAGE, SystemClock())
-        copies = None
+        copies = []
         if pool is not None:
             host, copied = HostStore(pool.pages, GEOMETRY.page_bytes), EventOutbox(context)
-            copies = Copies(Copier(STAGE, pool_pages(pool), host=host, disk=None, report=copied.post), copied)
-            copies.copier.start()
+            copies = [Copies(Copier(STAGE, pool_pages(pool), host=host, disk=None, report=copied.post), copied)]
+            copies[0].copier.start()
         self.copies = copies
         self.io_thread = StageIoThread(
             control=control,
@@ -121,10 +121,10 @@ class Bench:
         self.io_thread.join(5)
         assert not self.io_thread.is_alive()
         self.outbox.close_writer()
-        if self.copies is not None:
-            self.copies.copier.join(5)
-            assert not self.copies.copier.is_alive(), "the copier ends with the I/O thread"
-            self.copies.outbox.close_writer()
+        for each in self.copies:
+            each.copier.join(5)
+            assert not each.copier.is_alive(), "the copier ends with the I/O thread"
+            each.outbox.close_writer()
         self.router.close()
 
 

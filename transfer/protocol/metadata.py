@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from headrace.core.types.kv.kv_tiers import TierTokens
+from headrace.core.types.kv.kv_tiers import TIERS, TierTokens
 from headrace.core.types.requests.request import PREFIX, FirstToken, TokenLogprob
 from headrace.transfer.protocol.checksum import of_ticket
 
@@ -23,13 +23,13 @@ ROW = np.dtype(
         "names": [
             "version", "flags", "finish_reason", "top_count", "ticket_hash", "generation", "token",
             "prompt_tokens", "cached_tokens", "logprob", "top_ids", "top_logprobs", "next_position",
-            "cached_host", "cached_disk",
+            "cached_host", "cached_disk", "cached_library",
         ],
         "formats": [
             "<u2", "<u2", "u1", "u1", "<u8", "<u8", "<i4", "<i4", "<i4", "<f4", ("<i4", MAX_TOP), ("<f4", MAX_TOP),
-            "<i4", "<i4", "<i4",
+            "<i4", "<i4", "<i4", "<i4",
         ],
-        "offsets": [0, 2, 4, 5, 8, 16, 24, 28, 32, 36, 40, 120, 200, 204, 208],
+        "offsets": [0, 2, 4, 5, 8, 16, 24, 28, 32, 36, 40, 120, 200, 204, 208, 212],
         "itemsize": ROW_BYTES,
     }
 )  # fmt: skip
@@ -56,7 +56,8 @@ def encode(ticket: str, generation: int, first: FirstToken) -> bytes:
     row["token"] = first.token
     row["prompt_tokens"] = first.prompt_tokens
     row["cached_tokens"] = first.cached_tokens
-    row["cached_host"], row["cached_disk"] = first.from_tiers.host, first.from_tiers.disk
+    for tier in TIERS:
+        row[f"cached_{tier}"] = getattr(first.from_tiers, tier)
     row["next_position"] = first.next_position
     row["finish_reason"] = FINISH_REASONS.index(first.finish_reason)
     if first.logprob is not None:
@@ -85,12 +86,13 @@ def decode(data: bytes | memoryview) -> Metadata:
         raise ValueError(f"metadata row has finish reason {row['finish_reason']}, expected < {len(FINISH_REASONS)}")
     if row["top_count"] > MAX_TOP:
         raise ValueError(f"metadata row has {row['top_count']} alternatives, expected at most {MAX_TOP}")
-    counts = [int(row[name]) for name in ("prompt_tokens", "cached_tokens", "cached_host", "cached_disk")]
-    if min(row["token"], *counts) < 0:
+    counts = [int(row[name]) for name in ("prompt_tokens", "cached_tokens")]
+    from_tiers = TierTokens(*(int(row[f"cached_{tier}"]) for tier in TIERS))
+    if min(row["token"], *counts, from_tiers.host, from_tiers.disk, from_tiers.library) < 0:
         raise ValueError("metadata row has a negative token or count")
     if row["cached_tokens"] > row["prompt_tokens"]:
         raise ValueError(f"metadata row has {row['cached_tokens']} cached of {row['prompt_tokens']} prompt tokens")
-    if (loaded := counts[2] + counts[3]) > row["cached_tokens"]:
+    if (loaded := from_tiers.total) > row["cached_tokens"]:
         raise ValueError(f"metadata row has {loaded} tokens from tiers of {row['cached_tokens']} cached ones")
     if not 0 <= row["next_position"] <= row["prompt_tokens"]:
         raise ValueError(f"metadata row goes on at {row['next_position']} behind {row['prompt_tokens']} prompt tokens")
@@ -105,7 +107,7 @@ def decode(data: bytes | memoryview) -> Metadata:
         cached_tokens=int(row["cached_tokens"]),
         logprob=logprob,
         finish_reason=FINISH_REASONS[row["finish_reason"]],
-        from_tiers=TierTokens(host=int(row["cached_host"]), disk=int(row["cached_disk"])),
+        from_tiers=from_tiers,
         next_position=int(row["next_position"]),
     )
     return Metadata(int(row["ticket_hash"]), int(row["generation"]), first)

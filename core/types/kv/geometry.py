@@ -181,6 +181,16 @@ class CacheShape(msgspec.Struct, frozen=True):
     head_dim: int
 
 
+def whole_tensors(ranks: Iterable[Geometry]) -> tuple[Component, ...]:
+    """What pages hold of a whole model: the paged tensors of its ranks, joined by name."""
+    whole: dict[str, Component] = {}
+    for part in (part for rank in ranks for part in rank.tensors if not part.per_request):
+        known = whole.get(part.name, part)
+        layers, heads = max(known.layer_end, part.layer_end), max(known.head_end, part.head_end)
+        whole[part.name] = msgspec.structs.replace(part, layers=layers, kv_heads=heads, layer_start=0, head_start=0)
+    return tuple(whole[name] for name in sorted(whole))
+
+
 def cache_shape(ranks: Iterable[Geometry]) -> CacheShape | None:
     """Shape of the cache of a model's ranks; None if any holds other components than K and V, or if there is none."""
     parts = [part for rank in ranks for part in rank.tensors]

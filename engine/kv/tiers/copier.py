@@ -6,7 +6,8 @@
 
 Stores and drops are executed in stream order. Loads are executed before them, even between two pages of a store, since
 a request waits for them: the scheduler loads no slot before it has been reported as stored, and drops none before the
-load is answered, so a load never depends on an order that it overtakes.
+load is answered, so a load never depends on an order that it overtakes. The library tier has a thread of its own: a
+store that is slow or silent delays no other tier. Its files are opened and closed at once.
 """
 
 import logging
@@ -17,15 +18,16 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Literal
 
 from headrace.core.config import StageConfig
-from headrace.core.messages.orders import BeginEpoch, DropPages, LoadPages, StorePages
+from headrace.core.messages.orders import BeginEpoch, CloseKvFile, DropPages, LoadPages, OpenKvFile, StorePages
 from headrace.core.messages.stage_events import PagesFound, PagesLoaded, PagesLost, PagesStored, StageFailed
 from headrace.core.runtime.rate_limit import LogThrottle
 from headrace.core.stats import Counters, Stats
 from headrace.core.types import packed
-from headrace.core.types.kv.kv_tiers import DISK, HOST, PageHeader, Tier
+from headrace.core.types.kv.kv_tiers import DISK, HOST, LIBRARY, PageHeader, Tier
 from headrace.engine.kv.pool import KVPool
 from headrace.engine.kv.tiers.disk_store import DiskStore, FoundPage
 from headrace.engine.kv.tiers.host_store import HostStore
+from headrace.engine.kv.tiers.library_store import LibraryStore
 from headrace.engine.kv.tiers.pages import FAILURES, Parts, PoolPages, TierError, TierStore, pool_pages
 from headrace.engine.kv.tiers.record import Origin
 from headrace.engine.kv.tiers.segments import IGNORED, Ignored
@@ -36,7 +38,7 @@ Direction = Literal["store", "load"]
 DIRECTIONS: tuple[Direction, ...] = ("store", "load")
 FOUND_PER_EVENT = 4096  # pages of one PagesFound
 CopyEvent = PagesFound | PagesStored | PagesLoaded | PagesLost | StageFailed
-CopyOrder = BeginEpoch | StorePages | LoadPages | DropPages
+CopyOrder = BeginEpoch | StorePages | LoadPages | DropPages | OpenKvFile | CloseKvFile
 
 
 class TierStatistics:
@@ -86,15 +88,16 @@ class TierStatistics:
 
 
 class Copier(threading.Thread):
-    """The copy thread of a stage. It owns the tiers and closes them at its end."""
+    """A copy thread of a stage. It owns its tiers and closes them at its end."""
 
     def __init__(
         self,
         stage: int,
         pool: PoolPages,
         *,
-        host: HostStore | None,
-        disk: DiskStore | None,
+        host: HostStore | None = None,
+        disk: DiskStore | None = None,
+        library: LibraryStore | None = None,
         report: Callable[[CopyEvent], None],
     ) -> None:
         """stage: pipeline rank. report: called by this thread, with the answers and, should the thread fail, with
@@ -104,11 +107,14 @@ class Copier(threading.Thread):
         self._pool = pool
         self._host = host
         self._disk = disk
+        self._library = library
         self._stores: dict[Tier, TierStore] = {}
         if host is not None:
             self._stores[HOST] = host
         if disk is not None:
             self._stores[DISK] = disk
+        if library is not None:
+            self._stores[LIBRARY] = library
         self._report = report
         self._statistics = TierStatistics(stage, tuple(self._stores))
         self._changed = threading.Condition()
@@ -123,6 +129,10 @@ class Copier(threading.Thread):
 
     def submit(self, order: CopyOrder) -> None:
         """Queue an order. At BeginEpoch the pages found on disk are reported. Any thread."""
+        if isinstance(order, OpenKvFile | CloseKvFile):
+            if self._library is not None:
+                self._library.apply(order)
+            return
         with self._changed:
             if isinstance(order, LoadPages):
                 self._loads.append(order)
@@ -157,7 +167,7 @@ class Copier(threading.Thread):
             for store in self._stores.values():
                 store.close()
 
-    def _next(self) -> CopyOrder | None:
+    def _next(self) -> BeginEpoch | StorePages | LoadPages | DropPages | None:
         """The next order, loads first; waits for one. None: the copier is closed."""
         with self._changed:
             self._changed.wait_for(lambda: self._closed or self._loads or self._others)
@@ -178,7 +188,9 @@ class Copier(threading.Thread):
     def _load(self, order: LoadPages) -> None:
         store, started = self._stores[order.tier], time.perf_counter()
         failed, total = [], 0
-        pairs = zip(packed.unpack(order.slots), packed.unpack(order.pages), strict=True)
+        slots = packed.unpack(order.slots)
+        store.expect(slots)
+        pairs = zip(slots, packed.unpack(order.pages), strict=True)
         for index, (slot, page) in enumerate(pairs):
             if self._closed:
                 return
@@ -256,7 +268,7 @@ class Copier(threading.Thread):
 def open_tiers(
     config: StageConfig, pool: KVPool, fingerprint: str, report: Callable[[CopyEvent], None]
 ) -> Copier | None:
-    """The copy thread of a stage with its tiers, not yet started; None without tiers.
+    """The copy thread of a stage with its host and disk tiers, not yet started; None without them.
 
     report: see Copier. Raises ConfigError when the memory or the directory cannot be had.
     """
@@ -273,6 +285,19 @@ def open_tiers(
     if engine.host_pages:
         host = HostStore(engine.host_pages, geometry.page_bytes)
     return Copier(config.rank, pool_pages(pool), host=host, disk=disk, report=report)
+
+
+def open_library(
+    config: StageConfig, pool: KVPool, fingerprint: str, report: Callable[[CopyEvent], None]
+) -> Copier | None:
+    """The copy thread of a stage with its library tier, not yet started; None without one.
+
+    report: see Copier. Raises ConfigError when the system refuses memory.
+    """
+    if not config.engine.kv_library:
+        return None
+    store = LibraryStore(fingerprint, pool.geometry)
+    return Copier(config.rank, pool_pages(pool), library=store, report=report)
 
 
 def _share(config: StageConfig) -> float:

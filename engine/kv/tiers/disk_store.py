@@ -161,6 +161,9 @@ class DiskStore:
                 raise TierError("missing", f"slot {slot} of the disk tier holds nothing")
             return self._read(slot, place)
 
+    def expect(self, slots: Sequence[int]) -> None:
+        """See TierStore: nothing is to be prepared."""
+
     def drop(self, slot: int) -> None:
         """See TierStore. Raises IndexError for a slot outside the tier."""
         check_slot(slot, self._slots)

@@ -57,6 +57,9 @@ class HostStore:
             raise TierError("checksum", f"the page in slot {slot} of the host tier was changed in memory")
         return row
 
+    def expect(self, slots: Sequence[int]) -> None:
+        """See TierStore: nothing is to be prepared."""
+
     def drop(self, slot: int) -> None:
         """See TierStore. Raises IndexError for a slot outside the tier. The memory is kept for the next page."""
         check_slot(slot, self._slots)

@@ -60,6 +60,10 @@ class TierStore(Protocol):
         Raises TierError."""
         ...
 
+    def expect(self, slots: Sequence[int]) -> None:
+        """These slots are what get() is called for next, in this order."""
+        ...
+
     def drop(self, slot: int) -> None:
         """Forget what the slot holds, if anything."""
         ...

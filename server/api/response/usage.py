@@ -4,6 +4,7 @@ from typing import Annotated, Any
 
 import msgspec
 
+from headrace.core.types.kv.kv_tiers import TIERS
 from headrace.core.types.requests.request import Timing, Usage
 from headrace.server.frontend.request.generation_request import GenerationResult
 
@@ -17,6 +18,8 @@ class CachedByTier(msgspec.Struct):
     device: Count
     host: Count
     disk: Count
+    library: Count = MORE
+    """Where some were loaded from KV files."""
 
 
 class CachedTokens(msgspec.Struct):
@@ -80,9 +83,10 @@ def usage_report(usages: list[Usage], completion_tokens: int, reasoning_tokens: 
 
 def cached_by_tier(usages: list[Usage]) -> CachedByTier:
     """UNSET where nothing was loaded from a tier. usages: one for each prompt."""
-    host, disk = (sum(getattr(usage.from_tiers, tier) for usage in usages) for tier in ("host", "disk"))
+    host, disk, library = (sum(getattr(usage.from_tiers, tier) for usage in usages) for tier in TIERS)
     cached = sum(usage.cached_tokens for usage in usages)
-    return CachedByTier(cached - host - disk, host, disk) if host or disk else MORE
+    loaded = host + disk + library
+    return CachedByTier(cached - loaded, host, disk, library or MORE) if loaded else MORE
 
 
 def timing_report(timing: Timing, *, decode: bool) -> TimingMs:

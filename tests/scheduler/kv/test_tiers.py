@@ -3,8 +3,8 @@
 from collections.abc import Iterable, Sequence
 
 from headrace.core.types.kv.kv_tiers import PageHeader, Tier
+from headrace.core.types.kv.page_digests import page_digest, root_digest
 from headrace.core.types.packed import pack
-from headrace.scheduler.kv.cache_events import page_digest, root_digest
 from headrace.scheduler.kv.kv_cache import KvCache, Lease
 from headrace.scheduler.kv.node import NONE, Node, PageLoad, StoringPages
 from headrace.scheduler.kv.tier_slots import TierSlots
