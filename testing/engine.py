@@ -8,6 +8,7 @@ Where requests have states, the state is the hash of all tokens so far, and a wr
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 import msgspec
 
@@ -15,10 +16,12 @@ from headrace.core.config import SchedulerConfig
 from headrace.core.messages.orders import (
     CancelReceive,
     CancelSend,
+    CloseKvFile,
     CloseSession,
     DropPages,
     Forward,
     LoadPages,
+    OpenKvFile,
     Order,
     PlanRow,
     PrepareReceive,
@@ -58,6 +61,11 @@ IDLE_S = 1e-5  # mean seconds of a pass in which a replica is idle
 def extend(state: int, token: int) -> int:
     """The hash of a prefix and one more token."""
     return NAN if state == NAN else (state * 1_000_003 + token + 7) % MODULUS
+
+
+def kv_of(tokens: Sequence[int]) -> list[int]:
+    """KV of each position of a prompt."""
+    return list(accumulate(tokens, extend, initial=0))[1:]
 
 
 def next_token(state: int) -> int:
@@ -287,7 +295,7 @@ class SimulatedStage:
         self.tiers: SimulatedTiers | None = None
         if pipeline.disks:
             disk, faults = pipeline.disks[index], pipeline.options.tier_faults
-            self.tiers = SimulatedTiers(pipeline.world, rank, self.pool, disk, faults, self.report)
+            self.tiers = SimulatedTiers(pipeline.world, rank, self.pool, disk, faults, self.report, kv_of)
         self.revoked: set[str] = set()  # sessions through which nothing can be written any more
 
     def report(self, event: AnyStageEvent) -> None:
@@ -323,7 +331,7 @@ class SimulatedStage:
             case CancelReceive():
                 self._drop_receive(order.request)
                 self.report(ReceiveCancelled(stage=self.rank, request=order.request))
-            case StorePages() | LoadPages() | DropPages() if self.tiers is not None:
+            case StorePages() | LoadPages() | DropPages() | OpenKvFile() | CloseKvFile() if self.tiers is not None:
                 self.tiers.execute(order)
             case CloseSession():  # as long as the sender may go on writing
                 self.pipeline.world.after(0.05, lambda: self._revoke(order.session))

@@ -7,9 +7,11 @@ from dataclasses import dataclass, field
 from headrace.core.config import SchedulerConfig
 from headrace.core.messages.frontend import Abort, Submit
 from headrace.core.messages.orders import (
+    CloseKvFile,
     DropPages,
     Forward,
     LoadPages,
+    OpenKvFile,
     Order,
     PrepareReceive,
     ReleaseRequest,
@@ -29,7 +31,7 @@ from headrace.core.messages.stage_events import (
     SendCancelled,
 )
 from headrace.core.types.errors import LEASE_EXPIRED, NO_PEER
-from headrace.core.types.kv.kv_tiers import Tier
+from headrace.core.types.kv.kv_tiers import TIERS, Tier
 from headrace.core.types.packed import unpack
 from headrace.core.types.requests.request import SendTo
 from headrace.scheduler.state.events import Effect, Event
@@ -129,8 +131,9 @@ class CopyGuard:
         self._stages = stages
         self._page_size = page_size
         self._copies: dict[int, GuardedCopy] = {}
-        self._taken: dict[Tier, set[int]] = {"host": set(), "disk": set()}
-        self._readable: dict[Tier, set[int]] = {"host": set(), "disk": set()}
+        self._taken: dict[Tier, set[int]] = {tier: set() for tier in TIERS}
+        self._readable: dict[Tier, set[int]] = {tier: set() for tier in TIERS}
+        self._files: dict[int, set[int]] = {}  # slots of KV files, by the first
 
     def order(self, order: Order) -> str | None:
         """Take in an order; returns what it violates, None if nothing."""
@@ -149,6 +152,11 @@ class CopyGuard:
                 return self._load(order)
             case DropPages():
                 return self._drop(order)
+            case OpenKvFile():
+                return self._open(order)
+            case CloseKvFile():
+                self._readable["library"] -= self._files.pop(order.first)
+                return None
             case _:
                 return None
 
@@ -159,7 +167,8 @@ class CopyGuard:
             copy.stages.discard(event.stage)
             if not copy.stages:
                 del self._copies[event.seq]
-                self._readable[copy.tier] |= copy.slots
+                if copy.tier != "library":  # its files may be closed meanwhile
+                    self._readable[copy.tier] |= copy.slots
         elif isinstance(event, PagesFound):
             for slots in (self._taken["disk"], self._readable["disk"]):
                 slots.update(unpack(event.slots))
@@ -167,6 +176,7 @@ class CopyGuard:
     def reset(self) -> None:
         """The engine is gone. What its disk holds will be found."""
         self._copies.clear()
+        self._files.clear()
         for slots in (*self._taken.values(), *self._readable.values()):
             slots.clear()
 
@@ -189,6 +199,15 @@ class CopyGuard:
                         if copy.loads and copy.pages & pages), None)  # fmt: skip
         self._copies[order.seq] = GuardedCopy(False, order.tier, pages, slots, set(self._stages))
         return problem
+
+    def _open(self, order: OpenKvFile) -> str | None:
+        slots = set(range(order.first, order.first + order.pages))
+        busy = {slot for copy in self._copies.values() if copy.tier == "library" for slot in copy.slots & slots}
+        if clash := busy | self._readable["library"] & slots:
+            return f"order {order.seq} opens a KV file in slots {clash} that another one has"
+        self._files[order.first] = slots
+        self._readable["library"] |= slots
+        return None
 
     def _load(self, order: LoadPages) -> str | None:
         pages, slots = set(unpack(order.pages)), set(unpack(order.slots))

@@ -60,6 +60,9 @@ class Scenario:
     tier_faults: float = 0.02
     """Probability that a page is not stored, not loaded, changed or lost there."""
 
+    library: bool = False
+    """Servers have KV files of what prompts begin with, which come and go."""
+
     states: bool = False
     """Requests have states: prefixes are cached at checkpoints, and the last chunk carries the state."""
 
@@ -130,6 +133,7 @@ def draw_config(scenario: Scenario, rng: random.Random, other: SchedulerConfig |
         policy_reserve=(0.0, 0.1, 0.5, 1.0)[seed // len(POLICIES) % 4],
         tenant_lag_s=(0.0, 0.01, 5.0)[seed % 3],
         retain_percent=(10, 50, 100, 0)[seed % 4],
+        library_salts=("", "tenant") if scenario.library else (),
         dp=scenario.dp,
         lockstep=scenario.lockstep,
     )

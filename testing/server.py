@@ -117,7 +117,7 @@ class SimulatedServer:
         """Servers that fetch KV from it."""
 
         self._options = options
-        tiers = config.stages if options.host_pages or options.disk_pages else 0
+        tiers = config.stages if options.host_pages or options.disk_pages or config.library_salts else 0
         self._disks = [[SimulatedDisk() for _ in range(tiers)] for _ in range(config.dp)]
         self._promises = PromiseGuard(config)
         self._driver = SchedulerDriver(world, Scheduler(config), self._perform_all)

@@ -15,11 +15,12 @@ from functools import partial
 import msgspec
 
 from headrace.core.config import SchedulerConfig
-from headrace.core.messages.frontend import Abort, AddPrefill, Submit
+from headrace.core.messages.frontend import Abort, AddPrefill, ListKvFiles, Submit
 from headrace.core.messages.peers import AskCancel, AskRenew, AskReserve, ConnectPrefill
 from headrace.core.messages.replies import RequestFailed, RequestFinished, Reserved, SchedulerReply
 from headrace.core.types.errors import ErrorInfo
 from headrace.core.types.kv.backends import SHM, ZMQ
+from headrace.core.types.kv.kv_files import KvFile
 from headrace.core.types.packed import pack
 from headrace.core.types.requests.kv_hints import Retain
 from headrace.core.types.requests.request import AnyRoute, DecodeHere, Discard, FetchFrom, SamplingParams, SendTo
@@ -30,9 +31,11 @@ from headrace.testing.engine import NAN_TOKEN, VOCABULARY, EngineOptions
 from headrace.testing.link import SimulatedLinks
 from headrace.testing.scenario import Scenario, draw_config
 from headrace.testing.server import SimulatedClient, SimulatedServer, SimulationReport
+from headrace.testing.tiers import location_of
 from headrace.testing.world import World
 
 MAX_EVENTS = 200_000
+LOOKS = 5  # for KV files
 
 
 def simulate(scenario: Scenario) -> SimulationReport:
@@ -79,6 +82,8 @@ class Simulation:
             self._world.at(when, lambda number=number: self._arrive(number))  # type: ignore[misc]
         for number in range(self._scenario.prefixes):
             self._world.at(self._random.uniform(0.01, 2 * when), partial(self._fetch_prefix, number))
+        for number in range(LOOKS if self._scenario.library else 0):
+            self._act(f"look for KV files {number}", self._list_files, number * 1.5 * when / LOOKS)
         for what, chance, act in (
             ("connection breaks", self._scenario.lost_peer, self._lose_peer),
             ("stage fails", self._scenario.crash, self._crash),
@@ -93,6 +98,20 @@ class Simulation:
                 server.violation("the watchdog declared a stage silent that was not")
         self._report.seconds = self._world.now
         return self._report
+
+    def _list_files(self) -> None:
+        """Every server finds KV files of some of the texts."""
+        rng = self._random
+        for server in self._servers:
+            size, files = server.config.page_size, {}
+            for text in self._texts * 2:
+                tokens = text[: size * rng.choice([1, 2, 3, 6])]
+                if self._scenario.has_nan_token and NAN_TOKEN in tokens:
+                    tokens = tokens[: tokens.index(NAN_TOKEN)]
+                tokens = tokens[: len(tokens) // size * size]
+                if tokens and rng.random() < 0.6:
+                    files[tokens] = KvFile(location_of(tokens), b"", pack(tokens))
+            server.send(ListKvFiles(files=tuple(files.values())))
 
     def _add_prefill(self, name: str, backend: str) -> None:
         prefill = self._prefills[name] = self._new_server(name, self._server.config)

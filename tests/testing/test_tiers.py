@@ -56,6 +56,20 @@ def test_nan_does_not_spread_by_the_tiers() -> None:
     run("colocated", 5000, has_nan_token=True, cancel=0.1)
 
 
+@pytest.mark.parametrize("shape", ["colocated", "pair"])
+@pytest.mark.parametrize("tiers", [True, False])
+def test_tokens_do_not_depend_on_kv_files_that_come_and_go_and_are_bad(shape: Shape, tiers: bool) -> None:
+    pages = run(shape, 7000, tier_faults=0.1, library=True, tiers=tiers, crash=0.3)
+    assert pages["library loaded"] > 100
+    assert pages["library load_failed"] > 10
+    assert pages["library dropped"] > 100
+
+
+def test_nan_does_not_spread_by_kv_files() -> None:
+    pages = run("colocated", 8000, has_nan_token=True, library=True, tiers=False)
+    assert pages["library loaded"] > 100
+
+
 @pytest.mark.full
 def test_the_same_requests_give_the_same_tokens_with_tiers_and_without() -> None:
     compared = 0

@@ -20,6 +20,7 @@ NOT_SETTINGS = {
         "max_model_len",
         "vocab_size",
         "metadata_rows",
+        "library_salts",
         "kv_events",
         "lockstep",
         "rules",
@@ -82,6 +83,9 @@ FLAGS = """\
 --kv-events-port N [0..65535] = 0
 --kv-events-replay-port N [0..65535] = 0
 --kv-events-topic TEXT =
+--kv-library TEXT =
+--kv-library-any-cpu/--no-kv-library-any-cpu SWITCH = False
+--kv-library-seconds SECONDS [1..] = 60.0
 --kv-memory SHARE [0..1] = 0.0
 --kv-pages N [0..] = 0
 --kv-return/--no-kv-return SWITCH = False

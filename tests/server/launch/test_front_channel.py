@@ -11,7 +11,7 @@ from headrace.core.messages.stage_events import StageFailed, StageReady
 from headrace.core.runtime.codec import Codec
 from headrace.core.runtime.frames import FrameSocket
 from headrace.core.stats import Sample, Stats
-from headrace.core.types.kv.geometry import CacheShape, Geometry
+from headrace.core.types.kv.geometry import CacheShape, Component, Geometry
 from headrace.server.launch.front_channel import FrontChannel, FrontEndGone
 
 REPLIES: Codec[AnySchedulerReply] = Codec(AnySchedulerReply)
@@ -75,6 +75,7 @@ def test_the_front_end_learns_who_this_server_is_before_it_is_ready(front: Front
         data_endpoints=("tcp://10.0.0.1:7000", "tcp://10.0.0.1:7001"),
         data_ranks=(0, 1),
         cache=CacheShape("float32", 1, 1, 2),
+        tensors=(Component("kv", "float32", 1, 1, 2),),
     )
     assert front.heard() == [ServerInfo(instance="i", control_port=5, stages=pools), EngineState(ready=True)]
 
