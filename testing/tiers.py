@@ -56,7 +56,8 @@ class SimulatedTiers:
         report: Callable[[AnyStageEvent], None],
         kv_of: Callable[[Sequence[int]], list[int]],
     ) -> None:
-        """kv_of: KV of the tokens of a prompt. faults: probability that a page cannot be stored or loaded, that it is flipped, or that it is lost."""
+        """faults: probability that a page cannot be stored or loaded, that it is flipped, or that it is lost. kv_of: KV
+        of the tokens of a prompt."""
         self._world = world
         self._stage = stage
         self._pool = pool

@@ -163,7 +163,9 @@ class HttpSource:
 
     def close(self) -> None:
         """See KvSource."""
-        self._response = None
+        if self._response is not None:
+            self._response.close()  # it may have the socket to itself
+            self._response = None
         self._connection.close()
 
     def _ask(self, offset: int, end: int, until: float) -> http.client.HTTPResponse:
@@ -182,12 +184,12 @@ class HttpSource:
             skipped, part = 0, memoryview(bytearray(PART_BYTES))
             while skipped < offset:
                 skipped += self._fill(response, part[: min(PART_BYTES, offset - skipped)], until)
-        self._response, self._at = response, offset
+        self._at = offset
         return response
 
     def _get(self, headers: dict[str, str]) -> http.client.HTTPResponse:
         self._connection.request("GET", self._path, headers={"Accept-Encoding": "identity", **headers})
-        response = self._connection.getresponse()
+        response = self._response = self._connection.getresponse()
         if response.status not in (200, 206):
             raise SourceError(f"the store answers {response.status} {response.reason[:100]}")
         if response.headers.get("Content-Encoding", "identity") != "identity":
@@ -204,7 +206,8 @@ class HttpSource:
             target[at : at + len(part)] = part
             at += len(part)
         self._at += at
-        if response.isclosed():  # it is read to its end; the connection may be used again
+        if response.isclosed() or response.length == 0:  # read to its end: the connection may be used again
+            response.close()
             self._response = None
         return at
 

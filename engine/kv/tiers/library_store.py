@@ -61,13 +61,11 @@ class LibraryStore:
         fingerprint: str,
         geometry: Geometry,
         clock: Callable[[], float] = time.monotonic,
-        opens: Callable[[str], KvSource] = open_source,
     ) -> None:
-        """fingerprint: of the model. geometry: of the stage's pool. opens: the source of a location."""
+        """fingerprint: of the model. geometry: of the stage's pool."""
         self._fingerprint = fingerprint
         self._geometry = geometry
         self._clock = clock
-        self._opens = opens
         self._files: dict[int, OpenFile] = {}  # by first slot
         self._firsts: list[int] = []
         self._page: Bytes = np.empty(0, np.uint8)
@@ -84,7 +82,7 @@ class LibraryStore:
         """Open or close a file. Any thread."""
         with self._lock:
             if isinstance(order, OpenKvFile):
-                self._files[order.first] = OpenFile(order, self._opens(order.location))
+                self._files[order.first] = OpenFile(order, open_source(order.location, self._clock))
             elif (gone := self._files.pop(order.first, None)) is not None:
                 close_quietly(gone.source)
             self._firsts = sorted(self._files)
