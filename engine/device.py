@@ -5,7 +5,7 @@ from typing import Literal, NamedTuple
 
 from headrace.core.config import Dtype, EngineConfig, ModelConfig, Quantize
 from headrace.core.types.errors import ConfigError
-from headrace.core.types.kv.kv_files import Computation as KvComputation
+from headrace.core.types.kv.kv_files import KvComputation
 from headrace.core.version import headrace_version
 
 ResolvedDtype = Literal["float32", "bfloat16", "float16"]

@@ -6,13 +6,13 @@ from pathlib import Path
 import numpy as np
 
 from headrace.core.types.kv.geometry import Component
-from headrace.core.types.kv.kv_files import Computation, KvFileHeader, pack_start
+from headrace.core.types.kv.kv_files import KvComputation, KvFileHeader, pack_start
 from headrace.core.types.kv.page_digests import text_digests
 from headrace.core.types.packed import pack
 
 PAGE_SIZE = 4
 TENSORS = (Component("kv", "float32", 4, 2, 8),)
-COMPUTATION = Computation("cpu test avx2", "float32", "none", "2.13.0", "0.1.0")
+COMPUTATION = KvComputation("cpu test avx2", "float32", "none", "2.13.0", "0.1.0")
 
 
 def kv_file(
@@ -22,7 +22,7 @@ def kv_file(
     tensors: tuple[Component, ...] = TENSORS,
     fingerprint: str = "fp",
     page_size: int = PAGE_SIZE,
-    computation: Computation = COMPUTATION,
+    computation: KvComputation = COMPUTATION,
 ) -> tuple[KvFileHeader, list[bytes]]:
     """Its header and its pages."""
     page_bytes = sum(tensor.token_bytes for tensor in tensors) * page_size

@@ -7,7 +7,7 @@ from headrace.core.status import SchedulerStatus
 from headrace.core.trace import RequestSpan, SchedulerTrace
 from headrace.core.types.errors import ErrorInfo
 from headrace.core.types.kv.geometry import CacheShape, Component
-from headrace.core.types.kv.kv_files import Computation
+from headrace.core.types.kv.kv_files import KvComputation
 from headrace.core.types.ranks.expert_load import ExpertLoad
 from headrace.core.types.requests.draft import DraftTokens, HiddenStates
 from headrace.core.types.requests.kv_return import PoolForecast
@@ -48,7 +48,7 @@ class StagePools(msgspec.Struct, frozen=True, kw_only=True):
     """Keys and values of the whole model; None for one with other components."""
     tensors: tuple[Component, ...] = ()
     """What pages hold of the whole model, over all its ranks."""
-    computations: tuple[Computation, ...] = ()
+    computations: tuple[KvComputation, ...] = ()
     """What the bits of its ranks depend on beside the model, each once."""
 
 

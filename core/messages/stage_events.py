@@ -14,7 +14,7 @@ import msgspec
 from headrace.core.stats import Stats
 from headrace.core.types.kv.backends import ZMQ, PoolMemory
 from headrace.core.types.kv.geometry import Geometry
-from headrace.core.types.kv.kv_files import Computation
+from headrace.core.types.kv.kv_files import KvComputation
 from headrace.core.types.kv.kv_tiers import PageHeader, Tier
 from headrace.core.types.ranks.expert_load import ExpertLoad
 from headrace.core.types.requests.constraint import GrammarRejection
@@ -90,7 +90,7 @@ class StageReady(StageEvent, frozen=True, kw_only=True):
     """UUIDs of GPUs of the host whose memory this stage's GPU cannot write into."""
     same_bits: bool | None = None
     """Whether a trial at the start gave the same bits in chunks and beside another request; None: none was made."""
-    computation: Computation | None = None
+    computation: KvComputation | None = None
     """What its bits depend on beside the model; None where that is not told."""
     memory: PoolMemory | None = None
     """How peers may write into the pool; None where they may not."""

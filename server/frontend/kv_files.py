@@ -26,7 +26,7 @@ from headrace.core.types.kv.geometry import Component
 from headrace.core.types.kv.kv_files import (
     INDEX,
     SUFFIX,
-    Computation,
+    KvComputation,
     KvFile,
     KvFileError,
     KvFileHeader,
@@ -48,7 +48,7 @@ NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,200}\.kv")
 State = Literal["used", "format", "model", "geometry", "computation", "room", "unreadable"]
 
 
-class Refusal(Exception):
+class Unfit(Exception):
     """Why a file is not used."""
 
     def __init__(self, state: State, message: str) -> None:
@@ -56,7 +56,7 @@ class Refusal(Exception):
         self.state = state
 
 
-class Found(NamedTuple):
+class FoundFile(NamedTuple):
     """A file as it was seen: its place, and what changes when its content does."""
 
     location: str
@@ -72,7 +72,7 @@ class KvFileWatch:
         self._copies = len(config.scheduler.library_salts)
         self._client = client
         self._send = send
-        self._known: dict[Found, KvFile | Refusal] = {}
+        self._known: dict[FoundFile, KvFile | Unfit] = {}
         self._told: dict[str, str] = {}  # refusals in the log, by location
         self._states: Counter[State] = Counter()
 
@@ -102,20 +102,20 @@ class KvFileWatch:
             if isinstance(file, KvFile):
                 needed = len(file.tokens) // 4 // self._engine.page_size * self._copies
                 if needed > room:
-                    file = Refusal("room", f"{needed} pages; of {LIBRARY_PAGES} in all, {room} are left")
+                    file = Unfit("room", f"{needed} pages; of {LIBRARY_PAGES} in all, {room} are left")
                 else:
                     room -= needed
                     files.append(file)
                     self._tell(found.location, f"used, {len(file.tokens) // 4} tokens", logging.INFO)
-            if isinstance(file, Refusal):
+            if isinstance(file, Unfit):
                 self._tell(found.location, f"not used: {file}", logging.WARNING)
-            states[file.state if isinstance(file, Refusal) else "used"] += 1
-            if not isinstance(file, Refusal) or file.state not in ("unreadable", "room"):
+            states[file.state if isinstance(file, Unfit) else "used"] += 1
+            if not isinstance(file, Unfit) or file.state not in ("unreadable", "room"):
                 self._known[found] = file
         self._states = states
         return files
 
-    def _all(self, states: Counter[State]) -> Iterator[Found]:
+    def _all(self, states: Counter[State]) -> Iterator[FoundFile]:
         """All files of all folders and stores, each once."""
         seen: set[str] = set()
         for place in self._engine.kv_library:
@@ -131,40 +131,40 @@ class KvFileWatch:
                     seen.add(found.location)
                     yield found
 
-    def _read(self, found: Found, pools: StagePools) -> KvFile | Refusal:
+    def _read(self, found: FoundFile, pools: StagePools) -> KvFile | Unfit:
         source = open_source(found.location)
         try:
             start, header = read_header(source, time.monotonic() + READ_S)
             if is_url(found.location) and found.stamp and found.stamp[-1] != start.digest.hex():
-                return Refusal("format", f"its digest is {start.digest.hex()}, {INDEX} says {found.stamp[-1]}")
+                return Unfit("format", f"its digest is {start.digest.hex()}, {INDEX} says {found.stamp[-1]}")
             if (size := source.size()) != (whole := file_bytes(header, start)):
-                return Refusal("format", f"it has {size} bytes; with {header.pages} pages it has {whole}")
+                return Unfit("format", f"it has {size} bytes; with {header.pages} pages it has {whole}")
             self._compare(header, pools)
         except SourceError as error:
-            return Refusal("unreadable", str(error))
+            return Unfit("unreadable", str(error))
         except KvFileError as error:
-            return Refusal("format", str(error))
-        except Refusal as refusal:
+            return Unfit("format", str(error))
+        except Unfit as refusal:
             return refusal
         finally:
             close_quietly(source)
         return KvFile(found.location, start.digest, header.tokens)
 
     def _compare(self, header: KvFileHeader, pools: StagePools) -> None:
-        """Raises Refusal for KV that this server would not have computed, bit for bit."""
+        """Raises Unfit for KV that this server would not have computed, bit for bit."""
         if header.fingerprint != pools.fingerprint:
-            raise Refusal("model", f"it is of model {header.fingerprint}, this server's is {pools.fingerprint}")
+            raise Unfit("model", f"it is of model {header.fingerprint}, this server's is {pools.fingerprint}")
         if header.page_size != self._engine.page_size:
-            raise Refusal("geometry", f"its pages have {header.page_size} tokens, --page-size {self._engine.page_size}")
+            raise Unfit("geometry", f"its pages have {header.page_size} tokens, --page-size {self._engine.page_size}")
         if header.tensors != pools.tensors:
-            raise Refusal("geometry", f"its pages have {_shown(header.tensors)}, this server's {_shown(pools.tensors)}")
+            raise Unfit("geometry", f"its pages have {_shown(header.tensors)}, this server's {_shown(pools.tensors)}")
         if self._engine.kv_library_any_cpu:
             return
         for own in pools.computations:
-            for name in Computation.__struct_fields__:
+            for name in KvComputation.__struct_fields__:
                 if (theirs := getattr(header.computation, name)) != (ours := getattr(own, name)):
                     advice = "--kv-library-any-cpu takes it all the same"
-                    raise Refusal("computation", f"its {name} is {theirs!r}, this server's {ours!r}; {advice}")
+                    raise Unfit("computation", f"its {name} is {theirs!r}, this server's {ours!r}; {advice}")
 
     def _tell(self, location: str, message: str, level: int) -> None:
         """Log what is new."""
@@ -173,19 +173,19 @@ class KvFileWatch:
             log.log(level, "KV file %s: %s", location, message)
 
 
-def _in_folder(place: str) -> Iterator[Found]:
+def _in_folder(place: str) -> Iterator[FoundFile]:
     """The KV files of a folder, or the one that is named. Raises OSError."""
     path = Path(place)
     for each in [path] if place.endswith(SUFFIX) else sorted(path.iterdir()):
         if each.suffix == SUFFIX and each.is_file():
             status = os.stat(each)
-            yield Found(str(each.absolute()), (status.st_ino, status.st_size, status.st_mtime_ns))
+            yield FoundFile(str(each.absolute()), (status.st_ino, status.st_size, status.st_mtime_ns))
 
 
-def _in_store(place: str) -> Iterator[Found]:
+def _in_store(place: str) -> Iterator[FoundFile]:
     """The KV files of an HTTP store, or the one that is named. Raises SourceError, KvFileError."""
     if place.endswith(SUFFIX):
-        yield Found(place, ())
+        yield FoundFile(place, ())
         return
     base = place.rstrip("/")
     data = HttpSource(f"{base}/{INDEX}").read_all(MAX_INDEX_BYTES, time.monotonic() + READ_S)
@@ -196,7 +196,7 @@ def _in_store(place: str) -> Iterator[Found]:
     for file in index.files:
         if not NAME.fullmatch(file.name):
             raise KvFileError(f"{INDEX} names {file.name[:100]!r}, which is no name of a KV file beside it")
-        yield Found(f"{base}/{file.name}", (file.size, file.digest))
+        yield FoundFile(f"{base}/{file.name}", (file.size, file.digest))
 
 
 def _shown(tensors: tuple[Component, ...]) -> str:

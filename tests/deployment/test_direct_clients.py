@@ -36,6 +36,8 @@ ALLOWED = {  # what makes a client, and why it may where it does
     ("integrations/http_client.py", "httpx.AsyncClient"): "the place where they are made",
     ("integrations/http_client.py", "httpx.AsyncHTTPTransport"): "the place where they are made",
     ("peer/lookup.py", "http.client.HTTPConnection"): "reads no environment; the base has no httpx",
+    ("engine/kv/tiers/kv_source.py", "http.client.HTTPConnection"): "reads no environment; it is below integrations",
+    ("engine/kv/tiers/kv_source.py", "http.client.HTTPSConnection"): "reads no environment but certificates",
     ("gateway/engine_http.py", "http.client.HTTPConnection"): "reads no environment; no httpx either",
     ("gateway/engine_http.py", "http.client.HTTPSConnection"): "reads no environment but certificates",
     ("benchmarks/startup.py", "http.client.HTTPConnection"): "reads no environment",

@@ -1,4 +1,4 @@
-"""KV files of whole servers: a baked prefix gives the text and the KV of a computed one, and a bad file does no harm."""
+"""KV files of whole servers: a baked prefix gives the text and KV of a computed one; a bad file does no harm."""
 
 import json
 import subprocess

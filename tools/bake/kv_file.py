@@ -25,7 +25,7 @@ from headrace.core.types.kv.kv_files import (
     pack_start,
 )
 from headrace.core.types.packed import unpack
-from headrace.engine.kv.tiers.kv_source import FileSource, KvSource, SourceError, read_header
+from headrace.engine.kv.tiers.kv_source import FileSource, KvFileSource, SourceError, read_header
 
 READ_S = 3600.0
 
@@ -106,7 +106,7 @@ def verify(path: Path, progress: Callable[[int, int], None]) -> KvFileHeader:
     return header
 
 
-def _open(path: Path, option: str) -> tuple[KvSource, KvFileStart, KvFileHeader]:
+def _open(path: Path, option: str) -> tuple[KvFileSource, KvFileStart, KvFileHeader]:
     """Raises ConfigError."""
     source = FileSource(str(path))
     try:
@@ -117,7 +117,7 @@ def _open(path: Path, option: str) -> tuple[KvSource, KvFileStart, KvFileHeader]
 
 
 class _closing:
-    def __init__(self, source: KvSource) -> None:
+    def __init__(self, source: KvFileSource) -> None:
         self._source = source
 
     def __enter__(self) -> None:

@@ -47,7 +47,7 @@ class KvFileError(Exception):
     """It is no KV file, or a damaged one; the message says what is wrong with it."""
 
 
-class Computation(msgspec.Struct, frozen=True):
+class KvComputation(msgspec.Struct, frozen=True):
     """What the bits of computed KV depend on beside the model and the prompt."""
 
     device: Text
@@ -79,7 +79,7 @@ class KvFileHeader(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Digest of each page (core/types/kv/page_digests.py), with the salt "", one behind the other."""
     checksums: bytes
     """SHA-256 of each page's bytes, one behind the other."""
-    computation: Computation
+    computation: KvComputation
 
     @property
     def pages(self) -> int:

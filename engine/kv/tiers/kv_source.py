@@ -25,7 +25,7 @@ class SourceError(Exception):
     """A file cannot be read (in time); the message says why."""
 
 
-class KvSource(Protocol):
+class KvFileSource(Protocol):
     """Reads one file. Used by one thread."""
 
     def read_into(self, target: memoryview, offset: int, until: float) -> None:
@@ -46,7 +46,7 @@ class KvSource(Protocol):
         ...
 
 
-def open_source(location: str, clock: Callable[[], float] = time.monotonic) -> KvSource:
+def open_source(location: str, clock: Callable[[], float] = time.monotonic) -> KvFileSource:
     """The source of a path or URL. Nothing is read yet."""
     return HttpSource(location, clock) if is_url(location) else FileSource(location)
 
@@ -64,7 +64,7 @@ class FileSource:
         self._descriptor: int | None = None
 
     def read_into(self, target: memoryview, offset: int, until: float) -> None:
-        """See KvSource. The deadline is not needed."""
+        """See KvFileSource. The deadline is not needed."""
         at = 0
         try:
             while at < len(target):
@@ -76,17 +76,17 @@ class FileSource:
             raise SourceError(error.strerror or str(error)) from error
 
     def size(self) -> int:
-        """See KvSource."""
+        """See KvFileSource."""
         try:
             return os.fstat(self._open()).st_size
         except OSError as error:
             raise SourceError(error.strerror or str(error)) from error
 
     def expect(self, end: int) -> None:
-        """See KvSource: nothing is to be prepared."""
+        """See KvFileSource: nothing is to be prepared."""
 
     def close(self) -> None:
-        """See KvSource."""
+        """See KvFileSource."""
         if self._descriptor is not None:
             os.close(self._descriptor)
             self._descriptor = None
@@ -122,7 +122,7 @@ class HttpSource:
         self._size: int | None = None
 
     def read_into(self, target: memoryview, offset: int, until: float) -> None:
-        """See KvSource."""
+        """See KvFileSource."""
         try:
             response = self._response
             if response is None or self._at != offset:
@@ -152,17 +152,17 @@ class HttpSource:
             self.close()
 
     def size(self) -> int:
-        """See KvSource."""
+        """See KvFileSource."""
         if self._size is None:
             raise SourceError("the store does not tell its size")
         return self._size
 
     def expect(self, end: int) -> None:
-        """See KvSource."""
+        """See KvFileSource."""
         self._end = end
 
     def close(self) -> None:
-        """See KvSource."""
+        """See KvFileSource."""
         if self._response is not None:
             self._response.close()  # it may have the socket to itself
             self._response = None
@@ -216,7 +216,7 @@ class HttpSource:
             raise SourceError("the store is too slow")
 
 
-def read_header(source: KvSource, until: float) -> tuple[KvFileStart, KvFileHeader]:
+def read_header(source: KvFileSource, until: float) -> tuple[KvFileStart, KvFileHeader]:
     """Read and parse what a file begins with. Raises SourceError, KvFileError."""
     data = memoryview(bytearray(START_BYTES))
     source.read_into(data, 0, until)
@@ -226,7 +226,7 @@ def read_header(source: KvSource, until: float) -> tuple[KvFileStart, KvFileHead
     return start, parse_header(bytes(body), start)
 
 
-def close_quietly(source: KvSource) -> None:
+def close_quietly(source: KvFileSource) -> None:
     """Close a source that is not needed any more."""
     with suppress(Exception):
         source.close()

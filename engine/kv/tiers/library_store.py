@@ -18,7 +18,7 @@ from headrace.core.messages.orders import CloseKvFile, OpenKvFile
 from headrace.core.types.kv.geometry import Component, Geometry
 from headrace.core.types.kv.kv_files import KvFileError, KvFileHeader
 from headrace.core.types.kv.kv_tiers import LIBRARY_PAGES, PageHeader
-from headrace.engine.kv.tiers.kv_source import KvSource, SourceError, close_quietly, open_source, read_header
+from headrace.engine.kv.tiers.kv_source import KvFileSource, SourceError, close_quietly, open_source, read_header
 from headrace.engine.kv.tiers.pages import Bytes, Parts, TierError, check_slot
 
 log = logging.getLogger(__name__)
@@ -30,7 +30,7 @@ RETRY_S = 10.0  # after a failure, in which a file is not tried again
 class OpenFile:
     """A KV file; it is read when its first page is."""
 
-    def __init__(self, order: OpenKvFile, source: KvSource) -> None:
+    def __init__(self, order: OpenKvFile, source: KvFileSource) -> None:
         self.order = order
         self.source = source
         self.header: KvFileHeader | None = None
