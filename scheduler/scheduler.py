@@ -73,7 +73,7 @@ from headrace.core.types import refusals
 from headrace.core.types.errors import CANCELLED, DEADLINE, ErrorInfo
 from headrace.scheduler.admission import Admission
 from headrace.scheduler.batching.kv_library import KvLibrary
-from headrace.scheduler.batching.open_prompts import OpenPrompts
+from headrace.scheduler.batching.open_prompts import OpenPieces
 from headrace.scheduler.batching.page_copies import PageCopies
 from headrace.scheduler.batching.planner import LockstepPlanner, Planner
 from headrace.scheduler.batching.stages import StageGroup
@@ -129,7 +129,7 @@ class Scheduler:
         self._generation = TokenGeneration(state, self._completion, self._handoff, self._preemption)
         self._fetch = RemoteFetch(state, self._completion, self._generation)
         self._prefills = PrefillSessions(state, self._completion)
-        self._open_prompts = [OpenPrompts(state, replica, self._completion) for replica in state.replicas]
+        self._open_prompts = [OpenPieces(state, replica, self._completion) for replica in state.replicas]
         self._planners = [
             Planner(state, replica, self._generation, self._handoff, self._fetch, self._preemption, open_prompts)
             for replica, open_prompts in zip(state.replicas, self._open_prompts, strict=True)

@@ -19,7 +19,7 @@ from headrace.scheduler.state.replica import Replica
 from headrace.scheduler.state.state import State
 
 
-class OpenPrompts:
+class OpenPieces:
     """Chooses the pieces of the next short pass of a replica, and leases their pages."""
 
     def __init__(self, state: State, replica: Replica, completion: Completion) -> None:

@@ -27,7 +27,7 @@ from headrace.core.types.kv.geometry import ceil_div
 from headrace.core.types.packed import pack
 from headrace.core.types.ranks.coordinate import Agreement, coordinate, cut_result, vote
 from headrace.core.types.requests.images import rotary_positions
-from headrace.scheduler.batching.open_prompts import OpenPrompts
+from headrace.scheduler.batching.open_prompts import OpenPieces
 from headrace.scheduler.batching.prefill_shares import PrefillShares, next_chunk
 from headrace.scheduler.batching.starting import Starter
 from headrace.scheduler.costs.cost_model import CostModel
@@ -88,7 +88,7 @@ class Planner:
         handoff: KvHandoff,
         fetch: RemoteFetch,
         preemption: Preemption,
-        open_prompts: OpenPrompts,
+        open_prompts: OpenPieces,
     ) -> None:
         self._state = state
         self._replica = replica

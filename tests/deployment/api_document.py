@@ -34,6 +34,7 @@ BODIES: dict[str, type[msgspec.Struct]] = {
     "`text` of POST /v1/responses": schema.TextOptions,
     "`text.format` of POST /v1/responses": schema.TextFormat,
     "`stream_options`": schema.StreamOptions,
+    "`headrace`": schema.OpenFields,
     "items of `messages`": schema.ChatMessage,
     "items of `tool_calls`": schema.ToolCall,
     "`function` of a tool call": schema.CalledFunction,

@@ -42,6 +42,7 @@ ALLOWED = {  # what makes a client, and why it may where it does
     ("gateway/engine_http.py", "http.client.HTTPSConnection"): "reads no environment but certificates",
     ("benchmarks/startup.py", "http.client.HTTPConnection"): "reads no environment",
     ("examples/minimal_peer.py", "urllib.request.build_opener"): "with no proxies; it needs numpy and pyzmq alone",
+    ("examples/stream_document.py", "httpx.Client"): "as a user's program makes one; it needs httpx alone",
     ("server/telemetry/otlp_sink.py", "requests.Session"): "trust_env is off",
     (
         "server/telemetry/otlp_sink.py",

@@ -157,7 +157,7 @@ Run = Coroutine[Any, Any, PrefillReply]
 Guard = Callable[[Callable[[], Run]], Run]
 
 
-class Opener(Protocol):
+class PrefillOpener(Protocol):
     """Answers POST /v1/prefill with open."""
 
     async def respond(self, http: Request, body: PrefillBody) -> Response:
@@ -231,7 +231,7 @@ class PrefillResponder:
 def prefill_routes(
     responder: PrefillResponder,
     completions: Completions,
-    opener: Opener,
+    opener: PrefillOpener,
     config: ServerConfig,
     budget: BodyBudget,
     drop: Callable[[str, str], bool],

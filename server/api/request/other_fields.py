@@ -297,6 +297,7 @@ OTHER_FIELDS: Mapping[type[msgspec.Struct], Mapping[str, OtherField]] = {
         _CACHES,
         _accepted("comes back from responses", "annotations logprobs parsed"),
     ),
+    schema.OpenFields: _table(),
     schema.ImageUrl: _table(_accepted("the model's processor says how large images are", "detail")),
     schema.GenerateSampling: _table(
         _refused("not served", "stop_regex structural_tag custom_params"),

@@ -35,7 +35,7 @@ OnComputed = Callable[[int], None]
 Own = Callable[[GenerationRequest], GenerationRequest]
 
 
-class Piece(Protocol):
+class OpenPiece(Protocol):
     """A piece that is being computed."""
 
     async def run(self, on_computed: OnComputed) -> None:
@@ -69,7 +69,7 @@ class OpenPrompt:
         """Time by the server's clock."""
         self.lock = asyncio.Lock()
         """Held while the prompt is changed: changes come one after the other."""
-        self.piece: Piece | None = None
+        self.piece: OpenPiece | None = None
         self.task: asyncio.Task[None] | None = None
         self.timer: asyncio.TimerHandle | None = None
 
@@ -82,7 +82,7 @@ class OpenPrompt:
 class Pieces(Protocol):
     """Where the pieces of open prompts are computed."""
 
-    def piece(self, prompt: OpenPrompt, request: GenerationRequest) -> Piece:
+    def piece(self, prompt: OpenPrompt, request: GenerationRequest) -> OpenPiece:
         """A piece of a prompt. request: with its tokens."""
         ...
 

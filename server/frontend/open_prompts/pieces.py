@@ -6,7 +6,7 @@ from headrace.core.types.packed import pack
 from headrace.core.types.requests.request import Discard, SamplingParams
 from headrace.server.frontend.link.call import Call
 from headrace.server.frontend.link.scheduler_client import SchedulerClient
-from headrace.server.frontend.open_prompts.open_prompts import OnComputed, OpenPrompt, Piece
+from headrace.server.frontend.open_prompts.open_prompts import OnComputed, OpenPiece, OpenPrompt
 from headrace.server.frontend.request.generation_request import GenerationRequest
 
 
@@ -50,7 +50,7 @@ class LocalPieces:
     def __init__(self, client: SchedulerClient) -> None:
         self._client = client
 
-    def piece(self, prompt: OpenPrompt, request: GenerationRequest) -> Piece:
+    def piece(self, prompt: OpenPrompt, request: GenerationRequest) -> OpenPiece:
         """A piece of a prompt. request: with its tokens."""
         return LocalPiece(self._client, request)
 
