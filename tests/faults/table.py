@@ -45,6 +45,7 @@ def _signals() -> Group:
             fault("stopped for a moment", "SIGSTOP, SIGCONT after 0.5 s", short, none),
             _frozen(),
             _shared_memory(),
+            _siblings(),
             _storms(),
         ),
     )
@@ -60,6 +61,17 @@ def _shared_memory() -> Fault:
     cells["a whole server"] = Proven((shm,))
     why = {place: "touches no shared memory" if place in ONE else NO_PROCESS for place in PLACES}
     return fault("killed beside shared memory", "SIGKILL while KV is written into the other server's pool", cells, why)
+
+
+def _siblings() -> Fault:
+    """The server that a prefill server fetches a prefix from."""
+    tests = (
+        "test_a_sibling_that_is_dead_costs_no_request",
+        "test_a_sibling_that_falls_silent_or_dies_in_the_middle_costs_no_request",
+    )
+    cells = {"a whole server": Proven(tuple(f"tests/e2e/test_prefixes.py::{test}" for test in tests))}
+    others = {place: "the whole server dies with it" if place in ONE else NO_PROCESS for place in PLACES}
+    return fault("a sibling killed", "SIGKILL or SIGSTOP of a sibling before or while a prefix comes", cells, others)
 
 
 def _frozen() -> Fault:
