@@ -195,6 +195,7 @@ def _replay(
         scheduler=point.scheduler,
         costs=costs,
         replicas=point.replicas,
+        siblings=point.siblings,
         router=ROUTERS[point.router],
         time_scale=scale,
         fetch_tokens_s=around.fetch_rate,

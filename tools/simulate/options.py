@@ -83,6 +83,9 @@ class Point(msgspec.Struct, frozen=True, kw_only=True):
     """Of each server's host tier."""
 
     replicas: int
+    siblings: bool
+    """They fetch prefixes from each other."""
+
     router: str
     remote: Remote | None
     """Of the decode servers; None: there are none."""
@@ -100,6 +103,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     ours.add_argument(
         "--replicas", metavar="N,N,...", default="1", help="servers; also a range such as 1..4 (default: 1)"
     )
+    ours.add_argument("--siblings", metavar="{on,off},...", default="off", help=_SIBLINGS_HELP)
     ours.add_argument("--router", metavar="NAME,...", default="score", help=_ROUTER_HELP)
     ours.add_argument(
         "--fetch-rate",
@@ -167,6 +171,10 @@ _TPOT_HELP = f"with --remote: seconds per token after the first that count as go
 _HOST_RATE_HELP = (
     "tokens a second whose KV is copied to the host tier, and as many from it, see --host-pages (default: all at once)"
 )
+_SIBLINGS_HELP = (
+    "whether servers fetch prefixes from each other where that is predicted to be faster than computing them, at "
+    "--fetch-rate, as with --sibling of headrace serve (default: off)"
+)
 _ROUTER_HELP = f"how a server is chosen where there are several: {', '.join(ROUTERS)} (default: score)"
 _OBJECTIVE_HELP = (
     "time to first token that counts as good: prop: 1 s + 5 x computing the prompt alone; class: 2, 8, 30 s up to "
@@ -202,6 +210,7 @@ def points(given: Mapping[str, Any], environ: Mapping[str, str], longest: int) -
         **settings,
         "router": _choices("--router", given["router"], ROUTERS),
         "replicas": _replicas(given["replicas"]),
+        "siblings": _choices("--siblings", given["siblings"], dict.fromkeys(("on", "off"))),
         "remote": (None,) if given["remote"] is None else _choices("--remote", given["remote"], dict.fromkeys(REMOTES)),
         "load": (None,) if given["load"] is None else _numbers("--load", given["load"]),
     }
@@ -217,6 +226,7 @@ def points(given: Mapping[str, Any], environ: Mapping[str, str], longest: int) -
                 scheduler=msgspec.structs.replace(fixed, **changed),
                 host_pages=chosen.get(HOST_PAGES, base.engine.host_pages),
                 replicas=chosen["replicas"],
+                siblings=chosen["siblings"] == "on",
                 router=chosen["router"],
                 remote=chosen["remote"],
                 load=chosen["load"],

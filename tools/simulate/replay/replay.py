@@ -30,6 +30,9 @@ class ReplaySettings(msgspec.Struct, frozen=True, kw_only=True):
     """Of each stage."""
 
     replicas: int = 1
+    siblings: bool = False
+    """Each replica fetches prefixes from the others."""
+
     router: RouterFactory
     time_scale: float = 1.0
     """Every arrival time is multiplied by it."""
@@ -138,6 +141,9 @@ class Replay:
             )
             for number in range(settings.replicas)
         ]
+        named = {f"replica-{number}": replica for number, replica in enumerate(self._replicas)}
+        for name, replica in named.items() if settings.siblings else ():
+            replica.connect(name, {other: one for other, one in named.items() if other != name})
         if settings.replicas > 1 and settings.decode is None:
             self._router = settings.router(self._replicas, scheduler.page_size)
         if settings.decode is not None:

@@ -1,13 +1,13 @@
 """One replica of a replay: a real Scheduler on modelled stages, its clients and its decode peer."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from headrace.core.config import SchedulerConfig
 from headrace.core.messages.frontend import Submit
 from headrace.core.messages.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KvEventMessage, ReplicaKvEvent
-from headrace.core.messages.orders import Order
-from headrace.core.messages.peers import PeerJoined, PeerReserved
+from headrace.core.messages.orders import Order, PrepareReceive
+from headrace.core.messages.peers import AskReserve, PeerJoined, PeerReserved
 from headrace.core.messages.replies import RequestFailed, RequestFinished, Tokens
 from headrace.core.types.errors import ErrorInfo
 from headrace.core.types.kv.geometry import Geometry, ceil_div
@@ -23,6 +23,7 @@ from headrace.server.routing.score import Candidate
 from headrace.testing.world import SchedulerDriver, World
 from headrace.tools.simulate.replay.costs import row_seconds, slowest
 from headrace.tools.simulate.replay.pipeline import TimedHostTier, TimedPipeline
+from headrace.tools.simulate.replay.siblings import SiblingFetches
 
 PEER = "peer"
 ANSWERED = SamplingParams(temperature=0.0, max_tokens=1)
@@ -69,7 +70,8 @@ class ReplayReplica:
         self._cached = cached
         self._scheduler = Scheduler(config)
         self._driver = SchedulerDriver(world, self._scheduler, self._perform)
-        self._handed_over: dict[str, HandedOver] = {}  # by rid, of decode servers in the replay
+        self._handed_over: dict[str, HandedOver] = {}  # by rid, of decode servers and siblings in the replay
+        self._siblings: SiblingFetches | None = None
         self._work: dict[str, float] = {}  # predicted seconds of requests without a first token
         self._queued_s = 0.0
         copies = TimedHostTier(world, len(costs), config.page_size, host.tokens_s, self._driver.handle)
@@ -82,6 +84,30 @@ class ReplayReplica:
     def open_requests(self) -> int:
         """Requests without a first token."""
         return len(self._work)
+
+    def connect(self, name: str, siblings: Mapping[str, "ReplayReplica"]) -> None:
+        """Fetch prefixes from these siblings from now on, to which this replica has this name."""
+        for other, sibling in siblings.items():
+            sibling.join(f"{other} to {name}")
+        self._siblings = SiblingFetches(
+            self._world,
+            name,
+            self._scheduler,
+            tuple(self._config.layout.ranks),
+            self._config.page_size,
+            siblings,
+            self._driver.handle,
+        )
+
+    def cached_tokens(self, prompt: bytes) -> int:
+        """Leading tokens of a prompt that its prefix cache has."""
+        return self._scheduler.cached_tokens(prompt)
+
+    def hand_over(self, rid: str, prompt: bytes, peer: str, reservation: Reservation, handed_over: HandedOver) -> None:
+        """Send what is cached to a sibling that has joined. handed_over: as of compute()."""
+        self._handed_over[rid] = handed_over
+        self._driver.handle(PeerReserved(session=peer, reservation=reservation))
+        self._driver.handle(Submit(rid=rid, prompt=prompt, sampling=ANSWERED, route=SendTo(rid, cached=True)))
 
     def candidate(self, prompt: bytes) -> Candidate:
         """What a router that knows everything sees when this prompt arrives."""
@@ -97,6 +123,16 @@ class ReplayReplica:
         """Take in a request, and the reservation of its peer if KV is handed over. attempt: 2 for the first retry."""
         self._work[rid] = seconds = self._uncached_s(prompt)
         self._queued_s += seconds
+        self._bring(prompt, lambda: self._start(rid, prompt, tenant, slo_ttft_s, attempt))
+
+    def _bring(self, prompt: bytes, go_on: Callable[[], None]) -> None:
+        """Go on with a prompt when what siblings have of it has come."""
+        if self._siblings is None:
+            go_on()
+        else:
+            self._siblings.bring(prompt, go_on)
+
+    def _start(self, rid: str, prompt: bytes, tenant: str, slo_ttft_s: float | None, attempt: int) -> None:
         route = SendTo(rid) if self._hands_over else Discard()
         sampling = HANDED_OVER if self._hands_over else ANSWERED
         if self._hands_over:
@@ -134,7 +170,8 @@ class ReplayReplica:
         there, or it has failed."""
         self._handed_over[rid] = handed_over
         self._driver.handle(PeerReserved(session=peer, reservation=reservation))
-        self._driver.handle(Submit(rid=rid, prompt=prompt, sampling=HANDED_OVER, route=SendTo(rid)))
+        submit = Submit(rid=rid, prompt=prompt, sampling=HANDED_OVER, route=SendTo(rid))
+        self._bring(prompt, lambda: self._driver.handle(submit))
 
     def _uncached_s(self, prompt: bytes) -> float:
         cached = self._scheduler.cached_tokens(prompt)
@@ -147,8 +184,16 @@ class ReplayReplica:
                     self._cached(effect.event)
                 case BlockStored() | BlockRemoved() | AllBlocksCleared():
                     self._cached(effect)
+                case PrepareReceive() if self._siblings is not None:
+                    self._siblings.prepare(effect)
+                case AskReserve() if self._siblings is not None:
+                    self._siblings.reserved(effect.reservation)
                 case Order():
                     self.pipeline.order(effect)
+                case RequestFinished() | RequestFailed() if self._siblings is not None and self._siblings.ended(
+                    effect.rid
+                ):
+                    pass
                 case Tokens():
                     self._leave_queue(effect.rid)
                     self._first_token(effect.rid)
