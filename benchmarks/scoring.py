@@ -2,6 +2,8 @@
 
 `python -m benchmarks.scoring`; needs the environment that `make test-vllm` makes. Both serve SmolLM2 with as many
 threads and in the same dtype, both have a prefix cache, and they take turns, each stopped while the other computes.
+Where the kernel shares cores among sessions (sched_autogroup_enabled), run it with setsid: vLLM has its own, too.
+
 Every round has a prefix and items of its own. Scores are compared between the two, and each of ours with the
 prompt_logprobs of the same prompt and its label, which have to be equal bit for bit.
 """
@@ -17,6 +19,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import httpx
+import psutil
 
 from benchmarks.arguments import add_dtype, add_rounds, add_threads, make_parser
 from benchmarks.report import console, print_table, prompt, run, spread
@@ -48,16 +51,25 @@ class Scored(NamedTuple):
     """The answer of a server."""
 
     items_s: float
+    cpu_ms: float  # of all its processes, for each item: what others on the cores do not change much
     scores: list[float]
 
 
-def score(client: httpx.Client, body: Body, model: str) -> Scored:
-    """Score by POST /generative_scoring."""
-    started = time.perf_counter()
-    answer = client.post("/generative_scoring", json=body.fields(model))
-    took = time.perf_counter() - started
+def cpu_seconds(pid: int) -> float:
+    """Processor time of a process and its children so far."""
+    process = psutil.Process(pid)
+    times = [each.cpu_times() for each in (process, *process.children(recursive=True))]
+    return sum(each.user + each.system for each in times)
+
+
+def score(client: httpx.Client, pid: int, body: Body) -> Scored:
+    """Score by POST /generative_scoring. pid: of the server's first process."""
+    started, used = time.perf_counter(), cpu_seconds(pid)
+    answer = client.post("/generative_scoring", json=body.fields(NAME))
+    took, used = time.perf_counter() - started, cpu_seconds(pid) - used
     assert answer.status_code == 200, answer.text
-    return Scored(len(body.items) / took, [item["score"] for item in answer.json()["data"]])
+    count = len(body.items)
+    return Scored(count / took, 1000 * used / count, [item["score"] for item in answer.json()["data"]])
 
 
 def unequal(server: LocalServer, body: Body, scores: Sequence[float]) -> int:
@@ -106,14 +118,17 @@ def main(arguments: Sequence[str]) -> int:
             vllm.signal(signal.SIGSTOP)
             for number in range(given.rounds + 1):  # the first one is warm-up
                 body = _drawn(given.prefix, given.items, given.length, number)
-                own = score(client, body, NAME)
+                own = score(client, server.process.pid, body)
                 different += unequal(server, body, own.scores)
                 with turn(vllm.signal):
-                    other = score(vllm.client, body, NAME)
+                    other = score(vllm.client, vllm.process.pid, body)
                 if number:
                     ours.append(own)
                     theirs.append(other)
-                console.print(f"round {number}: {own.items_s:,.1f} and {other.items_s:,.1f} items/s")
+                console.print(
+                    f"round {number}: {own.items_s:,.1f} and {other.items_s:,.1f} items/s, "
+                    f"{own.cpu_ms:,.0f} and {other.cpu_ms:,.0f} ms of CPU each"
+                )
     ratio = statistics.median(one.items_s / other.items_s for one, other in zip(ours, theirs, strict=True))
     apart = max(
         abs(math.log(one) - math.log(other))
@@ -123,9 +138,10 @@ def main(arguments: Sequence[str]) -> int:
     print_table(
         f"items/s, {given.items} items of {given.length} tokens behind {given.prefix}, {given.dtype}, "
         f"{given.threads} threads: median (range) of {given.rounds} rounds",
-        ("Headrace", "vLLM", "ratio", "logprobs apart, at most", "unequal to prompt_logprobs"),
+        ("Headrace", "vLLM", "ratio", "CPU ms an item", "vLLM", "logprobs apart, at most", "unequal to prompt_logprobs"),
         [(
             spread([one.items_s for one in ours]), spread([other.items_s for other in theirs]), f"{ratio:.2f}",
+            spread([one.cpu_ms for one in ours]), spread([other.cpu_ms for other in theirs]),
             f"{apart:.1e}", f"{different} of {(given.rounds + 1) * min(CHECKED, given.items)}",
         )],
     )  # fmt: skip

@@ -11,7 +11,7 @@ from headrace.server.api.request.schema import (
     RerankBody,
     ScoreBody,
 )
-from headrace.server.api.scoring.items import Item
+from headrace.server.api.scoring.items import ScoredItem
 from headrace.server.frontend.served_model import ServedModel
 from headrace.server.http.ranges import MAX_ITEMS, MAX_LABELS
 from headrace.text.chat_template import TemplateUse
@@ -34,7 +34,7 @@ class Scored(NamedTuple):
 
     head: Sequence[int]
     """Token ids of what comes before the items."""
-    items: list[Item]
+    items: list[ScoredItem]
 
 
 async def score_items_of(model: ServedModel, body: ScoreBody) -> Scored:
@@ -197,5 +197,5 @@ async def _scored(
         if total > MAX_TOKENS:
             message = f"the prompts up to {place} have {total} tokens; at most {MAX_TOKENS} fit in one request"
             raise invalid(place, message)
-        items.append(Item(place, ids, own))
+        items.append(ScoredItem(place, ids, own))
     return Scored(head, items)

@@ -24,7 +24,7 @@ OPEN_ITEMS = 256
 """Items of a body that the scheduler has at the same time: several passes of them, and no more of its queue."""
 
 
-class Item(msgspec.Struct, frozen=True):
+class ScoredItem(msgspec.Struct, frozen=True):
     """One prompt to score."""
 
     place: str
@@ -42,7 +42,7 @@ class ItemScore(msgspec.Struct, frozen=True):
     usage: Usage
 
 
-def shared_tokens(head: Sequence[int], items: Sequence[Item], page_size: int) -> int:
+def shared_tokens(head: Sequence[int], items: Sequence[ScoredItem], page_size: int) -> int:
     """Tokens in whole pages with which all prompts begin, and the head: what is known to be common to them, whatever
     the items are."""
     prompts = [tuple(head), *(item.prompt for item in items)]
@@ -53,7 +53,7 @@ def shared_tokens(head: Sequence[int], items: Sequence[Item], page_size: int) ->
 
 
 async def score_items(
-    completions: Completions, base: GenerationRequest, items: Sequence[Item], shared: int
+    completions: Completions, base: GenerationRequest, items: Sequence[ScoredItem], shared: int
 ) -> list[ItemScore]:
     """Score items, of which so many tokens are shared. base: what their requests have in common. Raises HeadraceError,
     which names the item, as soon as one fails; the others are cancelled then, as they are with this coroutine."""
@@ -64,7 +64,7 @@ async def score_items(
         if isinstance(event, Progress) and event.phase == "computing" and event.done >= shared:
             published.set()
 
-    async def score(index: int, item: Item) -> ItemScore:
+    async def score(index: int, item: ScoredItem) -> ItemScore:
         if index:
             await published.wait()
         async with places:
@@ -81,7 +81,7 @@ async def score_items(
     return await run_all(score(index, item) for index, item in enumerate(items))
 
 
-def _sampling(item: Item) -> SamplingParams:
+def _sampling(item: ScoredItem) -> SamplingParams:
     """Nothing is drawn: the most likely token is found with the check of the logits, and is not asked for."""
     return SamplingParams(temperature=0.0, max_tokens=1, logprobs=0, label_token_ids=item.labels)
 
@@ -89,7 +89,7 @@ def _sampling(item: Item) -> SamplingParams:
 async def _score(
     completions: Completions,
     request: GenerationRequest,
-    item: Item,
+    item: ScoredItem,
     emit: Callable[[Progress | GenerationDelta], Awaitable[None]],
 ) -> ItemScore:
     try:

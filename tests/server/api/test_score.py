@@ -17,7 +17,7 @@ from headrace.core.types.errors import ErrorInfo
 from headrace.core.types.packed import unpack
 from headrace.core.types.requests.request import Discard, TokenLogprob
 from headrace.server.api.scoring.bodies import JUDGE
-from headrace.server.api.scoring.items import OPEN_ITEMS, Item, shared_tokens
+from headrace.server.api.scoring.items import OPEN_ITEMS, ScoredItem, shared_tokens
 from headrace.text.tokenizer import Tokenizer
 from tests.server.fakes import FakeLink, client, finished, in_loop, json_of, listening, running
 
@@ -274,7 +274,7 @@ PARTS = st.lists(st.integers(0, 1), max_size=8).map(tuple)
 def test_the_shared_prefix_is_in_all_prompts(head: tuple[int, ...], items: list[tuple[int, ...]], page: int) -> None:
     """The longest one in whole pages: against looking at each length."""
     prompts = [head[:5] + item for item in items]
-    found = shared_tokens(head, [Item("", prompt, ()) for prompt in prompts], page)
+    found = shared_tokens(head, [ScoredItem("", prompt, ()) for prompt in prompts], page)
     common = [
         count for count in range(0, len(head) + 1, page) if all(prompt[:count] == head[:count] for prompt in prompts)
         and all(len(prompt) >= count for prompt in prompts)
