@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import httpx
-import psutil
+import psutil  # type: ignore[import-untyped]
 
 from benchmarks.arguments import add_dtype, add_rounds, add_threads, make_parser
 from benchmarks.report import console, print_table, prompt, run, spread
@@ -59,7 +59,7 @@ def cpu_seconds(pid: int) -> float:
     """Processor time of a process and its children so far."""
     process = psutil.Process(pid)
     times = [each.cpu_times() for each in (process, *process.children(recursive=True))]
-    return sum(each.user + each.system for each in times)
+    return float(sum(each.user + each.system for each in times))
 
 
 def score(client: httpx.Client, pid: int, body: Body) -> Scored:
@@ -138,7 +138,7 @@ def main(arguments: Sequence[str]) -> int:
     print_table(
         f"items/s, {given.items} items of {given.length} tokens behind {given.prefix}, {given.dtype}, "
         f"{given.threads} threads: median (range) of {given.rounds} rounds",
-        ("Headrace", "vLLM", "ratio", "CPU ms an item", "vLLM", "logprobs apart, at most", "unequal to prompt_logprobs"),
+        ("Headrace", "vLLM", "ratio", "CPU ms an item", "vLLM", "logprobs apart", "unequal to prompt_logprobs"),
         [(
             spread([one.items_s for one in ours]), spread([other.items_s for other in theirs]), f"{ratio:.2f}",
             spread([one.cpu_ms for one in ours]), spread([other.cpu_ms for other in theirs]),

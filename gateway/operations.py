@@ -13,6 +13,7 @@ from headrace.core.version import headrace_version
 from headrace.gateway.base import BaseGateway
 from headrace.gateway.metrics import GATEWAY_CATALOG
 from headrace.server.api.description.operation import audiences, described
+from headrace.server.api.scoring.score_routes import SCORING_PATHS
 from headrace.server.http.body import BodyBudget
 from headrace.server.http.error_response import error_response, install_handlers
 from headrace.server.http.middleware import ApiKeys, RequestMetrics
@@ -27,7 +28,7 @@ def gateway_app(title: str, gateway: BaseGateway, prompt_routes: Callable[[BodyB
     config = gateway.config
     budget = BodyBudget(config.max_body_bytes)
     gateway.front_metrics.include(budget.statistics)
-    routers = [prompt_routes(budget), _operation_routes(gateway)]
+    routers = [prompt_routes(budget), _scoring_routes(), _operation_routes(gateway)]
     install_handlers(app, partial(allowed_methods, routers))
     for router in routers:
         app.include_router(router)
@@ -55,6 +56,19 @@ def unknown_model(name: str, served: Sequence[str]) -> HeadraceError:
     """The error of a model that no decode engine serves."""
     message = f"the model {shown(name)!r} is not served here; this gateway serves {', '.join(served)}"
     return invalid("model", message, code=MODEL_NOT_FOUND, status=404)
+
+
+def _scoring_routes() -> APIRouter:
+    """Paths of work that ends with the prompt, which no decode engine takes part in."""
+    router = APIRouter()
+
+    async def elsewhere() -> Response:
+        message = "a gateway computes nothing: send what is to be scored to a prefill server"
+        raise invalid("items", message, code="wrong_role", status=404)
+
+    for path in SCORING_PATHS:
+        router.add_api_route(path, elsewhere, methods=["POST"])
+    return router
 
 
 def _operation_routes(gateway: BaseGateway) -> APIRouter:

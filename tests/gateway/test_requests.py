@@ -113,8 +113,9 @@ async def test_wrong_bodies(monkeypatch: pytest.MonkeyPatch) -> None:
             answer = await site.post(**body)
             assert answer.status_code == status, body
             assert words in answer.json()["error"]["message"]
-        answer = await site.http.post("/v1/responses", json={})
-        assert (answer.status_code, answer.json()["error"]["code"]) == (404, "wrong_role")
+        for path in ("/v1/responses", "/v1/score", "/rerank"):
+            answer = await site.http.post(path, json={})
+            assert (answer.status_code, answer.json()["error"]["code"]) == (404, "wrong_role")
         assert site.prompts() == []
 
 

@@ -81,6 +81,10 @@ class RerankReply(msgspec.Struct):
     results: list[RerankResult]
 
 
+SCORE_PATH, GENERATIVE_PATH = "/v1/score", "/generative_scoring"
+RERANK_PATHS = ("/v1/rerank", "/v2/rerank", "/rerank")
+SCORING_PATHS = (SCORE_PATH, GENERATIVE_PATH, *RERANK_PATHS)
+
 _SCORE = described(
     "Probabilities of label tokens behind each item, in SGLang's API",
     body=ScoreBody,
@@ -129,7 +133,7 @@ def score_routes(model: ServedModel, completions: Completions, config: Config, b
 
         return JsonAnswer(work)
 
-    @router.post("/v1/score", openapi_extra=_SCORE)
+    @router.post(SCORE_PATH, openapi_extra=_SCORE)
     async def score(http: Request) -> Response:
         body = await receive(http, ScoreBody)
         softmax, temperature = bool(body.apply_softmax), body.temperature or 1.0
@@ -144,7 +148,7 @@ def score_routes(model: ServedModel, completions: Completions, config: Config, b
 
         return await respond(http, body, score_items_of(model, body), "score", answer)
 
-    @router.post("/generative_scoring", openapi_extra=_GENERATIVE)
+    @router.post(GENERATIVE_PATH, openapi_extra=_GENERATIVE)
     async def generative_scoring(http: Request) -> Response:
         body = await receive(http, GenerativeScoringBody)
         softmax = body.apply_softmax is not False
@@ -161,9 +165,6 @@ def score_routes(model: ServedModel, completions: Completions, config: Config, b
 
         return await respond(http, body, generative_items_of(model, body), "generative-scoring", answer)
 
-    @router.post("/v1/rerank", openapi_extra=_RERANK)
-    @router.post("/v2/rerank", openapi_extra=_RERANK)
-    @router.post("/rerank", openapi_extra=_RERANK)
     async def rerank(http: Request) -> Response:
         body = await receive(http, RerankBody)
 
@@ -172,6 +173,8 @@ def score_routes(model: ServedModel, completions: Completions, config: Config, b
 
         return await respond(http, body, documents_of(model, body), "rerank", answer)
 
+    for path in RERANK_PATHS:
+        router.add_api_route(path, rerank, methods=["POST"], openapi_extra=_RERANK)
     return router
 
 

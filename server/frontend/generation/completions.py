@@ -162,8 +162,8 @@ class Completions:
         raise HeadraceError(error)
 
     def _refusal(self, request: GenerationRequest, generated: int) -> ErrorInfo | None:
-        own_source = request.kv_source is not None
-        problem = self._readiness.engine_not_ready() if own_source else self._readiness.refusal()
+        alone = request.kv_source is not None or bool(request.sampling.label_token_ids)  # scores are computed here
+        problem = self._readiness.engine_not_ready() if alone else self._readiness.refusal()
         if problem is not None:
             return problem
         if self._client.open_calls >= self._max_open:

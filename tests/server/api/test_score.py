@@ -49,7 +49,7 @@ def softmax(values: list[float], temperature: float = 1.0) -> list[float]:
     return [weight / sum(weights) for weight in weights]
 
 
-@pytest.mark.parametrize("role", ["prefill", "colocated"])
+@pytest.mark.parametrize("role", ["prefill", "colocated", "decode"])
 @in_loop
 async def test_sglangs_body_and_answer(role: str, tokenizer: Tokenizer) -> None:
     link = FakeLink(scoring)
