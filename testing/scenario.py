@@ -72,6 +72,9 @@ class Scenario:
     prefills: int = 1
     """Prefill servers of a pair. With several, no router names one: hold is 0."""
 
+    returns: float = 0.0
+    """Probability that the decode server offers the KV of a turn back (with prefixes)."""
+
     prefixes: int = 0
     """Prefixes that any server of a pair fetches from any other, at random times."""
 

@@ -2,7 +2,7 @@
 
     colocated:   clients ─► server (some requests are dropped after the first token)
     pair:        clients ─► decode server ─► its front end ─► prefill server ─► chunks ─► decode server
-                 and prefixes from any server to any other (Scenario.prefixes)
+                 and prefixes from any server to any other (Scenario.prefixes), of turns that have ended, too (returns)
 
 A run follows from its seed. All that must hold whatever the schedule is checked as it happens, and violations are
 collected.
@@ -59,6 +59,7 @@ class Simulation:
         self._links: dict[str, SimulatedLinks] = {}
         self._prefills: dict[str, SimulatedServer] = {}
         self._attempts: dict[str, PrefillAttempts] = {}  # by rid
+        self._returns: set[str] = set()  # rids of KV that comes back, at both servers
         self._prefixes: dict[str, tuple[SimulatedServer, SimulatedServer]] = {}  # by rid: who fetches, and from where
         if scenario.shape == "pair":
             backend = (ZMQ, SHM)[scenario.seed % 2]
@@ -154,8 +155,33 @@ class Simulation:
         if rng.random() < self._scenario.cancel:
             self._act(f"cancel {submit.rid}", lambda: client.send(Abort(rid=submit.rid)), mean_s=0.02)
 
+    def _return(self, client: SimulatedClient) -> None:
+        """Have the prefill server of a turn that has ended take its KV, or lose the answer that says so on its way."""
+        rng, decode, route = self._random, self._server, client.submit.route
+        assert isinstance(route, FetchFrom), "in a pair every request is fetched"
+        if rng.random() >= self._scenario.returns:
+            return
+        prefill, text = self._prefills[route.prefill], client.prompt + tuple(client.tokens)
+        tokens = text[: (len(text) - 1) // prefill.config.page_size * prefill.config.page_size]
+        if not tokens:
+            return
+        rid, name = f"back-{client.submit.rid}", f"{prefill.name} from {decode.name}"
+        there = FetchFrom(name, f"back-{route.ticket}", "external", prefix=True)
+        terms = RequestTerms(cache_salt=client.submit.terms.cache_salt)
+        taken = Submit(rid=rid, prompt=pack(tokens), sampling=SamplingParams(max_tokens=1), route=there, terms=terms)
+        given = msgspec.structs.replace(taken, route=SendTo(there.ticket, cached=True))
+        self._returns.add(rid)
+        for server, submit in ((prefill, taken), (decode, given)):
+            if rng.random() < self._scenario.abandon:
+                continue
+            order = partial(server.submit, SimulatedClient(submit, tokens))
+            self._act(f"return {rid} at {server.name}", order, mean_s=0.005)
+            self._act(f"give up {rid} at {server.name}", partial(server.send, Abort(rid=rid)), mean_s=1.0)
+
     def _on_prefix(self, server: SimulatedServer, output: SchedulerReply) -> bool:
         """Post a prefix where it is fetched from, and pass on how that fails. False for outputs of other requests."""
+        if getattr(output, "rid", "") in self._returns:
+            return True
         if not isinstance(output, Reserved | RequestFailed | RequestFinished) or output.rid not in self._prefixes:
             return False
         client, other = self._prefixes[output.rid]
@@ -378,6 +404,8 @@ class Simulation:
     def _on_decode_output(self, output: SchedulerReply) -> None:
         if self._on_prefix(self._server, output):
             return
+        if isinstance(output, RequestFinished) and self._scenario.returns:
+            self._return(self._server.clients[output.rid])
         if isinstance(output, Reserved) and output.ticket:
             self._post_again(output)
         elif isinstance(output, Reserved):

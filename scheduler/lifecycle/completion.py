@@ -247,14 +247,15 @@ class Completion:
     def _cancel_at_prefill_server(self, request: Request, route: FetchFrom) -> None:
         """Tell the prefill server that the KV is not needed, where it has been reserved or was posted by a router."""
         incoming, error = request.incoming, request.error
+        reason = error.message if error else "no longer needed"
         if incoming is not None and incoming.state is IncomingState.RESERVED:
-            self._state.out.add(incoming.ask_cancel(error.message if error else "no longer needed"))
+            self._state.out.add(incoming.ask_cancel(reason))
         elif (
             (incoming is None or incoming.state is IncomingState.PREPARING)
             and route.posting != "local"
-            and error is not None
+            and (error is not None or route.prefix)  # a prefix may have come otherwise
         ):
-            release_ticket(self._state, route.prefill, route.ticket, error.message, request.replica)
+            release_ticket(self._state, route.prefill, route.ticket, reason, request.replica)
 
 
 def release_ticket(state: State, prefill: str, ticket: str, reason: str, replica: int = 0) -> None:

@@ -19,3 +19,16 @@ def test_prefixes_go_in_all_directions_and_damage_nothing() -> None:
     assert outcomes["prefill:fetched"] > 20
     assert outcomes["prefill:not_cached"] > 0
     assert outcomes["decode:handoff"] > 0
+
+
+def test_turns_come_back_or_not_and_damage_nothing() -> None:
+    outcomes: Counter[str] = Counter()
+    for seed in range(91_000, 91_030):
+        changes: dict[str, Any] = {"prefills": 2} if seed % 2 else {"dp": 1 + seed % 4 // 2, "small": seed % 8 == 0}
+        changes |= {"has_nan_token": seed % 3 == 0, "abandon": 0.1, "prefixes": 1, "returns": 0.9}
+        report = simulate(Scenario(seed, "pair", 12, lost_peer=0.3, crash=0.1, stall=0.02, **changes))
+        assert report.violations == [], f"seed {seed}: {report.violations[:3]}"
+        outcomes.update(report.outcomes)
+    assert outcomes["prefill:fetched"] > 10
+    assert outcomes["decode:handoff"] > 8
+    assert outcomes["prefill:peer_gone"] + outcomes["decode:peer_gone"] > 0

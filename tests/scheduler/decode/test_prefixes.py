@@ -2,12 +2,24 @@
 
 from msgspec.structs import replace
 
+from headrace.core.messages.frontend import Drain, QueryPrefix
 from headrace.core.messages.orders import Forward, PrepareReceive, ReleaseRequest, SendChunk
-from headrace.core.messages.peers import AskReserve, PeerGone, TellFailed, TellFinished
+from headrace.core.messages.peers import (
+    AskCancel,
+    AskReserve,
+    PeerGone,
+    PeerJoined,
+    PeerReserved,
+    TellFailed,
+    TellFinished,
+)
+from headrace.core.messages.replies import PrefixReply
 from headrace.core.messages.stage_events import KvReceived
-from headrace.core.types.packed import pack
+from headrace.core.types.packed import pack, prompt_hash
+from headrace.core.types.peers.session_terms import PeerTerms
 from headrace.core.types.requests.request import PREFIX, DecodeHere, Discard, FetchFrom, FirstToken, SendTo
-from tests.scheduler.bench import Bench, ids, none, only
+from headrace.core.types.requests.reservation import Reservation
+from tests.scheduler.bench import Bench, geometry, ids, none, only
 
 PREFIX_ROUTE = FetchFrom("p", "t", prefix=True)
 CACHED = SendTo("t", cached=True)
@@ -19,10 +31,15 @@ def connected(**changes: object) -> Bench:
     return bench
 
 
-def fetched(bench: Bench, tokens: int = 8, first: FirstToken | None = None) -> PrepareReceive:
+def fetching(bench: Bench, tokens: int) -> PrepareReceive:
     bench.submit(tokens=tokens, route=PREFIX_ROUTE)
     prepare = bench.last(PrepareReceive)
     bench.expecting(prepare.request)
+    return prepare
+
+
+def fetched(bench: Bench, tokens: int = 8, first: FirstToken | None = None) -> PrepareReceive:
+    prepare = fetching(bench, tokens)
     row = first or FirstToken(0, tokens, tokens, finish_reason=PREFIX)
     bench.do(KvReceived(stage=0, request=prepare.request, first=row, bytes=100, chunks=1))
     return prepare
@@ -136,3 +153,89 @@ def test_a_lost_peer_gives_the_pages_back() -> None:
     assert bench.error().code == "peer_gone"
     bench.quiet(send.request)
     bench.assert_empty()
+
+
+def test_what_is_handed_over_gives_way_to_a_request_that_needs_its_pages() -> None:
+    bench = Bench(True, kv_pages=8, hold_percent=100)
+    cached(bench, 21)
+    bench.join()
+    bench.submit(tokens=20, route=CACHED)
+    bench.submit("b", tokens=list(range(500, 520)), route=Discard())
+    assert bench.plan() is not None
+    assert bench.error().code == "pages_needed"
+    assert bench.metric("kv_pages", "leased") == 5
+
+
+def test_a_prefix_on_its_way_gives_way_to_a_request_that_decodes() -> None:
+    bench = connected(kv_pages=8)
+    bench.submit("b", tokens=list(range(500, 512)), route=DecodeHere(), max_tokens=20)
+    bench.compute(1)
+    prepare = fetching(bench, 20)
+    for token in range(2, 7):
+        forward = bench.plan()
+        if forward is None:
+            break
+        bench.done(forward, token)
+    assert bench.error().code == "pages_needed"
+    assert bench.metric("preemptions_total") == 0
+    bench.forgotten(prepare.request)
+    bench.compute(*range(10, 40))
+    assert bench.finished("b").reason == "length"
+    bench.assert_empty()
+
+
+def test_a_prefix_without_pages_waits_for_none() -> None:
+    bench = connected(kv_pages=8)
+    bench.submit("b", tokens=30, route=DecodeHere(), max_tokens=2)
+    assert bench.plan() is not None
+    bench.submit(tokens=8, route=PREFIX_ROUTE)
+    assert bench.error().code == "pages_needed"
+
+
+def test_a_drain_ends_what_only_moves() -> None:
+    bench = Bench(True)
+    cached(bench)
+    bench.submit(tokens=12, route=CACHED)
+    bench.do(Drain())
+    assert bench.error().code == "draining"
+    bench.assert_empty()
+
+
+def test_a_ticket_is_given_back_when_the_prefix_has_come_otherwise() -> None:
+    bench = connected()
+    cached(bench)
+    bench.submit(tokens=12, route=replace(PREFIX_ROUTE, posting="external"))
+    assert bench.finished().reason == "fetched"
+    assert bench.one(AskCancel).ticket == "t"
+
+
+def test_tokens_that_are_not_those_that_were_offered() -> None:
+    bench = Bench(True)
+    cached(bench)
+    bench.join()
+    bench.submit(tokens=12, route=CACHED)
+    other = Reservation(
+        ticket="t",
+        generation=1,
+        prompt_tokens=12,
+        cached_tokens=0,
+        pages=pack(range(500, 503)),
+        row=7,
+        prompt_hash=prompt_hash(pack(range(1, 13))),
+    )
+    bench.do(PeerReserved(session="s", reservation=other))
+    assert none(bench.seen, SendChunk)
+    assert bench.one(TellFailed).error.code == bench.error().code == "bad_reservation"
+
+
+def test_hosts_of_open_sessions_are_known() -> None:
+    bench = Bench(True)
+    terms = PeerTerms(session="s", geometries=(geometry(),), window_bytes=1 << 20)
+    bench.do(PeerJoined(name="d", terms=terms, host="127.0.0.1"))
+
+    def known(host: str) -> bool:
+        return only(bench.do(QueryPrefix(token=1, prompt=pack(range(8)), host=host)), PrefixReply).has_peer
+
+    assert (known("127.0.0.1"), known("127.0.0.2"), known("")) == (True, False, False)
+    bench.do(PeerGone(session="s", reason="lost"))
+    assert not known("127.0.0.1")
