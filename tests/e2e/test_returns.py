@@ -1,12 +1,14 @@
 """KV that comes back: after a turn, the prefill server has the answer that the decode server generated."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from typing import Any
 
 import pytest
 
-from tests.e2e.harness import Server, pages_in_use, running, wait_until
+from tests.e2e import gold
+from tests.e2e.harness import Server, pages_in_use, running, serving, wait_until
 from tests.e2e.models import SIZES
 
 PAGE = 16
@@ -121,3 +123,86 @@ def test_a_server_that_ends_right_after_a_turn_leaves_no_page_behind(servers: Ex
     wait_until(lambda: pages_in_use(prefill) == 0, 10, "pages are back")
     other = start(servers, "--role", "decode", "--prefill", prefill.url)
     assert turn(other, [*PROMPT, 1])["usage"]["completion_tokens"] == ANSWER
+
+
+def bits(server: Server, prompt: Sequence[int], tokens: int) -> Any:
+    """Text, token ids and logprobs of a greedy answer."""
+    found = turn(server, list(prompt), tokens, logprobs=5)["choices"][0]
+    return found["text"], found["token_ids"], found["logprobs"]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_turn_two_has_the_same_bits_as_computed(servers: ExitStack, dtype: str) -> None:
+    flags = ("--max-model-len", "2048", "--kv-pages", "256", "--page-size", "16", "--dtype", dtype)
+    prefill = servers.enter_context(serving("--role", "prefill", "--accept-return", "127.0.0.1", *flags))
+    decode = servers.enter_context(serving("--role", "decode", "--prefill", prefill.url, "--kv-return", *flags))
+    alone = servers.enter_context(serving("--no-prefix-cache", "--chunk-tokens", "64", *flags))
+    first = gold.story_ids()[:200]
+    answer = bits(decode, first, 40)
+    returned(decode)
+    prompt = [*first, *answer[1], *gold.story_ids()[300:320]]
+    second = turn(decode, prompt, 8, logprobs=5)
+    assert second["usage"]["prompt_tokens_details"]["cached_tokens"] == 224
+    assert answer == bits(alone, first, 40)
+    assert bits(decode, prompt, 8) == bits(alone, prompt, 8)
+
+
+def taking(prefill: Server) -> bool:
+    return prefill.metrics()['headrace_queue_requests{queue="fetching"}'] > 0
+
+
+@pytest.fixture
+def held_up(servers: ExitStack) -> Iterator[tuple[Server, Server]]:
+    """A pair between which KV is coming back, and does not get on: the prefill server's stage is stopped."""
+    prefill = servers.enter_context(
+        closing(Server(*MODEL, "--role", "prefill", "--accept-return", "127.0.0.1"))
+    ).started()
+    flags = ("--role", "decode", "--prefill", prefill.url, "--kv-return", "--fallback", "local")
+    decode = servers.enter_context(closing(Server(*MODEL, *flags))).started()
+    turn(decode, PROMPT)
+    returned(decode)
+    with ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(turn, decode, [3, *PROMPT], 600)
+        generating = 'headrace_queue_requests{queue="generating"}'
+        wait_until(lambda: decode.metrics()[generating] == 1, 10, "tokens are generated")
+        stage = prefill.child("headrace.engine.stage")
+        stage.suspend()
+        assert answer.result()["usage"]["completion_tokens"] == 600
+    wait_until(lambda: taking(prefill), 10, "the turn is coming back")
+    yield prefill, decode
+    for server in (prefill, decode):
+        if server.process.poll() is None:
+            server.kill()
+
+
+@pytest.mark.full
+def test_the_decode_server_dies_while_it_returns_kv(held_up: tuple[Server, Server]) -> None:
+    prefill, decode = held_up
+    stage = prefill.child("headrace.engine.stage")
+    decode.kill()
+    stage.resume()
+    wait_until(lambda: not taking(prefill) and pages_in_use(prefill) == 0, 30, "pages are back")
+    body = {"prompt_token_ids": PROMPT, "handoff": "none", "temperature": 0}
+    assert prefill.post("/v1/prefill", body).status_code == 200
+    assert prefill.end() == 0
+
+
+@pytest.mark.full
+def test_the_prefill_server_dies_while_it_takes_kv(held_up: tuple[Server, Server]) -> None:
+    prefill, decode = held_up
+    prefill.kill()
+    wait_until(lambda: pages_in_use(decode) == 0, 30, "pages are back")
+    assert turn(decode, [5, *PROMPT], 4)["usage"]["completion_tokens"] == 4
+    assert decode.end() == 0
+
+
+@pytest.mark.full
+def test_requests_of_others_do_not_wait_for_kv_that_comes_back(held_up: tuple[Server, Server]) -> None:
+    prefill, decode = held_up
+    prompt = [9, *PROMPT * 7][:3400]
+    answer = turn(decode, prompt, 100)
+    assert answer["usage"]["completion_tokens"] == 100, "computed where it is decoded, with the pages that were leased"
+    prefill.child("headrace.engine.stage").resume()
+    wait_until(lambda: pages_in_use(decode) == pages_in_use(prefill) == 0, 30, "pages are back")
+    assert prefill.end() == decode.end() == 0
