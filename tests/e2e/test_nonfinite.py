@@ -157,3 +157,35 @@ def test_nan_in_fetched_kv(folder: Path, scripted: Scripted) -> None:
         assert answer.status_code == 200, answer.text
         assert answer.json()["usage"]["completion_tokens"] == 3
         wait_until(lambda: pages_in_use(server) == 0, 10, "pages back")
+
+
+@pytest.mark.full
+def test_nan_in_kv_that_a_decode_server_returns(folder: Path, scripted: Scripted) -> None:
+    """It is taken, as its checksum is right. The request that computes with it fails, and it leaves the cache."""
+    flags = ("--model", str(folder), "--page-size", "16", *FLAGS)
+    with pair(("--accept-return", "127.0.0.1", *flags), flags) as (prefill, decode), ThreadPoolExecutor(1) as pool:
+        ids = prompt(1, TOKENS)
+        text = text_of(ask(decode, prompt(2, 50)))
+        offer = {"prompt_token_ids": ids, "ticket": TICKET, "control_port": scripted.control_port}
+        asked = pool.submit(prefill.post, "/v1/returns", offer)
+        scripted.greet()
+        scripted.welcome(fingerprint=scripted.hello["fingerprint"])
+        scripted.came("Attach")
+        scripted.send({"type": "Attached", "stage": 0})
+        whole = TOKENS // PAGE * PAGE
+        assert asked.result().json() == {"taken": True, "reason": "taken", "tokens": whole}
+        assert scripted.reserved()["prompt_tokens"] == whole
+        changed = [bytearray(frame) for frame in scripted.kv(0, whole)]
+        struct.pack_into("<f", changed[1], 4 * HEAD_DIM, float("nan"))
+        metadata = row(TICKET, scripted.reserve["generation"], 0, 3, prompt=whole, cached=whole)
+        frames = [metadata, *map(bytes, changed)]
+        assert scripted.deliver(0, 0, whole, last=True, frames=frames)["type"] == "Ack"
+        scripted.finish()
+        wait_until(lambda: prefill.total("headrace_kv_returned_tokens_total") == whole, 10, "it has come")
+        assert failed(ask(decode, ids))
+        answer = ask(decode, ids)
+        assert answer.status_code == 200, "the pages have left the cache"
+        assert answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+        assert text_of(ask(decode, prompt(2, 50))) == text
+        for server in (prefill, decode):
+            wait_until(lambda server=server: pages_in_use(server) == 0, 10, "pages back")

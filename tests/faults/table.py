@@ -309,8 +309,30 @@ def _crowds() -> Group:
     )  # fmt: skip
 
 
+def _returns() -> Group:
+    tests = "tests/e2e/test_returns.py::"
+    dies: dict[str, Cell] = {
+        "a whole server": Proven((
+            f"{tests}test_the_decode_server_dies_while_it_returns_kv",
+            f"{tests}test_the_prefill_server_dies_while_it_takes_kv",
+        )),
+        "prefill stage 0": Proven((f"{tests}test_requests_of_others_do_not_wait_for_kv_that_comes_back",)),
+    }  # fmt: skip
+    why = dict.fromkeys(PLACES, "by random schedules: tests/testing/test_prefixes.py")
+    lies = Proven((f"{NONFINITE}test_nan_in_kv_that_a_decode_server_returns",))
+    checked = "refused, as KV of prompts is: the receiver checks both alike"
+    return Group(
+        "KV that comes back",
+        (
+            fault("dies or stops while KV comes back", "SIGKILL, and SIGSTOP of the stage that takes it", dies, why),
+            fault("a decode server that lies", "NaN in KV that it returns, with a right checksum", {"data": lies},
+                  checked),
+        ),
+    )  # fmt: skip
+
+
 GROUPS = (
-    _signals(), _links(), _packets(), _scarcity(), _disks(), _clocks(), _devices(), _damage(), _crowds()
+    _signals(), _links(), _packets(), _scarcity(), _disks(), _clocks(), _devices(), _damage(), _crowds(), _returns()
 )  # fmt: skip
 
 
