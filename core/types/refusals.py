@@ -159,6 +159,12 @@ ROOM_GAVE_WAY = _full(
     "`RoomLimits.rooms`",
     None,
 )
+PAGES_GAVE_WAY = _down(
+    "pages_needed",
+    "the pages are needed for a request",
+    "KV that was only moved between prefix caches gives way (scheduler)",
+    retry_s=None,
+)
 BODIES = _down(
     "too_many_bodies",
     "bodies that are being received take {used} bytes, and the limit for all of them is {limit}; retry, or send less "

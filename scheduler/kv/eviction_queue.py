@@ -7,7 +7,7 @@ from typing import Generic, Protocol, TypeVar
 SPARE = 64  # entries of nodes that hold nothing any more which are always let be
 
 
-class Candidate(Protocol):
+class Evictable(Protocol):
     """What an EvictionQueue takes."""
 
     number: int
@@ -19,7 +19,7 @@ class Candidate(Protocol):
         ...
 
 
-Item = TypeVar("Item", bound=Candidate)
+Item = TypeVar("Item", bound=Evictable)
 
 
 class EvictionQueue(Generic[Item]):
