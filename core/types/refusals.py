@@ -159,12 +159,6 @@ ROOM_GAVE_WAY = _full(
     "`RoomLimits.rooms`",
     None,
 )
-PAGES_GAVE_WAY = _down(
-    "pages_needed",
-    "the pages are needed for a request",
-    "KV that was only moved between prefix caches gives way (scheduler)",
-    retry_s=None,
-)
 BODIES = _down(
     "too_many_bodies",
     "bodies that are being received take {used} bytes, and the limit for all of them is {limit}; retry, or send less "
@@ -203,6 +197,12 @@ GATEWAY_STOPPED = _down(
 # A part does not work.
 STAGE_FAILED = _down(
     errors.STAGE_FAILED, "{name} failed: {message}", "a stage has died, hangs or reports an error", retry_s=None
+)
+PAGES_NEEDED = _down(
+    errors.PAGES_NEEDED,
+    "the pages are needed for a request",
+    "KV that only moves between prefix caches (siblings, returns) gives way",
+    retry_s=None,
 )
 NO_TOKEN = _down(errors.STAGE_FAILED, "the last stage reported no token", "a plan came back without one", retry_s=None)
 UNHEALTHY = _down("unhealthy", "{problem}", "a thread or process without which nothing is served has ended")

@@ -26,13 +26,14 @@ from headrace.core.messages.stage_events import (
     SampledToken,
     SessionClosed,
 )
+from headrace.core.types import refusals
 from headrace.core.types.errors import PREFILL_FAILED, ErrorInfo
 from headrace.core.types.packed import pack, prompt_hash
 from headrace.core.types.requests.outcomes import FETCHED
 from headrace.core.types.requests.request import PREFIX, FetchFrom, FirstToken
 from headrace.core.types.requests.reservation import Reservation
 from headrace.scheduler.decode.generation import TokenGeneration
-from headrace.scheduler.lifecycle.completion import GIVEN_WAY, Completion
+from headrace.scheduler.lifecycle.completion import Completion
 from headrace.scheduler.queues.deadlines import AnswerTimer
 from headrace.scheduler.requests.phase import Phase
 from headrace.scheduler.requests.record import Request
@@ -75,7 +76,7 @@ class RemoteFetch:
         )
         lease = acquire()
         if lease is None and route.prefix:
-            self._completion.fail(request, GIVEN_WAY, now)
+            self._completion.fail(request, refusals.PAGES_NEEDED.error(), now)
             return True
         if lease is None and self.make_way(replica, now):
             lease = acquire()
@@ -118,7 +119,7 @@ class RemoteFetch:
 
     def make_way(self, replica: Replica, now: float) -> bool:
         """A request lacks pages: end what only moves cached KV. False if nothing does."""
-        return self._completion.end_moves(replica, GIVEN_WAY, now)
+        return self._completion.end_moves(replica, refusals.PAGES_NEEDED.error(), now)
 
     def _worth_fetching(self, request: Request, replica: Replica) -> bool:
         """More than one pass of a preempted request's prefill is not in the prefix cache here."""

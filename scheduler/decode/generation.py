@@ -6,7 +6,7 @@ from headrace.core.types import refusals
 from headrace.core.types.errors import GRAMMAR_REJECTED, NONFINITE, ErrorInfo
 from headrace.core.types.requests.outcomes import DISCARDED
 from headrace.core.types.requests.request import FetchFrom, SendTo
-from headrace.scheduler.lifecycle.completion import GIVEN_WAY, Completion
+from headrace.scheduler.lifecycle.completion import Completion
 from headrace.scheduler.lifecycle.preemption import Preemption
 from headrace.scheduler.prefill.handoff import KvHandoff
 from headrace.scheduler.requests.phase import Phase
@@ -71,7 +71,7 @@ class TokenGeneration:
         replica, queues = self._state.of(request), self._state.of(request).queues
         assert request.lease is not None, "a request that decodes has pages"
         while not replica.cache.grow(request.lease, request.planned + 1):
-            if self._completion.end_moves(replica, GIVEN_WAY, now):
+            if self._completion.end_moves(replica, refusals.PAGES_NEEDED.error(), now):
                 continue
             if queues.preempting or replica.moves:
                 return False  # those free pages soon

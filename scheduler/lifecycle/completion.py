@@ -16,7 +16,6 @@ from headrace.core.incoming import IncomingState
 from headrace.core.messages.orders import CancelReceive, CancelSend, ReleaseRequest
 from headrace.core.messages.peers import AskCancel, TellCancelled, TellFailed, TellFinished
 from headrace.core.messages.replies import RequestFailed, RequestFinished, RequestTraced
-from headrace.core.types import refusals
 from headrace.core.types.errors import CANCELLED, ErrorInfo
 from headrace.core.types.requests.request import FetchFrom, FirstToken, SendTo
 from headrace.scheduler.peers.tickets import EndedTicket
@@ -26,8 +25,6 @@ from headrace.scheduler.requests.record import Request
 from headrace.scheduler.requests.transfers import OutgoingTransfer
 from headrace.scheduler.state.replica import Replica
 from headrace.scheduler.state.state import State
-
-GIVEN_WAY = refusals.PAGES_GAVE_WAY.error()
 
 
 class Completion:
