@@ -10,7 +10,6 @@ from headrace.server.routing.prefix_choice import (
     SHORTEST_S,
     choose_sibling,
     compute_s,
-    takes_return,
     worth_asking,
 )
 
@@ -53,13 +52,6 @@ def test_a_sibling_that_was_slow_is_left_alone_for_as_much() -> None:
     learnt = HandoffCost()
     learnt.observe(1000, 5.0)
     assert choose_sibling(COST, 0, {"a": 1000}, lambda _server, tokens: learnt.seconds(tokens)) is None
-
-
-def test_a_return_is_taken_for_half_of_what_it_saves() -> None:
-    saved = compute_s(COST, 1000, 1200)
-    assert takes_return(COST, 1000, 1200, saved * 0.49)
-    assert not takes_return(COST, 1000, 1200, saved * 0.51)
-    assert not takes_return(COST, 1200, 1200, 0.0)
 
 
 @given(
