@@ -14,6 +14,7 @@ from headrace.core.messages.frontend import (
     AnyFrontendRequest,
     Drain,
     EndTrace,
+    KvHint,
     ListKvFiles,
     QueryPrefix,
     QueryStats,
@@ -81,6 +82,7 @@ from headrace.scheduler.decode.fetch import RemoteFetch
 from headrace.scheduler.decode.generation import TokenGeneration
 from headrace.scheduler.decode.prefill_sessions import PrefillSessions
 from headrace.scheduler.draining import Draining
+from headrace.scheduler.hints import KvHints
 from headrace.scheduler.lifecycle import integrity
 from headrace.scheduler.lifecycle.completion import Completion, release_ticket
 from headrace.scheduler.lifecycle.integrity import IdleCheck
@@ -140,6 +142,7 @@ class Scheduler:
         self._copies = [PageCopies(state, replica, self._completion) for replica in state.replicas]
         self._library = KvLibrary(state)
         self._tracing = Tracing(state)
+        self._hints = KvHints(state)
         self._draining = Draining(state, self._rendezvous, self._stages)
         self._problems: list[str] = []
         self._idle_check = IdleCheck()
@@ -214,6 +217,8 @@ class Scheduler:
                 self._admission.submit(event, now)
             case Abort():
                 self._abort(event, now)
+            case KvHint():
+                self._hints.handle(event, now)
             case RefuseTicket():
                 self._rendezvous.refuse(event.ticket, event.error)
             case ReleaseTicket():

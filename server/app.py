@@ -15,6 +15,7 @@ from headrace.server.api.openai.openai_routes import openai_routes
 from headrace.server.api.operations.debug import debug_routes
 from headrace.server.api.operations.discovery import bootstrap_routes, discovery_routes, load_routes
 from headrace.server.api.operations.health import operation_routes
+from headrace.server.api.operations.kv_hints import kv_hint_routes
 from headrace.server.api.operations.pages import document_routes, status_routes
 from headrace.server.api.operations.tokenization import tokenizer_routes
 from headrace.server.api.response.completion_endpoint import CompletionEndpoint
@@ -55,6 +56,7 @@ def create_app(service: Service) -> FastAPI:
         discovery_routes(model, control, config),
         load_routes(service.readiness, completions, service.stats, config),
         tokenizer_routes(model, server, budget),
+        kv_hint_routes(model, completions, server, budget),
         bootstrap_routes(control, service.config.server.role),
         handoff_routes(model, control, service.stats, config),
     ]

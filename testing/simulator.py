@@ -15,14 +15,14 @@ from functools import partial
 import msgspec
 
 from headrace.core.config import SchedulerConfig
-from headrace.core.messages.frontend import Abort, AddPrefill, ListKvFiles, Submit
+from headrace.core.messages.frontend import Abort, AddPrefill, KvHint, ListKvFiles, Submit
 from headrace.core.messages.peers import AskCancel, AskRenew, AskReserve, ConnectPrefill
 from headrace.core.messages.replies import RequestFailed, RequestFinished, Reserved, SchedulerReply
 from headrace.core.types.errors import ErrorInfo
 from headrace.core.types.kv.backends import SHM, ZMQ
 from headrace.core.types.kv.kv_files import KvFile
 from headrace.core.types.packed import pack
-from headrace.core.types.requests.kv_hints import Retain
+from headrace.core.types.requests.kv_hints import Demote, Keep, Prefetch, Release, Retain
 from headrace.core.types.requests.request import AnyRoute, DecodeHere, Discard, FetchFrom, SamplingParams, SendTo
 from headrace.core.types.requests.terms import RequestTerms
 from headrace.scheduler.scheduler import Effect
@@ -251,10 +251,13 @@ class Simulation:
                 keep_tokens=number * 5 % 48 if isinstance(route, Discard) and number % 2 else None,
                 replica=number // 7 % self._scenario.dp if number % 7 == 5 else None,
                 retain=Retain(seconds=(0.01, 0.1, 10.0)[number % 3], priority=number % 2) if number % 4 > 1 else None,
+                let_go=number % 9 == 4,
             ),
             progress=rng.random() < 0.5,
         )
         client = SimulatedClient(submit, prompt)
+        if number % 3 == 1:
+            self._hint(number, submit)
         if pair and self._scenario.rooms and rng.random() < self._scenario.rooms:
             self._call_both(client)
             return
@@ -299,6 +302,15 @@ class Simulation:
                 piece.finished_early = abort.finish
                 mean_s += rng.choice([0.001, 0.01])
                 self._act(f"end {piece.submit.rid}", lambda abort=abort: server.send(abort), mean_s=mean_s)  # type: ignore[misc]
+
+    def _hint(self, number: int, submit: Submit) -> None:
+        """As an agent framework that says what becomes of a prompt's KV: before the request, meanwhile or after it."""
+        actions = (Keep(seconds=0.05), Prefetch(seconds=0.1, priority=1), Demote(), Release(), Keep(seconds=10.0))
+        chosen = (actions[number % 5], actions[number % 7 % 5])
+        hint = KvHint(token=number, prompt=submit.prompt, terms=submit.terms, actions=chosen)
+        for server in self._servers:
+            delay = 0.004 * (number % 11)
+            self._act(f"hint {submit.rid}", lambda server=server: server.send(hint), at=self._world.now + delay)  # type: ignore[misc]
 
     def _call_both(self, client: SimulatedClient) -> None:
         """As a router that sends the request to both servers at once, under a room."""

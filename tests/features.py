@@ -25,6 +25,10 @@ class Case(NamedTuple):
     """Another one where a value is served in one way only, and the field is read nevertheless."""
 
 
+RETAIN = {"action_id": "a1", "action_type": "retain", "action_version": "1", "payload": {"seconds": 60}}
+HINTS = {"protocol_version": "1", "message_id": "m1", "actions": [RETAIN]}
+
+
 ROUTES: dict[Kind, tuple[str, Body]] = {
     schema.CompletionBody: ("/v1/completions", {"prompt": "hello"}),
     schema.ChatBody: ("/v1/chat/completions", {"messages": [{"role": "user", "content": "hello"}]}),
@@ -40,6 +44,7 @@ ROUTES: dict[Kind, tuple[str, Body]] = {
     schema.RerankBody: ("/v1/rerank", {"query": "hello", "documents": ["a", "b"], "label_token_ids": [9, 10]}),
     schema.TokenizeBody: ("/tokenize", {"prompt": "hello"}),
     schema.DetokenizeBody: ("/detokenize", {"tokens": [5]}),
+    schema.KvHintsBody: ("/v1/kv_hints", {"prompt": "hello", "kv_hints": HINTS}),
 }
 WEATHER = {"name": "weather", "parameters": {"type": "object", "properties": {"city": {"type": "string"}}}}
 MESSAGES: dict[str, Any] = {"prompt": None, "messages": [{"role": "user", "content": "x"}]}
@@ -79,6 +84,8 @@ ANY_ROUTE = {
     "data_parallel_rank": Case(0),
     "cache_salt": Case("salt"),
     "extra_key": Case("key"),
+    "kv_hints": Case(HINTS),
+    "prompt_cache_retention": Case("24h"),
     "structured_outputs": Case({"regex": "a+"}),
     "guided_json": Case(OBJECT),
     "guided_regex": Case("a+"),
@@ -215,6 +222,17 @@ OF_ROUTE: dict[Kind, dict[str, Case]] = {
         "tools": Case([TOOL], MESSAGES),
     },
     schema.DetokenizeBody: {"tokens": Case([6])},
+    schema.KvHintsBody: {
+        "kv_hints": Case({**HINTS, "actions": []}),
+        "prompt": Case("another"),
+        "prompt_token_ids": Case([5, 6], {"prompt": None}),
+        "messages": Case([{"role": "user", "content": "another"}], {"prompt": None}),
+        "chat_template_kwargs": Case({"enable_thinking": False}, MESSAGES),
+        "reasoning_effort": Case("low", MESSAGES),
+        "add_generation_prompt": Case(False, MESSAGES),
+        "continue_final_message": Case(True, MESSAGES),
+        "tools": Case([TOOL], MESSAGES),
+    },
 }
 
 

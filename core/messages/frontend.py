@@ -6,6 +6,7 @@ from headrace.core.types.errors import ErrorInfo
 from headrace.core.types.kv.kv_files import KvFile
 from headrace.core.types.requests.constraint import Constraint
 from headrace.core.types.requests.images import ImageInput
+from headrace.core.types.requests.kv_hints import HintAction
 from headrace.core.types.requests.request import AnyRoute, DecodeHere, SamplingParams
 from headrace.core.types.requests.terms import RequestTerms
 
@@ -58,6 +59,19 @@ class Abort(FrontendRequest, frozen=True, kw_only=True):
 
     finish: bool = False
     """The request is complete (a stop string was seen), and finishes."""
+
+
+class KvHint(FrontendRequest, frozen=True, kw_only=True):
+    """What is to become of the KV of a prompt that the prefix cache has, or its tiers. Answered by KvHinted."""
+
+    token: int
+    prompt: bytes
+    """Packed int32 token ids."""
+
+    terms: RequestTerms = RequestTerms()
+    """Tenant, salt and adapter of the prompt."""
+
+    actions: tuple[HintAction, ...]
 
 
 class RefuseTicket(FrontendRequest, frozen=True, kw_only=True):
@@ -161,6 +175,7 @@ class Shutdown(FrontendRequest, frozen=True, kw_only=True):
 AnyFrontendRequest = (
     Submit
     | Abort
+    | KvHint
     | RefuseTicket
     | ReleaseTicket
     | AddPrefill

@@ -5,6 +5,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from headrace.core.types.requests.kv_hints import KvHintsEnvelope
 from headrace.core.types.requests.request import SamplingParams
 
 PREFILL_PATH = "/v1/prefill"
@@ -36,6 +37,7 @@ class PrefillRequest(SamplingParams, frozen=True, kw_only=True, omit_defaults=Tr
     structured_outputs: Mapping[str, Any] | None = None
     priority: int | None = None
     cache_salt: str | None = None
+    kv_hints: KvHintsEnvelope | None = None
     adapter: str | None = None
     deadline_s: float | None = None
     slo_ttft_ms: float | None = None

@@ -10,6 +10,7 @@ from headrace.core.types.kv.geometry import CacheShape, Component
 from headrace.core.types.kv.kv_files import KvComputation
 from headrace.core.types.ranks.expert_load import ExpertLoad
 from headrace.core.types.requests.draft import DraftTokens, HiddenStates
+from headrace.core.types.requests.kv_hints import HintResult
 from headrace.core.types.requests.kv_return import PoolForecast
 from headrace.core.types.requests.prompt_logprobs import LogprobRun
 from headrace.core.types.requests.remote_prefill import PrefillDecision
@@ -181,6 +182,14 @@ class RequestFailed(SchedulerReply, frozen=True, kw_only=True):
     error: ErrorInfo
 
 
+class KvHinted(SchedulerReply, frozen=True, kw_only=True):
+    """Answer to KvHint with the same token."""
+
+    token: int
+    results: tuple[HintResult, ...]
+    """One for each action."""
+
+
 class RequestTraced(SchedulerReply, frozen=True, kw_only=True):
     """The spans of a request that was submitted with a traceparent. Sent at its end, before that is reported."""
 
@@ -276,6 +285,7 @@ AnySchedulerReply = (
     | RequestFinished
     | RequestFailed
     | RequestTraced
+    | KvHinted
     | Drained
     | StatsReply
     | StatusReply

@@ -25,7 +25,7 @@ from headrace.core.types.packed import ITEM_BYTES
 from headrace.core.types.requests.images import ImageInput, page_key
 from headrace.core.types.requests.kv_return import PoolForecast
 from headrace.scheduler.kv.cache_events import CacheEventLog
-from headrace.scheduler.kv.eviction import SHORT_TOKENS, make_ranking
+from headrace.scheduler.kv.eviction import MAX_TURN, SHORT_TOKENS, make_ranking
 from headrace.scheduler.kv.node import NONE, Node, PageCopy, PageLoad, StoringPages, load_of, root_of
 from headrace.scheduler.kv.page_allocator import PageAllocator
 from headrace.scheduler.kv.prefix_tree import PrefixTree, next_turn, pages_of
@@ -97,6 +97,17 @@ class Lease:
         return TierTokens(*(tiers[tier] * page_size for tier in TIERS))
 
 
+@dataclass(slots=True, eq=False)
+class PagePrefetch:
+    """Pages that are loaded before the request comes that needs them."""
+
+    load: PageLoad
+    tokens: bytes
+    salt: str
+    path: list[Node]
+    """The nodes of the load, and those before them."""
+
+
 class KvCache:
     """The KV pool of one engine: the page allocator, the prefix tree, and the leases on both."""
 
@@ -134,6 +145,7 @@ class KvCache:
 
         self._tree = self._new_tree(pages, 0, 0)
         self._leases: dict[int, Lease] = {}
+        self._prefetches: list[PagePrefetch] = []
         self._owners = 0
         self.version = 0
         """Rises whenever a lease that was refused might now be granted."""
@@ -191,6 +203,7 @@ class KvCache:
             raise ValueError(f"{len(self._leases)} leases have not ended")
         self._allocator = PageAllocator(pages)
         self._slots = StateSlots(slots)
+        self._prefetches.clear()
         self._tree = self._new_tree(pages, host_pages, disk_pages, library_pages)
         self.version += 1
         if self._events is not None:
@@ -397,6 +410,57 @@ class KvCache:
         granted. priority: of the tenant's pages, those of a higher one displace others beyond its bound."""
         return self._tree.retain(lease.path, until, priority)
 
+    def resident(self, tokens: bytes | bytearray, salt: str) -> list[Node]:
+        """The pages that the pool has of packed tokens."""
+        return pages_of(self._known(tokens, salt, (), None, whole=True)) if self._prefix_cache else []
+
+    def retain_path(self, path: Sequence[Node], until: float, priority: int) -> int:
+        """Keep the pages of resident() in the pool until a time, as retain() does."""
+        return self._tree.retain(path, until, priority)
+
+    def prefetch(self, tokens: bytes | bytearray, salt: str, tenant: str, until: float, priority: int) -> int:
+        """Load the pages that the tiers have of packed tokens, and keep them and those before them in the pool until a
+        time. Returns of how many that was granted: pages are loaded within the tenant's bound."""
+        known = self._known(tokens, salt, (), None, whole=True) if self._prefix_cache else []
+        path = pages_of(known)
+        kept = self._tree.retain(path, until, priority)
+        if self.tiers is None or kept < len(path):
+            return kept
+        room = min(self._tree.retention.room(tenant), self.total // LOADING - self.tiers.loading)
+        nodes = self.tiers.loadable(known, len(path))[: max(0, room)]
+        if not nodes:
+            return kept
+        self._owners += 1
+        self._tree.lock(path)
+        self.tiers.pin(nodes)
+        pages = self._take(len(nodes), self._owners)
+        self.tiers.unpin(nodes)
+        self._tree.unlock_unused(path)
+        if pages is None:
+            return kept
+        load = self._fill(nodes, pages, tenant, used=False)
+        self._prefetches.append(PagePrefetch(load, bytes(tokens), salt, path + nodes))
+        return kept + self._tree.retain(nodes, until, priority)
+
+    def demote(self, path: Sequence[Node]) -> int:
+        """Copy the last pages of resident() to the host tier, or else to disk, to leave the pool; up to one that others
+        use. Returns how many."""
+        tiers = self.tiers
+        if tiers is None:
+            return 0
+        if tiers.slots("host").total:
+            return tiers.demote(path)
+        if not (tiers.disk_ready and tiers.may_write):
+            return 0
+        count = self._tree.let_go(path)
+        tiers.archive(path, MAX_TURN, self.total // COPYING)
+        return count
+
+    def let_go(self, path: Sequence[Node]) -> int:
+        """Have the last pages of resident(), or of a lease that has ended, leave the pool before all others, up to one
+        that others use. Returns how many."""
+        return self._tree.let_go(path)
+
     def expire(self, now: float) -> None:
         """End what is retained until now or less."""
         self._tree.retention.expire(now)
@@ -410,7 +474,7 @@ class KvCache:
         """The copies of pages that are to be ordered now. Cold pages are copied before the pool is full."""
         if self.tiers is None:
             return []
-        self._make_room(self.total // LOW_WATER)
+        self._make_room(self.total // LOW_WATER, spare=True)
         return self.tiers.begun()
 
     def copied(self, copy: PageCopy, failed: set[int]) -> None:
@@ -420,6 +484,10 @@ class KvCache:
         freed = self.tiers.stored(copy, failed) if isinstance(copy, StoringPages) else self.tiers.loaded(copy, failed)
         self._allocator.release(freed, TREE)
         self.version += 1
+        for prefetch in [one for one in self._prefetches if one.load is copy]:
+            self._prefetches.remove(prefetch)
+            for index, node in enumerate(pages_of(prefetch.path)):
+                self._tree.announce(node, prefetch.salt, self._page_key(prefetch.tokens, index, ()))
 
     def loaded(self, lease: Lease, tokens: bytes | bytearray) -> None:
         """The pages of a lease have been filled: it can be used."""
@@ -502,13 +570,17 @@ class KvCache:
 
     def _load(self, nodes: list[Node], pages: list[int], tenant: str) -> None:
         """Begin to fill the first pages of a new lease, and lock them for it."""
-        if self.tiers is None or not nodes:
-            return
+        if nodes:
+            self._fill(nodes, pages[: len(nodes)], tenant)
+            self._tree.lock(nodes)
+
+    def _fill(self, nodes: list[Node], pages: list[int], tenant: str, used: bool = True) -> PageLoad:
+        """Begin to fill pages of the newest owner, which belong to the tree from now on."""
+        assert self.tiers is not None, "the nodes have copies"
         self._tree.own(root_of(nodes[0]), tenant)
-        for page, _ in zip(pages, nodes, strict=False):
+        for page in pages:
             self._allocator.transfer(page, self._owners, TREE)
-        self.tiers.load(nodes, pages[: len(nodes)])
-        self._tree.lock(nodes)
+        return self.tiers.load(nodes, pages, used)
 
     def _take(self, count: int, owner: int, wait: bool = False, keep: Sequence[Node] = ()) -> list[int] | None:
         """Allocate count pages, evicting where needed; None when there are not that many. wait: pages that can be
@@ -526,15 +598,15 @@ class KvCache:
                 self._allocator.release(evicted, TREE)
         return self._allocator.allocate(count, owner) if self.free >= count else None
 
-    def _make_room(self, count: int, keep: Sequence[Node] = ()) -> bool:
+    def _make_room(self, count: int, keep: Sequence[Node] = (), spare: bool = False) -> bool:
         """Begin to copy cold pages to the host tier, until so many pages are free. True when that takes time. keep:
-        nodes whose copies are not given up for them."""
+        nodes whose copies are not given up for them. spare: pages that are retained stay."""
         if self.tiers is None or not self.tiers.slots("host").total:
             return False
         missing = count - self.free - self.tiers.leaving
         if missing > 0:
             self.tiers.pin(keep)
-            self._allocator.release(self.tiers.store(missing), TREE)
+            self._allocator.release(self.tiers.store(missing, spare), TREE)
             self.tiers.unpin(keep)
         return self.free < count and self.tiers.leaving > 0
 

@@ -10,7 +10,7 @@ in the pool are closed towards the root, and so are the nodes with any copy.
 """
 
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from headrace.core.types.kv.page_digests import root_digest
 from headrace.scheduler.kv.cache_events import CacheEventLog
@@ -105,9 +105,9 @@ class PrefixTree:
         self.fill(node, page)
         return node
 
-    def fill(self, node: Node, page: int) -> None:
+    def fill(self, node: Node, page: int, used: bool = True) -> None:
         """Give a node that has none a page of the pool. It is locked once, for what fills it: unlocked pages stand in
-        the eviction order."""
+        the eviction order. used: for a request; False: its last use stays what it was."""
         parent = node.parent
         assert parent is not None, "roots have no page"
         node.page = page
@@ -116,9 +116,11 @@ class PrefixTree:
         parent.resident += 1
         self.version += 1
         self.pages += 1
-        self._tick += 1
-        node.locks, node.used, node.turn = 1, self._tick, 0
-        node.rank = self._ranking.rank(0, True)  # the lowest: the lease that uses it raises it
+        node.locks = 1
+        if used:
+            self._tick += 1
+            node.used, node.turn = self._tick, 0
+            node.rank = self._ranking.rank(0, True)  # the lowest: the lease that uses it raises it
         if self.on_change is not None:
             self.on_change(node)
 
@@ -208,22 +210,37 @@ class PrefixTree:
                 pages.append(self.vacate(node))
         return pages
 
-    def coldest(self) -> Node | None:
+    def coldest(self, spare: bool = False) -> Node | None:
         """Take the next candidate for eviction, locked, to be copied before it leaves; None when there is none.
-        From now on its parent may be one, too. Followed by stay() or leave()."""
-        found = self.retention.pop()
+        spare: none that is retained. From now on its parent may be one, too. Followed by stay() or leave()."""
+        found = self.retention.pop(spare)
         if found is None:
             return None
         node, rank = found
+        self._ranking.evicted(rank)
+        self._leaving(node)
+        return node
+
+    def taken(self, path: Sequence[Node]) -> Iterator[Node]:
+        """Take the last pages of a path, last one first, as coldest() does, up to one that is in use."""
+        for node in reversed(path):
+            leaving = 0 if node.copies is None else node.copies.leaving
+            if node.locks or node.page == NONE or node.resident != leaving:
+                return
+            if node.retained is not None:
+                self.retention.end(node)
+            self._leaving(node)
+            yield node
+
+    def _leaving(self, node: Node) -> None:
+        """A node is copied before it leaves: its parent may leave, too."""
         parent = node.parent
         assert parent is not None, "roots are no candidates"
-        self._ranking.evicted(rank)
         self.lock([node])
         if parent.copies is None:
             parent.copies = TierCopies()
         parent.copies.leaving += 1
         self.retention.offer(parent)
-        return node
 
     def stay(self, node: Node) -> None:
         """A node that coldest() gave does not leave the pool now."""
@@ -244,6 +261,19 @@ class PrefixTree:
         assert node.parent is not None, "coldest() gives no root"
         assert node.parent.copies is not None, "coldest() has counted its child"
         node.parent.copies.leaving -= 1
+
+    def let_go(self, path: Sequence[Node]) -> int:
+        """Have the last pages of a path leave before all others, up to one that is in use or has others behind it.
+        Returns how many."""
+        count, behind = 0, 0
+        for node in reversed(path):
+            if node.page == NONE:
+                continue
+            if node.locks or node.resident != behind:
+                break
+            self.retention.first_to_leave(node)
+            count, behind = count + 1, 1
+        return count
 
     def drop(self, path: Sequence[Node]) -> list[int]:
         """Remove the pages of a path, last one first, up to a node that is locked or has children.

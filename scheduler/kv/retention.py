@@ -25,6 +25,8 @@ from headrace.core.lazy_heap import LazyHeap
 from headrace.scheduler.kv.eviction_queue import EvictionQueue
 from headrace.scheduler.kv.node import NONE, Account, Node, Retained
 
+RELEASED = -1  # rank of pages that leave before all others
+
 
 class Retention:
     """The eviction order of a pool, and which of its pages are retained; O(log n) a page."""
@@ -51,10 +53,6 @@ class Retention:
     def account(self, tenant: str) -> Account:
         """The account of a tenant; a new one for a cache salt without a tenant."""
         return self._named.setdefault(tenant, Account(tenant)) if tenant else Account("")
-
-    def pages_of(self, tenant: str) -> int:
-        """Pages that a tenant retains."""
-        return self._pages[tenant]
 
     def grant(self, path: Sequence[Node], until: float, priority: int, roots: Iterable[Node]) -> int:
         """Retain the leading pages of a path until a time. Returns how many of them are retained until then at least.
@@ -106,6 +104,19 @@ class Retention:
         self._order.put(node, self._holders())
         self.offer(node)
 
+    def first_to_leave(self, node: Node) -> None:
+        """A page stands before all others in the order from now on, until it is used again."""
+        if node.retained is not None:
+            self.end(node)
+        node.rank = RELEASED
+        self._order.put(node, self._holders())
+        if node.account is not None and node.account.candidates is not None:
+            node.account.candidates.put(node, self._holders())
+
+    def room(self, tenant: str) -> int:
+        """Pages more that a tenant may retain."""
+        return max(0, self.limit - self._pages[tenant])
+
     def offer(self, node: Node) -> None:
         """Make the node a candidate for eviction, if it may be evicted."""
         self._order.offer(node, self._holders())
@@ -118,8 +129,9 @@ class Retention:
             account.candidates.offer(node, self._holders())
             self._call(account)
 
-    def pop(self) -> tuple[Node, int] | None:
-        """Take out the node that is evicted next, and the rank at which it is; None when there is none."""
+    def pop(self, spare: bool = False) -> tuple[Node, int] | None:
+        """Take out the node that is evicted next, and the rank at which it is; None when there is none. spare: none
+        that is retained."""
         while (node := self._order.pop()) is not None:
             kept, account = node.retained, node.account
             if kept is None or account is None:
@@ -130,7 +142,7 @@ class Retention:
                 return payer, rank
             account.waiting[node.number] = node
             self._waiting.put(node, self._holders())
-        node = self._waiting.pop()
+        node = None if spare else self._waiting.pop()
         if node is None or node.account is None:
             return None
         del node.account.waiting[node.number]

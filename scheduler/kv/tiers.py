@@ -68,13 +68,13 @@ class KvTiers:
         begun, self._begun = self._begun, []
         return begun
 
-    def store(self, count: int) -> list[int]:
-        """Copy up to count of the coldest pages to the host tier, to leave the pool. Returns pages that have left it at
-        once, since all that is in the tier is worth more."""
+    def store(self, count: int, spare: bool = False) -> list[int]:
+        """Copy up to count of the coldest pages to the host tier, to leave the pool. spare: none that is retained.
+        Returns pages that have left it at once, since all that is in the tier is worth more."""
         slots, left = self._slots["host"], []
         store = StoringPages("host")
         for _ in range(count if slots.total else 0):
-            node = self._tree.coldest()
+            node = self._tree.coldest(spare)
             if node is None:
                 break
             if not slots.free():
@@ -82,7 +82,7 @@ class KvTiers:
                 if victim is None:  # all others are being copied, or have children that are
                     self._tree.stay(node)
                     break
-                if victim.rank > node.rank:
+                if victim.rank > node.rank and node.retained is None:
                     if (page := self._tree.leave(node)) is None:
                         break
                     left.append(page)
@@ -92,6 +92,22 @@ class KvTiers:
         self._begin(store)
         self.leaving += len(store.nodes)
         return left
+
+    def demote(self, path: Sequence[Node]) -> int:
+        """Copy the last pages of a path to the host tier, to leave the pool, up to one that is in use or worth less
+        than all that is there. Returns how many."""
+        slots, store = self._slots["host"], StoringPages("host")
+        for node in self._tree.taken(path):
+            if not slots.free():
+                victim = slots.coldest()
+                if victim is None or victim.rank > node.rank:
+                    self._tree.stay(node)
+                    break
+                self._forget(victim, "host")
+            self._add(store, node, slots.assign(node))
+        self._begin(store)
+        self.leaving += len(store.nodes)
+        return len(store.nodes)
 
     def archive(self, path: Sequence[Node], turn: int, limit: int) -> None:
         """Copy the pages of a locked path that are not on disk to it, if the request's turn is admitted. limit: pages
@@ -134,17 +150,18 @@ class KvTiers:
             node.copies.busy -= 1
             self._offer(node)
 
-    def load(self, nodes: list[Node], pages: Sequence[int]) -> None:
+    def load(self, nodes: list[Node], pages: Sequence[int], used: bool = True) -> PageLoad:
         """Fill pages, which belong to the tree from now on, from the copies of nodes. The nodes are locked until
-        loaded()."""
+        loaded(). used: they are, by a request."""
         load = PageLoad(nodes, [nearest(node) for node in nodes])
         for node, page in zip(nodes, pages, strict=True):
             assert node.copies is not None, "it has a copy"
             node.copies.busy += 1
             node.copies.load = load
-            self._tree.fill(node, page)
+            self._tree.fill(node, page, used)
         self._begun.append(load)
         self.loading += len(nodes)
+        return load
 
     def stored(self, store: StoringPages, failed: set[int]) -> list[int]:
         """A store has ended; failed: indices of pages that some stage could not store. Returns the pages of the pool

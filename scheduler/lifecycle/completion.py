@@ -134,8 +134,10 @@ class Completion:
         """Take the pages and the metadata row of a request that has ended or was preempted."""
         state = self._state
         if request.lease is not None:
-            state.of(request).cache.release(request.lease)
-            request.lease = None
+            lease, request.lease = request.lease, None
+            state.of(request).cache.release(lease)
+            if request.terms.let_go and request.phase is Phase.DONE:
+                state.metrics.hint("release", state.of(request).cache.let_go(lease.path))
         if request.row is not None:
             state.metadata_rows.release([request.row], request.arrival)
             request.row = None
@@ -178,7 +180,9 @@ class Completion:
         retain, cache = request.terms.retain, self._state.of(request).cache
         if retain is None or request.lease is None:
             return 0
-        return cache.page_size * cache.retain(request.lease, now + retain.seconds, retain.priority)
+        tokens = cache.page_size * cache.retain(request.lease, now + retain.seconds, retain.priority)
+        self._state.metrics.hint("retain", tokens)
+        return tokens
 
     def _end(self, request: Request, phase: Phase, now: float) -> None:
         """Take a request out of every queue, index and deadline of live requests."""

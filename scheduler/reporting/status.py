@@ -178,6 +178,7 @@ def _gauges(state: State, integrity_errors: int, now: float) -> Iterator[Sample]
             used = sum(one.used for one in slots)
             yield Sample("kv_tier_pages", used, (tier, "used"))
             yield Sample("kv_tier_pages", sum(one.total for one in slots) - used, (tier, "free"))
+    yield Sample("retained_pages", sum(replica.cache.retained for replica in replicas))
     yield Sample("held_requests", sum(len(replica.held) for replica in replicas))
     yield Sample("held_pages", sum(replica.held.pages for replica in replicas))
     yield Sample("quarantined_pages", state.prefills.quarantined_pages)

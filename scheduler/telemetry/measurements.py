@@ -52,6 +52,10 @@ class Measurements:
         if self.trace is not None:
             self.trace.phase(request, left, since, now, peer)
 
+    def hint(self, action: str, tokens: int) -> None:
+        """A KV hint was granted for so many tokens."""
+        self.counters.add("kv_hints_total", labels=(action, "granted" if tokens else "refused"))
+
     def first_token(self, request: Request, now: float) -> None:
         """A request's first token was computed: compare the time with what was predicted at its arrival."""
         if request.predicted_ttft_s is not None and (actual := now - request.arrived) > 0:

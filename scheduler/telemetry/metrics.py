@@ -19,6 +19,7 @@ from headrace.core.types.requests.outcomes import FAILED, OTHER, REFUSED
 from headrace.core.types.requests.remote_prefill import PREFILL_REASONS
 from headrace.scheduler.requests.phase import Phase
 
+HINTS = ("retain", "prefetch", "demote", "release")
 QUEUES = (Phase.BOOTSTRAP, Phase.WAITING, Phase.RUNNING, Phase.INFLIGHT, Phase.FETCHING, Phase.GENERATING)
 ROWS = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0)
 ERRORS = (-0.9, -0.75, -0.5, -0.35, -0.2, -0.1, -0.05, 0.0, 0.05, 0.1, 0.2, 0.35, 0.5, 1.0, 2.0, 5.0)
@@ -186,6 +187,14 @@ CATALOG = (
         "Prompt tokens found in the host or disk tier.",
         ("tier",),
         tuple((tier,) for tier in TIERS),
+    ),
+    MetricSpec("retained_pages", "gauge", "KV pages that KV hints keep from eviction."),
+    MetricSpec(
+        "kv_hints_total",
+        "counter",
+        "KV hints by action, and by whether they were granted for any page.",
+        ("action", "result"),
+        tuple((action, result) for action in HINTS for result in ("granted", "refused")),
     ),
     MetricSpec("held_requests", "gauge", "Requests that are computed before a peer reserves their ticket."),
     MetricSpec("held_pages", "gauge", "KV pages that the prompts of those requests take."),

@@ -43,6 +43,9 @@ class Discovery(msgspec.Struct, frozen=True):
     prompt_logprobs_start: bool = False
     """It knows prompt_logprobs_start; servers of earlier versions refuse it, and compute all logprobs of a prompt."""
 
+    kv_hints: bool = False
+    """It knows kv_hints; servers of earlier versions refuse it, and retain nothing."""
+
     images: bool = False
     """It takes images; servers of earlier versions, and models without an encoder, refuse them."""
 

@@ -42,6 +42,11 @@ class PrefillServer:
         """Whether prompts sent to it may have prompt_logprobs_start."""
         return self.target is not None and self.target.prompt_logprobs_start
 
+    @property
+    def knows_hints(self) -> bool:
+        """Whether prompts sent to it may have kv_hints."""
+        return self.target is not None and self.target.kv_hints
+
     def endpoint(self, control_port: int) -> str:
         """ZMQ address of the control endpoint at this port."""
         return url("tcp", urlsplit(self.url).hostname or "", control_port)

@@ -27,6 +27,7 @@ BODIES: dict[str, type[msgspec.Struct]] = {
     "POST /v1/rerank, /v2/rerank, /rerank": schema.RerankBody,
     "POST /tokenize": schema.TokenizeBody,
     "POST /detokenize": schema.DetokenizeBody,
+    "POST /v1/kv_hints": schema.KvHintsBody,
     "`structured_outputs`": schema.StructuredOutputs,
     "`response_format`": schema.ResponseFormat,
     "`response_format.json_schema`": schema.JsonSchemaFormat,

@@ -14,11 +14,12 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as RustTokenizer
 
 from headrace.core.config import Config, KvEventsConfig, ModelConfig, SchedulerConfig, ServerConfig
-from headrace.core.messages.frontend import Abort, AnyFrontendRequest, Drain, QueryStats, QueryStatus, Submit
+from headrace.core.messages.frontend import Abort, AnyFrontendRequest, Drain, KvHint, QueryStats, QueryStatus, Submit
 from headrace.core.messages.replies import (
     AnySchedulerReply,
     Drained,
     EngineState,
+    KvHinted,
     LogprobPart,
     RequestFailed,
     RequestFinished,
@@ -35,6 +36,7 @@ from headrace.core.status import SchedulerStatus
 from headrace.core.types.errors import CANCELLED, ErrorInfo
 from headrace.core.types.kv.geometry import CacheShape
 from headrace.core.types.ranks.expert_load import ExpertLoad
+from headrace.core.types.requests.kv_hints import HintResult
 from headrace.core.types.requests.prompt_logprobs import pack_runs
 from headrace.core.types.requests.request import FetchFrom, HandoffStats, SendTo, Timing, TokenLogprob, Usage
 from headrace.server.app import create_app
@@ -118,6 +120,8 @@ class FakeLink:
                 self.say(StatsReply(token=message.token, stats=self.stats, experts=self.experts))
             case QueryStatus() if self.answers_probes:
                 self.say(StatusReply(token=message.token, status=self.status))
+            case KvHint():
+                self.say(KvHinted(token=message.token, results=tuple(HintResult(tokens=1) for _ in message.actions)))
             case Submit():
                 self._open.add(message.rid)
                 for output in self.script(self, message):

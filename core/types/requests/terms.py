@@ -43,6 +43,9 @@ class RequestTerms(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     retain: Retain | None = None
     """Keep its KV in the pool when it has ended well, within its tenant's bound; None: it has no hint."""
 
+    let_go: bool = False
+    """Its KV is not needed any more when it has ended well: it leaves the pool before any other."""
+
     @property
     def prefix_salt(self) -> str:
         """The salt of the prefix cache: that of the client, apart for each adapter."""

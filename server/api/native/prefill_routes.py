@@ -15,6 +15,7 @@ from headrace.core.messages.replies import Progress, Tokens
 from headrace.core.stats import Stats, join
 from headrace.core.types.errors import UNKNOWN_RID, ErrorInfo, invalid, shown
 from headrace.core.types.kv.geometry import CacheShape
+from headrace.core.types.requests.kv_hints import HintAnswer
 from headrace.core.types.requests.request import FinishReason, SamplingParams
 from headrace.core.types.requests.terms import RequestTerms
 from headrace.server.api.description.operation import (
@@ -94,6 +95,8 @@ class PrefillReply(msgspec.Struct):
     hidden_states: HiddenStatesReply | None
     draft: DraftReply | None
     prompt_logprobs: list[LogprobEntry | None] | None
+    kv_hints: tuple[HintAnswer, ...] = MORE
+    """What was granted of the request's KV hints, where it had any."""
 
 
 class PrefillProgress(msgspec.Struct):
@@ -147,6 +150,7 @@ class HandoffReply(msgspec.Struct):
     penalties: bool
     hidden_states: bool
     prompt_logprobs_start: bool
+    kv_hints: bool
     images: bool
     prefixes: bool
     kv_events: dict[str, Any] | None
@@ -283,6 +287,7 @@ def handoff_routes(model: ServedModel, control: ControlAddress, stats: StatsColl
                 penalties=True,
                 hidden_states=True,
                 prompt_logprobs_start=True,
+                kv_hints=True,
                 images=model.takes_images,
                 prefixes=True,
                 kv_events=_kv_events(config.kv_events),
@@ -421,6 +426,7 @@ async def _prefill(
         ),
         hidden_states=await base64_object(result.hidden),
         draft=draft_object(first.draft),
+        kv_hints=result.hints or MORE,
     )
 
 

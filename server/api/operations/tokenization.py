@@ -45,15 +45,7 @@ def tokenizer_routes(model: ServedModel, config: ServerConfig, budget: BodyBudge
     async def tokenize(http: Request) -> Response:
         body = await decode_body(await read_body(http, config.max_body_bytes, budget), TokenizeBody)
         check_model(model, body.model)
-        if body.tools and body.messages is None:
-            raise invalid("tools", "tools are for messages; a prompt has none")
-        if body.messages is not None:
-            functions = offered_functions(body.tools or [])
-            if functions:
-                check_tools_taken(model)
-            tokens, _ = await encode_chat(model, body.messages, functions=functions, use=template_use(body))
-        else:
-            tokens = await encode(model, body.prompt or "", "prompt")
+        tokens = await tokens_of(model, body)
         return json_response(TokenizeReply(tokens, len(tokens), model.max_model_len))
 
     @router.post("/detokenize", openapi_extra=_DETOKENIZE)
@@ -64,3 +56,16 @@ def tokenizer_routes(model: ServedModel, config: ServerConfig, budget: BodyBudge
         return json_response(DetokenizeReply(await model.tokens.decode(body.tokens)))
 
     return router
+
+
+async def tokens_of(model: ServedModel, body: TokenizeBody) -> tuple[int, ...]:
+    """Token ids of a text or a conversation. Raises HeadraceError (400) as encode_chat() does."""
+    if body.tools and body.messages is None:
+        raise invalid("tools", "tools are for messages; a prompt has none")
+    if body.messages is None:
+        return await encode(model, body.prompt or "", "prompt")
+    functions = offered_functions(body.tools or [])
+    if functions:
+        check_tools_taken(model)
+    tokens, _ = await encode_chat(model, body.messages, functions=functions, use=template_use(body))
+    return tokens

@@ -49,7 +49,7 @@ _LABELS = tuple(
     _accepted(
         "a label of the client's",
         "user metadata client_metadata safety_identifier service_tier prompt_cache_key prompt_cache_options "
-        "prompt_cache_retention session_id vllm_xargs",
+        "session_id vllm_xargs",
     )
 )
 _CACHE_HINTS = "cache_control prompt_cache_breakpoint"
@@ -232,6 +232,7 @@ OTHER_FIELDS: Mapping[type[msgspec.Struct], Mapping[str, OtherField]] = {
         _MODEL_INPUT,
         _refused("ask POST /detokenize", "return_token_strs"),
     ),
+    schema.KvHintsBody: _table(_CHAT_TEMPLATE, _MODEL_INPUT),
     schema.StructuredOutputs: _table(
         _refused("not served", "structural_tag whitespace_pattern _backend _backend_was_auto"),
         _refused("not served", "disable_any_whitespace disable_additional_properties"),

@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
+from headrace.core.types.requests.kv_hints import KvHintsEnvelope
 from headrace.core.types.requests.request import HiddenWanted
 from headrace.server.http.ranges import (
     Alternatives,
@@ -29,6 +30,7 @@ from headrace.server.http.ranges import (
     Priority,
     Repetition,
     Replica,
+    Retention,
     Salt,
     ScoreTemperature,
     Seed,
@@ -218,6 +220,10 @@ class SamplingBody(SamplingFields, frozen=True, kw_only=True):
     """Cached prefixes are shared only among requests with the same cache_salt and extra_key."""
     extra_key: Salt | None = None
     """SGLang's name for a second salt."""
+    kv_hints: KvHintsEnvelope | None = None
+    """What is to become of the prompt's KV: see "KV hints" in docs/scheduling.md."""
+    prompt_cache_retention: Retention | None = None
+    """24h asks to retain the KV for a day, as an action of kv_hints does; other values ask for nothing."""
     structured_outputs: StructuredOutputs | None = None
     """What the text has to match."""
     guided_json: dict[str, Any] | bool | str | None = None
@@ -504,6 +510,7 @@ class GenerateBody(HandoffParams, frozen=True, kw_only=True, forbid_unknown_fiel
     cache_salt: Salt | list[Salt] | None = None
     """For all prompts, or one for each; so is extra_key."""
     extra_key: Salt | list[Salt] | None = None
+    kv_hints: KvHintsEnvelope | None = None
     priority: Priority | None = None
     slo_ttft_ms: ObjectiveMs | None = None
     data_parallel_rank: Replica | None = None
@@ -554,6 +561,7 @@ class TokensBody(HandoffParams, frozen=True, kw_only=True, forbid_unknown_fields
     """false, with structured_outputs, is refused: what the text has to match applies from its first token on."""
     stream_options: StreamOptions | None = None
     cache_salt: Salt | None = None
+    kv_hints: KvHintsEnvelope | None = None
     priority: Priority | None = None
     slo_ttft_ms: ObjectiveMs | None = None
     deadline_s: DeadlineS | None = None
@@ -649,6 +657,16 @@ class TokenizeBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     tools: list[Tool] | None = None
     """Functions that the conversation may call."""
     model: str | None = None
+
+
+class KvHintsBody(TokenizeBody, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Body of POST /v1/kv_hints: a prompt, as a text, token ids or a conversation, and what is to become of its KV."""
+
+    kv_hints: KvHintsEnvelope
+    prompt_token_ids: list[TokenId] | None = None
+    cache_salt: Salt | None = None
+    """As of the requests that the KV is of; so are extra_key and model."""
+    extra_key: Salt | None = None
 
 
 class DetokenizeBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -17,6 +17,7 @@ from headrace.server.api.request.sampling import ending
 from headrace.server.api.request.schema import OpenAIBody, SamplingBody
 from headrace.server.frontend.request.generation_request import GenerationRequest
 from headrace.server.frontend.request.images import RequestImage
+from headrace.server.frontend.request.kv_hints import with_hints
 from headrace.server.frontend.request_log import RequestRecord
 from headrace.server.http.ranges import MAX_INT32, MAX_OBJECTIVE_MS
 
@@ -42,7 +43,7 @@ def base_request(
         replica=body.data_parallel_rank,
         cache_salt=prefix_salt(body.cache_salt, body.extra_key),
     )
-    return GenerationRequest(
+    request = GenerationRequest(
         rid=rid,
         prompt=(),
         sampling=sampling,
@@ -54,6 +55,7 @@ def base_request(
         ignore_eos=ends.ignore_eos,
         progress=progress,
     )
+    return with_hints(request, body.kv_hints, body.prompt_cache_retention)
 
 
 def with_images(base: GenerationRequest, images: tuple[RequestImage, ...]) -> GenerationRequest:

@@ -5,6 +5,7 @@ from typing import Annotated, Any
 import msgspec
 
 from headrace.core.types.kv.kv_tiers import TIERS
+from headrace.core.types.requests.kv_hints import HintAnswer
 from headrace.core.types.requests.request import Timing, Usage
 from headrace.server.frontend.request.generation_request import GenerationResult
 
@@ -71,6 +72,8 @@ class Report(msgspec.Struct):
 
     timing_ms: TimingMs
     handoff: Handoff
+    kv_hints: tuple[HintAnswer, ...] = MORE
+    """What was granted of the request's KV hints, where it had any."""
 
 
 def usage_report(usages: list[Usage], completion_tokens: int, reasoning_tokens: int | None = None) -> UsageReply:
@@ -110,4 +113,4 @@ def handoff_report(result: GenerationResult) -> Handoff:
 
 def headrace_report(result: GenerationResult) -> Report:
     """The "headrace" object of OpenAI responses: times and handoff of the first choice."""
-    return Report(timing_report(result.timing, decode=True), handoff_report(result))
+    return Report(timing_report(result.timing, decode=True), handoff_report(result), result.hints or MORE)

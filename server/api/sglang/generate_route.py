@@ -149,6 +149,7 @@ def _openai_fields(body: GenerateBody) -> OpenAIBody:
         slo_ttft_ms=body.slo_ttft_ms,
         data_parallel_rank=body.data_parallel_rank,
         kv_transfer_params=body.kv_transfer_params,
+        kv_hints=body.kv_hints,
     )
 
 

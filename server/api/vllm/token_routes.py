@@ -91,5 +91,6 @@ def _openai_fields(body: TokensBody) -> OpenAIBody:
         deadline_s=body.deadline_s,
         data_parallel_rank=body.data_parallel_rank,
         cache_salt=body.cache_salt,
+        kv_hints=body.kv_hints,
         kv_transfer_params=body.kv_transfer_params,
     )

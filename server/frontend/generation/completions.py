@@ -1,6 +1,6 @@
 """Admission of requests, and notification of peers when a request with a ticket is refused."""
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 import msgspec
@@ -12,8 +12,10 @@ from headrace.core.types import refusals
 from headrace.core.types.errors import MODEL_NOT_FOUND, ErrorInfo, HeadraceError
 from headrace.core.types.packed import pack
 from headrace.core.types.requests.adapters import adapter_mismatch
+from headrace.core.types.requests.kv_hints import GivenHint, HintAnswer
 from headrace.core.types.requests.request import SamplingParams
 from headrace.core.types.requests.tenants import tenant_salt
+from headrace.core.types.requests.terms import RequestTerms
 from headrace.server.frontend.generation.kv_returns import ReturnAnswer, ReturnTaker
 from headrace.server.frontend.generation.prefix_fetch import QUERY_S
 from headrace.server.frontend.generation.runner import GenerationRunner
@@ -26,6 +28,7 @@ from headrace.server.frontend.request.generation_request import (
     RequestObserver,
 )
 from headrace.server.frontend.request.hidden_states import HiddenLimits
+from headrace.server.frontend.request.kv_hints import SHARED, answers, refused, request_answers, without_grants
 from headrace.server.frontend.status.readiness import Readiness
 from headrace.server.telemetry.prometheus import FrontMetrics, TokenTimes
 from headrace.server.upstream.handoff_params import KvSource, PrefillAddress
@@ -83,7 +86,7 @@ class Completions:
             result = await self._runner.complete(request, _timed(emit, times, observer))
             times.ended(result.usage)
             observer.ended(result)
-        return result
+        return _with_answers(request, result)
 
     async def prefill(self, request: GenerationRequest, emit: Emit) -> tuple[Tokens, GenerationResult]:
         """Compute a prompt and send or hold its KV; returns the first token and the result. Raises HeadraceError as
@@ -101,7 +104,20 @@ class Completions:
             self._metrics.observe_end(self._clock.now() - started, result.usage)
             observer.first_token(first_token_s)
             observer.ended(result)
-        return first, result
+        return first, _with_answers(request, result)
+
+    async def hint(
+        self, prompt: tuple[int, ...], terms: RequestTerms, hints: Sequence[GivenHint], model: str
+    ) -> list[HintAnswer]:
+        """What of the hints for a prompt's KV was granted. terms: with tenant and salt. model: as the client names it.
+        Raises HeadraceError (503) if the scheduler is not ready, or does not answer."""
+        if self._share_prefixes:
+            return answers(refused(hints, SHARED), ())
+        actions = tuple(hint.action for hint in hints if hint.action is not None)
+        plain = GenerationRequest(rid="", prompt=prompt, sampling=SamplingParams(), terms=terms, model=model)
+        own = self.own(plain).terms
+        results = await self._client.hint(pack(prompt), own, actions) if actions else ()
+        return answers(hints, results)
 
     async def cached_tokens(self, request: GenerationRequest) -> int:
         """Leading tokens of a prompt whose KV the prefix cache has, for its client. Raises HeadraceError (503)."""
@@ -142,7 +158,8 @@ class Completions:
         terms = request.terms
         salt = terms.cache_salt if self._share_prefixes else tenant_salt(terms.tenant, terms.cache_salt)
         own = msgspec.structs.replace(terms, cache_salt=salt, adapter=self._adapter(request))
-        return msgspec.structs.replace(request, terms=own)
+        request = msgspec.structs.replace(request, terms=own)
+        return without_grants(request) if self._share_prefixes else request
 
     def _adapter(self, request: GenerationRequest) -> str:
         """The fingerprint of a request's adapter, "" for none. They are known when the stages have been ready."""
@@ -217,3 +234,9 @@ def _observed(request: GenerationRequest) -> Iterator[RequestObserver]:
     except HeadraceError as error:
         observer.failed(error.info)
         raise
+
+
+def _with_answers(request: GenerationRequest, result: GenerationResult) -> GenerationResult:
+    if not request.hints:
+        return result
+    return msgspec.structs.replace(result, hints=request_answers(request, result.retained))

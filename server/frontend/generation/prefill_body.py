@@ -15,9 +15,12 @@ from headrace.server.frontend.request.hidden_states import joined
 from headrace.server.upstream.prefill_call import PrefillResponse
 
 
-def prefill_body(request: GenerationRequest, ticket: str, *, knows_start: bool) -> PrefillRequest:
+def prefill_body(
+    request: GenerationRequest, ticket: str, *, knows_start: bool, knows_hints: bool = False
+) -> PrefillRequest:
     """Body of POST /v1/prefill. The prefill server has the same tokenizer, so it merges stop strings as we do.
-    knows_start: it takes prompt_logprobs_start, and does not compute the logprobs before it."""
+    knows_start: it takes prompt_logprobs_start, and does not compute the logprobs before it. knows_hints: it takes
+    kv_hints."""
     sampling, terms = msgspec.structs.asdict(request.sampling), request.terms
     sampling["logit_bias"] = {str(token): bias for token, bias in request.sampling.logit_bias}
     if not knows_start:
@@ -34,6 +37,7 @@ def prefill_body(request: GenerationRequest, ticket: str, *, knows_start: bool) 
         ignore_eos=request.ignore_eos,
         priority=terms.priority,
         cache_salt=terms.cache_salt,
+        kv_hints=request.kv_hints if knows_hints else None,
         stream=request.progress,
         deadline_s=terms.deadline_s,
         slo_ttft_ms=None if terms.slo_ttft_s is None else terms.slo_ttft_s * 1000,

@@ -66,6 +66,7 @@ def result_of(
         peer=event.peer,
         prompt_logprobs=logprobs,
         hidden=hidden,
+        retained=event.retained,
     )
 
 

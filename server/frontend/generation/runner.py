@@ -222,7 +222,12 @@ class GenerationRunner:
         route = FetchFrom(url, ticket, forecast=pool.forecast(choice) if compares else None, compare=compares)
         submit = _submit(request, sampling, route, moved=moved)
         handoff, generated = _HandoffTime(self._clock), list[int]()
-        body = prefill_body(request, ticket, knows_start=choice.server.knows_logprobs_start)
+        body = prefill_body(
+            request,
+            ticket,
+            knows_start=choice.server.knows_logprobs_start,
+            knows_hints=choice.server.knows_hints,
+        )
         async with (
             self._client.open(submit) as call,
             pool.prefill_call(choice, body, span) as prefill,

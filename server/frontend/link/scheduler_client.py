@@ -10,11 +10,12 @@ import asyncio
 import logging
 from collections.abc import Callable
 
-from headrace.core.messages.frontend import Abort, AnyFrontendRequest, QueryPrefix, QueryStats, Submit
+from headrace.core.messages.frontend import Abort, AnyFrontendRequest, KvHint, QueryPrefix, QueryStats, Submit
 from headrace.core.messages.replies import (
     AnySchedulerReply,
     Drained,
     EngineState,
+    KvHinted,
     PrefillState,
     PrefixReply,
     RequestFailed,
@@ -34,12 +35,15 @@ from headrace.core.stats import Stats
 from headrace.core.types import refusals
 from headrace.core.types.errors import CANCELLED, TICKET_IN_USE, ErrorInfo, HeadraceError
 from headrace.core.types.ranks.expert_load import ExpertLoad
+from headrace.core.types.requests.kv_hints import HintAction, HintResult
+from headrace.core.types.requests.terms import RequestTerms
 from headrace.server.frontend.link.call import Call
 from headrace.server.frontend.link.scheduler_link import SchedulerLink
 
 log = logging.getLogger(__name__)
 
 PROBE_S = 1.0
+HINT_S = 5.0  # in which the scheduler has to answer a hint
 LATE_S = 0.25  # by which this loop may be late before it counts as having slept
 SUSPECT_S = 1.5  # without an answer to a probe, after which the scheduler's process is looked at
 SILENT_S = 5.0  # in which the scheduler could have answered a probe, after which the server is unhealthy
@@ -74,6 +78,7 @@ class SchedulerClient:
         self._held: dict[str, str] = {}  # tenants of held requests, by rid
         self._queries: dict[int, asyncio.Future[Stats]] = {}
         self._prefix_queries: dict[int, asyncio.Future[PrefixReply]] = {}
+        self._hints: dict[int, asyncio.Future[tuple[HintResult, ...]]] = {}
         self._token = 0
         self._inspect = inspect
         self._silence = Silence(Limits(LOST_S, max(LOST_S, hang_s)), clock.now())
@@ -220,6 +225,22 @@ class SchedulerClient:
         finally:
             self._prefix_queries.pop(token, None)
 
+    async def hint(self, prompt: bytes, terms: RequestTerms, actions: tuple[HintAction, ...]) -> tuple[HintResult, ...]:
+        """What the scheduler grants of hints for a prompt's KV. Raises HeadraceError (503) if it does not answer."""
+        if problem := self.problem():
+            raise refusals.SCHEDULER_SILENT.raised(problem=problem)
+        answer: asyncio.Future[tuple[HintResult, ...]] = asyncio.get_running_loop().create_future()
+        self._token += 1
+        token = self._token
+        self._hints[token] = answer
+        self.post(KvHint(token=token, prompt=prompt, terms=terms, actions=actions))
+        try:
+            return await asyncio.wait_for(answer, HINT_S)
+        except TimeoutError:
+            raise refusals.SCHEDULER_SILENT.raised(problem=f"the scheduler has not answered in {HINT_S:g} s") from None
+        finally:
+            del self._hints[token]
+
     async def wait_drained(self) -> None:
         """Wait until the scheduler has sent Drained and every call was left."""
         await self.wait_for(lambda: self._drained and not self._calls)
@@ -292,6 +313,9 @@ class SchedulerClient:
                 self._notify()
             case ServerInfo():
                 self.server_info = message
+            case KvHinted():
+                if (hinted := self._hints.get(message.token)) is not None and not hinted.done():
+                    hinted.set_result(message.results)
             case StageDown() | Traced() | StageTraced() | RequestTraced() | StatusReply():
                 self._on_news(message)
             case Drained():

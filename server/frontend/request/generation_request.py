@@ -9,6 +9,7 @@ from headrace.core.messages.replies import Progress
 from headrace.core.types.errors import ErrorInfo
 from headrace.core.types.requests.constraint import Constraint
 from headrace.core.types.requests.draft import HiddenStates
+from headrace.core.types.requests.kv_hints import GivenHint, HintAnswer, KvHintsEnvelope
 from headrace.core.types.requests.remote_prefill import PrefillReason
 from headrace.core.types.requests.request import FinishReason, HandoffStats, SamplingParams, Timing, TokenLogprob, Usage
 from headrace.core.types.requests.terms import RequestTerms
@@ -66,6 +67,10 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     """As the client names it: the model, or one of its adapters; "" for the model."""
     images: tuple[RequestImage, ...] = ()
     """Of the prompt, with their places; terms.image_digest is their digest."""
+    kv_hints: KvHintsEnvelope | None = None
+    """As the client gave them, for the prefill server."""
+    hints: tuple[GivenHint, ...] = ()
+    """As they were understood here; terms.retain and terms.let_go are made of them."""
     adapter: str | None = None
     """On a prefill server: the fingerprint that the decode server has of its adapter; None where it does not say."""
     prompt_only: bool = False
@@ -145,6 +150,10 @@ class GenerationResult(msgspec.Struct, frozen=True, kw_only=True):
     """Why a decode server has had its prompt computed where it was; None where that was not compared."""
     lease_s: float | None = None
     """Seconds for which the KV is held for the peer, 0 if it is not; None unless the request asked for that."""
+    retained: int = 0
+    """Tokens whose KV is retained as the terms ask for it."""
+    hints: tuple[HintAnswer, ...] = ()
+    """What was granted of the request's KV hints."""
 
 
 Emit = Callable[[Progress | GenerationDelta], Awaitable[None]]

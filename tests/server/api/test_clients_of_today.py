@@ -174,6 +174,7 @@ CLIENTS: dict[str, tuple[Kind, Body, Body]] = {
                 {"type": "function_call_output", "call_id": "c1", "output": "done"},
                 {"role": "assistant", "content": [{"type": "output_text", "text": "hi"}]},
             ],
+            "prompt_cache_retention": "24h",
             "reasoning": {"effort": "none"},
         },
     ),

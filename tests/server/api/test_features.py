@@ -14,7 +14,7 @@ import pytest
 from openai import AsyncOpenAI
 from tokenizers.processors import TemplateProcessing
 
-from headrace.core.messages.frontend import Submit
+from headrace.core.messages.frontend import KvHint, Submit
 from headrace.engine.model.stub import CHAT_TEMPLATE, END, stub_tokenizer
 from headrace.server.api.request import schema
 from headrace.text.chat_template import ChatTemplate
@@ -70,7 +70,8 @@ def script(kind: Kind, body: Body, role: str) -> Script:
 
 def requests(link: FakeLink) -> str:
     """What the scheduler was asked to do."""
-    return plain([msgspec.structs.replace(each, rid="") for each in link.of(Submit)])
+    hints = [msgspec.structs.replace(each, token=0) for each in link.of(KvHint)]
+    return plain([*(msgspec.structs.replace(each, rid="") for each in link.of(Submit)), *hints])
 
 
 Ask = Callable[[Kind, Body], Awaitable[tuple[int, str, str]]]

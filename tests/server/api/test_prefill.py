@@ -195,6 +195,7 @@ async def test_decode_servers_find_the_control_endpoint(tokenizer: Tokenizer) ->
             "penalties": True,
             "hidden_states": True,
             "prompt_logprobs_start": True,
+            "kv_hints": True,
             "images": False,
             "prefixes": True,
             "kv_events": None,
