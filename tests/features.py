@@ -315,6 +315,10 @@ MEMBERS: dict[Kind, dict[str, Case]] = {
         "grammar": Case(GRAMMAR),
         "json_object": Case(True),
     },
+    schema.OpenFields: {
+        "open": Case(True),
+        "open_id": Case("open-x", status=404),
+    },
     schema.StreamOptions: {"include_usage": Case(True), "include_progress": Case(True)},
     schema.ResponseFormat: {
         "type": Case("json_object"),

@@ -134,8 +134,9 @@ class RequestMetrics:
         finally:
             route, now = _template(scope.get("route")), self._clock.now()
             self._metrics.observe_request(route, status, now - started)
-            if logged and scope["path"] in PROMPT_ROUTES:
-                self._metrics.count_ends(scope["path"], record.ends(status))
+            asked = scope["path"] if scope["path"] in PROMPT_ROUTES else route  # one that is refused has no route
+            if logged and asked in PROMPT_ROUTES:
+                self._metrics.count_ends(asked, record.ends(status))
             if logged:
                 self._log.write(record, route, status, now - started, now)
             if context.recorded:

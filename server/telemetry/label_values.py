@@ -19,6 +19,7 @@ from headrace.transfer.protocol.messages import (
 
 PROMPT_ROUTES = (
     "/v1/prefill",
+    "/v1/prefill/{id}/commit",
     "/v1/completions",
     "/v1/chat/completions",
     "/v1/responses",
@@ -30,7 +31,7 @@ PROMPT_ROUTES = (
     "/v2/rerank",
     "/rerank",
 )
-"""Those whose requests have prompts, and are counted in requests_total. None has parameters in its path."""
+"""Those whose requests have prompts, and are counted in requests_total."""
 
 UNKNOWN_ROUTE = "other"
 """The label of all paths that are no route, which clients make up."""

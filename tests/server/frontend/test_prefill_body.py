@@ -37,7 +37,7 @@ def test_every_field_is_one_that_this_release_knows_and_says_the_same_there() ->
 
 
 def test_what_clients_may_send_and_read_is_what_servers_read_and_send() -> None:
-    internal = {"grammar"}  # of stages
+    internal = {"grammar", "label_token_ids"}  # of stages, and of scores, which no other server computes
     assert set(PrefillRequest.__struct_fields__) - internal <= set(PrefillBody.__struct_fields__)
     assert set(PrefillResponse.__struct_fields__) <= set(PrefillReply.__struct_fields__)
     assert set(HiddenField.__struct_fields__) == set(HiddenStatesReply.__struct_fields__)
