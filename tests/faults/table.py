@@ -316,7 +316,7 @@ def _returns() -> Group:
             f"{tests}test_the_decode_server_dies_while_it_returns_kv",
             f"{tests}test_the_prefill_server_dies_while_it_takes_kv",
         )),
-        "prefill stage 0": Proven((f"{tests}test_requests_of_others_do_not_wait_for_kv_that_comes_back",)),
+        "prefill stage 0": Proven((f"{tests}test_the_stage_that_takes_kv_stops_for_a_moment",)),
     }  # fmt: skip
     why = dict.fromkeys(PLACES, "by random schedules: tests/testing/test_prefixes.py")
     lies = Proven((f"{NONFINITE}test_nan_in_kv_that_a_decode_server_returns",))
