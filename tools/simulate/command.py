@@ -196,6 +196,7 @@ def _replay(
         costs=costs,
         replicas=point.replicas,
         siblings=point.siblings,
+        hints=point.hints,
         router=ROUTERS[point.router],
         time_scale=scale,
         fetch_tokens_s=around.fetch_rate,

@@ -23,6 +23,7 @@ from headrace.server.config.settings import BY_KEY, SETTINGS, Setting
 from headrace.server.config.values import parse_value
 from headrace.tools.simulate.objectives import OBJECTIVES
 from headrace.tools.simulate.replay.decode_server import REMOTES, Remote
+from headrace.tools.simulate.replay.hints import HINTS, Hints
 from headrace.tools.simulate.replay.routing import ROUTERS
 
 T = TypeVar("T")
@@ -86,6 +87,9 @@ class Point(msgspec.Struct, frozen=True, kw_only=True):
     siblings: bool
     """They fetch prefixes from each other."""
 
+    hints: Hints | None
+    """What clients say of their conversations; None: conversations are not looked for."""
+
     router: str
     remote: Remote | None
     """Of the decode servers; None: there are none."""
@@ -104,6 +108,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "--replicas", metavar="N,N,...", default="1", help="servers; also a range such as 1..4 (default: 1)"
     )
     ours.add_argument("--siblings", metavar="{on,off},...", default="off", help=_SIBLINGS_HELP)
+    ours.add_argument("--hints", metavar="{" + ",".join(HINTS) + "},...", help=_HINTS_HELP)
     ours.add_argument("--router", metavar="NAME,...", default="score", help=_ROUTER_HELP)
     ours.add_argument(
         "--fetch-rate",
@@ -175,6 +180,11 @@ _SIBLINGS_HELP = (
     "whether servers fetch prefixes from each other where that is predicted to be faster than computing them, at "
     "--fetch-rate, as with --sibling of headrace serve (default: off)"
 )
+_HINTS_HELP = (
+    "KV hints of the clients: none; oracle: what comes again is retained until then; real: every turn is retained for "
+    "twice the pauses so far; lying: one of two tenants retains everything for ever. Adds tables by tenant and turn "
+    "(without decode servers and siblings)"
+)
 _ROUTER_HELP = f"how a server is chosen where there are several: {', '.join(ROUTERS)} (default: score)"
 _OBJECTIVE_HELP = (
     "time to first token that counts as good: prop: 1 s + 5 x computing the prompt alone; class: 2, 8, 30 s up to "
@@ -211,10 +221,15 @@ def points(given: Mapping[str, Any], environ: Mapping[str, str], longest: int) -
         "router": _choices("--router", given["router"], ROUTERS),
         "replicas": _replicas(given["replicas"]),
         "siblings": _choices("--siblings", given["siblings"], dict.fromkeys(("on", "off"))),
+        "hints": (None,) if given["hints"] is None else _choices("--hints", given["hints"], dict.fromkeys(HINTS)),
         "remote": (None,) if given["remote"] is None else _choices("--remote", given["remote"], dict.fromkeys(REMOTES)),
         "load": (None,) if given["load"] is None else _numbers("--load", given["load"]),
     }
     swept = [key for key, values in lists.items() if len(values) > 1]
+    if given["hints"] is not None and (given["remote"] is not None or given["siblings"] != "off"):
+        raise ConfigError(
+            "--hints is for replays without decode servers and siblings; leave --remote and --siblings out"
+        )
     found = []
     for values in product(*lists.values()):
         chosen = dict(zip(lists, values, strict=True))
@@ -227,6 +242,7 @@ def points(given: Mapping[str, Any], environ: Mapping[str, str], longest: int) -
                 host_pages=chosen.get(HOST_PAGES, base.engine.host_pages),
                 replicas=chosen["replicas"],
                 siblings=chosen["siblings"] == "on",
+                hints=chosen["hints"],
                 router=chosen["router"],
                 remote=chosen["remote"],
                 load=chosen["load"],

@@ -73,7 +73,8 @@ def as_text(report: ReplayReport) -> str:
         header += _RETRIES
         rows = [[*cells, *_retries(row.summary)] for cells, row in zip(rows, report.rows, strict=True)]
     shown = table([header, *rows])
-    return f"{about}\nTime to first token in seconds, shares in %.\n\n{shown}{_by_tenant(report, swept)}"
+    more = _by_tenant(report, swept) + _by_turn(report, swept)
+    return f"{about}\nTime to first token in seconds, shares in %.\n\n{shown}{more}"
 
 
 def _by_tenant(report: ReplayReport, swept: Sequence[str]) -> str:
@@ -91,6 +92,28 @@ def _by_tenant(report: ReplayReport, swept: Sequence[str]) -> str:
     ]
     header = ["load", *swept, *(tenant or NOTHING for tenant in tenants)]
     return f"\n\nGoodput by tenant, those of most requests first, in %.\n\n{table([header, *rows])}"
+
+
+def _by_turn(report: ReplayReport, swept: Sequence[str]) -> str:
+    """A table of hits by tenant, engine seconds and times by turn; nothing where turns were not looked for."""
+    first = report.rows[0].summary
+    if not first.turns:
+        return ""
+    tenants = list(first.tenant_hits)[:MOST_TENANTS]
+    rows = [
+        [
+            _load(row),
+            *(str(row.swept[key]) for key in swept),
+            f"{100 * row.summary.hits:.1f}",
+            *(f"{100 * row.summary.tenant_hits[tenant]:.1f}" for tenant in tenants),
+            f"{row.summary.busy_s:,.0f}",
+            *(_seconds(mean_s) for mean_s in row.summary.turns.values()),
+        ]
+        for row in report.rows
+    ]
+    hits = ("hits", *(f"hits {tenant}" for tenant in tenants))
+    header = ["load", *swept, *hits, "engine s", *(f"turn {name}" for name in first.turns)]
+    return f"\n\nHits in %, engine seconds, and mean time to first token by turn.\n\n{table([header, *rows])}"
 
 
 _SHARES = ("longest", "goodput", "by tokens", "busy", "hits", "tokens/s", "refused")

@@ -83,6 +83,15 @@ class ReplaySummary(msgspec.Struct, frozen=True, kw_only=True):
     seconds: float
     """Virtual time from the first arrival to the last first token; with decode servers, to the last token."""
 
+    busy_s: float = 0.0
+    """Seconds of computing of the busiest stage, sum of the replicas."""
+
+    tenant_hits: dict[str, float] = {}
+    """hits by tenant; empty where the trace has none."""
+
+    turns: dict[str, float | None] = {}
+    """Mean time to first token by turn of the conversation; empty where those were not looked for."""
+
     decode: DecodeSummary | None = None
     """Of a replay with decode servers."""
 
@@ -114,6 +123,9 @@ def summarise(result: ReplayResult, objective: Objective, cost: Cost, tpot_s: fl
         hits=sum(outcome.cached_tokens for outcome in served) / tokens,
         tokens_per_s=sum(outcome.tokens for outcome in served) / seconds if seconds else 0.0,
         seconds=seconds,
+        busy_s=sum(result.busy_s),
+        tenant_hits=_hits_by_tenant(outcomes),
+        turns=_by_turn(outcomes),
         decode=None if tpot_s is None else _decode(outcomes),
     )
 
@@ -138,6 +150,27 @@ def _tenants(outcomes: Sequence[ReplayOutcome], good: Sequence[ReplayOutcome]) -
         return {}
     within = Counter(outcome.tenant for outcome in good)
     return {tenant: within[tenant] / count for tenant, count in offered.most_common()}
+
+
+def _hits_by_tenant(outcomes: Sequence[ReplayOutcome]) -> dict[str, float]:
+    """Share of prompt tokens that were found in the prefix cache, by tenant, those of most requests first."""
+    names = [name for name, _ in Counter(outcome.tenant for outcome in outcomes).most_common()]
+    groups = {name: [each for each in outcomes if each.tenant == name] for name in names if names != [""]}
+    return {
+        name: sum(each.cached_tokens for each in of) / sum(each.tokens for each in of) for name, of in groups.items()
+    }
+
+
+def _by_turn(outcomes: Sequence[ReplayOutcome]) -> dict[str, float | None]:
+    """Mean seconds to the first token by turn."""
+    if not any(outcome.turn for outcome in outcomes):
+        return {}
+    times: dict[str, list[float]] = {name: [] for name in ("1", "2", "3", "4 to 7", "8 and later")}
+    for outcome in outcomes:
+        if outcome.first_token_s is not None:
+            name = str(outcome.turn) if outcome.turn < 4 else "4 to 7" if outcome.turn < 8 else "8 and later"
+            times[name].append(outcome.first_token_s)
+    return {name: sum(found) / len(found) if found else None for name, found in times.items()}
 
 
 def _is_good(outcome: ReplayOutcome, objective: Objective, cost: Cost, tpot_s: float | None) -> bool:

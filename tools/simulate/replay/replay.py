@@ -9,9 +9,11 @@ import msgspec
 from headrace.core.config import SchedulerConfig
 from headrace.core.messages.kv_events import KvEventMessage
 from headrace.core.types.errors import ErrorInfo
+from headrace.core.types.requests.terms import RequestTerms
 from headrace.scheduler.costs.chunking import Cost
 from headrace.testing.world import World
 from headrace.tools.simulate.replay.decode_server import DecodeTier, ReplayDecodeServer
+from headrace.tools.simulate.replay.hints import Hints, turns
 from headrace.tools.simulate.replay.replica import HostTier, ReplayReplica
 from headrace.tools.simulate.replay.routing import ReplayRouter, RouterFactory
 from headrace.tools.simulate.replay.workload import TraceRequest, prompt
@@ -51,6 +53,9 @@ class ReplaySettings(msgspec.Struct, frozen=True, kw_only=True):
     decode: DecodeTier | None = None
     """Decode servers, which have prompts computed; None: decode peers take any KV at once."""
 
+    hints: Hints | None = None
+    """What clients say of their conversations; None: there are no conversations, and no tenants but the trace's."""
+
     latency_s: float = 0.0
     """Seconds until a request reaches the scheduler. What an answer takes to its client is little, and counted here."""
 
@@ -74,6 +79,9 @@ class ReplayOutcome(msgspec.Struct, gc=False):
     """How often it was submitted."""
 
     tenant: str = ""
+    turn: int = 0
+    """Of its conversation, from 1; 0 where that was not looked at."""
+
     generated: int = 0
     """Tokens that a decode server of the replay has generated."""
 
@@ -122,6 +130,7 @@ class Replay:
         self._progress = progress
         self._world = World(0)
         self._outcomes: list[ReplayOutcome] = []
+        self._turns = turns(requests, settings.hints, settings.time_scale) if settings.hints is not None else []
         self._open = len(requests)
         self._last_token_at = 0.0
         followed = settings.replicas > 1 or settings.decode is not None
@@ -178,7 +187,10 @@ class Replay:
     def _arrive(self, number: int) -> None:
         request = self._requests[number]
         self._await_arrival(number + 1)
-        self._outcomes.append(ReplayOutcome(request.tokens, self._world.now, tenant=request.tenant))
+        outcome = ReplayOutcome(request.tokens, self._world.now, tenant=request.tenant)
+        if self._turns:
+            outcome.tenant, outcome.turn = self._turns[number].tenant, self._turns[number].turn
+        self._outcomes.append(outcome)
         self._send(number)
 
     def _send(self, number: int) -> None:
@@ -192,8 +204,13 @@ class Replay:
         replica, objective_s = self._replicas[outcome.replica], self._settings.objective_s
         slo = None if objective_s is None else objective_s(outcome.tokens)
 
+        terms = RequestTerms(tenant=outcome.tenant, slo_ttft_s=slo)
+        if self._turns:  # tenants of servers have salts of their own
+            retain = self._turns[number].retain
+            terms = msgspec.structs.replace(terms, cache_salt=outcome.tenant, retain=retain)
+
         def submit() -> None:
-            replica.submit(str(number), tokens, outcome.tenant, slo, outcome.attempts)
+            replica.submit(str(number), tokens, terms, outcome.attempts)
 
         if self._settings.latency_s:
             self._world.at(self._world.now + self._settings.latency_s, submit)

@@ -26,6 +26,7 @@ from headrace.tools.simulate.replay.pipeline import TimedHostTier, TimedPipeline
 from headrace.tools.simulate.replay.siblings import SiblingFetches
 
 PEER = "peer"
+NO_TERMS = RequestTerms()
 ANSWERED = SamplingParams(temperature=0.0, max_tokens=1)
 HANDED_OVER = SamplingParams(temperature=0.0, max_tokens=2)  # a request of one token hands no KV over
 
@@ -117,13 +118,11 @@ class ReplayReplica:
         """What the server reports of its load."""
         return LoadReport(*self._scheduler.load(self._world.now))
 
-    def submit(
-        self, rid: str, prompt: bytes, tenant: str = "", slo_ttft_s: float | None = None, attempt: int = 1
-    ) -> None:
+    def submit(self, rid: str, prompt: bytes, terms: RequestTerms = NO_TERMS, attempt: int = 1) -> None:
         """Take in a request, and the reservation of its peer if KV is handed over. attempt: 2 for the first retry."""
-        self._work[rid] = seconds = self._uncached_s(prompt)
+        self._work[rid] = seconds = self._uncached_s(prompt, terms.prefix_salt)
         self._queued_s += seconds
-        self._bring(prompt, lambda: self._start(rid, prompt, tenant, slo_ttft_s, attempt))
+        self._bring(prompt, lambda: self._start(rid, prompt, terms, attempt))
 
     def _bring(self, prompt: bytes, go_on: Callable[[], None]) -> None:
         """Go on with a prompt when what siblings have of it has come."""
@@ -132,7 +131,7 @@ class ReplayReplica:
         else:
             self._siblings.bring(prompt, go_on)
 
-    def _start(self, rid: str, prompt: bytes, tenant: str, slo_ttft_s: float | None, attempt: int) -> None:
+    def _start(self, rid: str, prompt: bytes, terms: RequestTerms, attempt: int) -> None:
         route = SendTo(rid) if self._hands_over else Discard()
         sampling = HANDED_OVER if self._hands_over else ANSWERED
         if self._hands_over:
@@ -148,7 +147,7 @@ class ReplayReplica:
                 prompt=prompt,
                 sampling=sampling,
                 route=route,
-                terms=RequestTerms(tenant=tenant, slo_ttft_s=slo_ttft_s),
+                terms=terms,
             )
         )
 
@@ -173,8 +172,8 @@ class ReplayReplica:
         submit = Submit(rid=rid, prompt=prompt, sampling=HANDED_OVER, route=SendTo(rid))
         self._bring(prompt, lambda: self._driver.handle(submit))
 
-    def _uncached_s(self, prompt: bytes) -> float:
-        cached = self._scheduler.cached_tokens(prompt)
+    def _uncached_s(self, prompt: bytes, salt: str = "") -> float:
+        cached = self._scheduler.cached_tokens(prompt, salt)
         return row_seconds(self._cost, cached, len(prompt) // ITEM_BYTES - cached)
 
     def _perform(self, effects: list[Effect]) -> None:
