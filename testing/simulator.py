@@ -256,7 +256,7 @@ class Simulation:
             progress=rng.random() < 0.5,
         )
         client = SimulatedClient(submit, prompt)
-        if number % 3 == 1:
+        if number % 5 == 1:
             self._hint(number, submit)
         if pair and self._scenario.rooms and rng.random() < self._scenario.rooms:
             self._call_both(client)
