@@ -55,13 +55,16 @@ class Account:
 class Retained:
     """A page's right to stay in the pool."""
 
-    __slots__ = ("place", "priority", "settled", "until")
+    __slots__ = ("gives_way", "place", "priority", "settled", "until")
 
     def __init__(self, until: float, priority: int) -> None:
         self.until = until
         self.priority = priority
         self.place: tuple[int, int] | None = None
         """Rank and last use of the page that was evicted instead: its place in the eviction order meanwhile."""
+
+        self.gives_way = False
+        """It is copied to leave the pool nevertheless, as all that could leave is retained."""
 
         self.settled = 0
         """Children that have such a place: with them, its own turn comes as if they had left."""

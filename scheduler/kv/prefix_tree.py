@@ -248,9 +248,11 @@ class PrefixTree:
         self.unlock_unused([node])
 
     def leave(self, node: Node) -> int | None:
-        """A node that coldest() gave leaves the pool, unless it is used again: returns its page, or None."""
+        """A node that coldest() gave leaves the pool, unless it is used again, or retained meanwhile: returns its page,
+        or None."""
         self._settle(node)
-        if node.locks > 1 or node.resident:
+        kept = node.retained
+        if node.locks > 1 or node.resident or (kept is not None and not kept.gives_way):
             self.unlock_unused([node])
             return None
         node.locks = 0

@@ -74,6 +74,7 @@ class Retention:
             elif until > kept.until or priority > kept.priority:
                 kept.until, kept.priority = max(until, kept.until), max(priority, kept.priority)
                 self._note(node, kept)
+            kept.gives_way = False
             granted += 1
         return granted
 
@@ -148,6 +149,8 @@ class Retention:
         del node.account.waiting[node.number]
         rank = node.place[0]
         self.used(node)  # it counts as a child that leaves now
+        if node.retained is not None:
+            node.retained.gives_way = True
         return node, rank
 
     def check(self, nodes: Sequence[Node]) -> list[str]:

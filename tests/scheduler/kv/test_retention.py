@@ -123,6 +123,74 @@ def test_no_grant_without_a_share() -> None:
     assert Tenant(kv, "own").use(prompt(1), until=10.0) == 0
 
 
+def tiered(pages: int, percent: int) -> KvCache:
+    kv = cache(pages, percent)
+    kv.reset(pages, host_pages=100)
+    return kv
+
+
+def copy_all(kv: KvCache) -> None:
+    for copy in kv.copies_begun():
+        kv.copied(copy, set())
+    assert kv.check() == []
+
+
+def test_what_is_demoted_leaves_and_comes_back_by_a_prefetch() -> None:
+    kv = tiered(32, 25)
+    own = Tenant(kv, "own")
+    own.use(prompt(1), until=10.0)
+    tokens = pack(prompt(1))
+    assert kv.demote(kv.resident(tokens, "own")) == 4
+    copy_all(kv)
+    assert (kv.resident(tokens, "own"), kv.retained) == ([], 0)
+    assert kv.prefetch(tokens, "own", "own", 20.0, 0) == 4
+    copy_all(kv)
+    assert (len(kv.resident(tokens, "own")), kv.retained) == (4, 4)
+
+
+def test_what_is_retained_while_it_is_copied_stays() -> None:
+    kv = tiered(32, 25)
+    own = Tenant(kv, "own")
+    own.use(prompt(1))
+    tokens = pack(prompt(1))
+    assert kv.demote(kv.resident(tokens, "own")) == 4
+    assert kv.prefetch(tokens, "own", "own", 20.0, 0) == 4, "all of it is in the pool still"
+    copy_all(kv)
+    assert (len(kv.resident(tokens, "own")), kv.retained) == (4, 4)
+
+
+def test_what_is_retained_leaves_by_the_host_tier_where_a_prompt_needs_its_pages() -> None:
+    kv = tiered(12, 100)
+    own = Tenant(kv, "own")
+    assert own.use(prompt(1, 12), until=10.0) == 12
+    packed = pack(prompt(2, 8))
+    assert kv.acquire(packed, "other", tenant="other") is None, "it waits for the copies"
+    copy_all(kv)
+    assert kv.acquire(packed, "other", tenant="other") is not None
+    assert kv.retained == 4
+
+
+def test_a_prefetch_keeps_to_the_bound() -> None:
+    kv = tiered(32, 6)  # 1 page
+    own = Tenant(kv, "own")
+    own.use(prompt(1))
+    tokens = pack(prompt(1))
+    kv.demote(kv.resident(tokens, "own"))
+    copy_all(kv)
+    assert kv.prefetch(tokens, "own", "own", 20.0, 0) == 1
+
+
+def test_what_is_released_leaves_first() -> None:
+    kv = cache(12)
+    own, other = Tenant(kv, "own"), Tenant(kv, "other")
+    other.use(prompt(1))
+    own.use(prompt(2), until=10.0)
+    assert kv.let_go(kv.resident(pack(prompt(2)), "own")) == 4
+    other.use(prompt(3))
+    other.use(prompt(4))
+    assert (own.cached(prompt(2)), other.cached(prompt(1)), kv.retained) == (0, 4, 0)
+
+
 # A trace: who computes which prompt, with or without a hint. Prompts of one tenant share prefixes.
 PROMPTS = st.builds(
     lambda branch, length: [0, *(10 * branch + index for index in range(1, length))],
