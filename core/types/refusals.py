@@ -200,8 +200,8 @@ STAGE_FAILED = _down(
 )
 PAGES_NEEDED = _down(
     errors.PAGES_NEEDED,
-    "the pages are needed for a request",
-    "KV that only moves between prefix caches (siblings, returns) gives way",
+    "its pages, or its metadata row, are needed for a request",
+    "KV that only moves between prefix caches (siblings, returns, open prompts) gives way",
     retry_s=None,
 )
 NO_TOKEN = _down(errors.STAGE_FAILED, "the last stage reported no token", "a plan came back without one", retry_s=None)

@@ -62,7 +62,10 @@ class RemoteFetch:
         if request.preempted and not self._worth_fetching(request, replica):
             self._completion.compute_here(request, "cached", now)
             return True
-        if not state.metadata_rows.free:
+        if not state.metadata_rows.free and route.prefix:
+            self._completion.fail(request, refusals.PAGES_NEEDED.error(), now)
+            return True
+        if not state.metadata_rows.free and not (self.make_way(replica, now) and state.metadata_rows.free):
             return False
         tokens = request.packed(0, request.target)
         acquire = partial(
@@ -118,7 +121,7 @@ class RemoteFetch:
         return True
 
     def make_way(self, replica: Replica, now: float) -> bool:
-        """A request lacks pages: end what only moves cached KV. False if nothing does."""
+        """A request lacks pages, or a metadata row: end what only moves cached KV. False if nothing does."""
         return self._completion.end_moves(replica, refusals.PAGES_NEEDED.error(), now)
 
     def _worth_fetching(self, request: Request, replica: Replica) -> bool:

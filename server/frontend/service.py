@@ -33,9 +33,10 @@ from headrace.server.frontend.kv_files import KvFileWatch
 from headrace.server.frontend.link.control_address import ControlAddress
 from headrace.server.frontend.link.scheduler_client import News, SchedulerClient
 from headrace.server.frontend.link.scheduler_link import SchedulerLink
-from headrace.server.frontend.open_prompts.open_prompts import OpenPrompts
+from headrace.server.frontend.open_prompts.open_prompts import OpenPrompts, Pieces
 from headrace.server.frontend.open_prompts.pieces import LocalPieces
 from headrace.server.frontend.open_prompts.remote_pieces import RemotePieces
+from headrace.server.frontend.prefix_moves import PrefixMoves
 from headrace.server.frontend.request.request_context import TraceSampler
 from headrace.server.frontend.served_model import ServedModel
 from headrace.server.frontend.status.readiness import Readiness
@@ -129,9 +130,8 @@ class Service:
         self.fetches, self.returns, self.taker = self._make_fetches(), self._make_returns(), self._make_taker()
         self.completions = self._make_completions()
         goes_there = self.prefills is not None and config.server.remote != "never"
-        pieces = RemotePieces(self.prefills) if self.prefills and goes_there else LocalPieces(self._client)
         self.open_prompts = OpenPrompts(
-            pieces,
+            self._make_pieces(),
             self.completions.own,
             self.clock,
             most=config.server.open_prompts,
@@ -212,9 +212,18 @@ class Service:
     def _make_fetches(self) -> PrefixFetches | None:
         if self.siblings is None or not self.config.server.siblings:
             return None
-        return PrefixFetches(
-            self._client, self.siblings, self.metrics, self.clock, self.config.engine.page_size, self.record_span
-        )
+        return PrefixFetches(self._client, self.siblings, self._make_moves(self.siblings))
+
+    def _make_moves(self, pool: PrefillPool) -> PrefixMoves:
+        page_size = self.config.engine.page_size
+        return PrefixMoves(self._client, pool, self.metrics, self.clock, page_size, self.record_span)
+
+    def _make_pieces(self) -> Pieces:
+        """Of open prompts."""
+        if self.prefills is None or self.config.server.remote == "never":
+            return LocalPieces(self._client)
+        caches = self.config.scheduler.prefix_cache
+        return RemotePieces(self.prefills, self._make_moves(self.prefills) if caches else None)
 
     def _make_returns(self) -> KvReturns | None:
         config = self.config

@@ -246,7 +246,7 @@ STAGES: tuple[MetricSpec, ...] = (
     MetricSpec("hidden_bytes_total", "counter", "Bytes of hidden states sent to the next stage.", ("stage",)),
 )
 
-PREFIX_SOURCES = ("sibling",)
+PREFIX_SOURCES = ("sibling", "open")
 FRONT: tuple[MetricSpec, ...] = (
     MetricSpec("build_info", "gauge", "Always 1; the labels describe this server.", ("version", "role", "model")),
     MetricSpec(
@@ -317,8 +317,8 @@ FRONT: tuple[MetricSpec, ...] = (
     MetricSpec(
         "prefix_fetches_total",
         "counter",
-        "Prefixes fetched into the prefix cache from a sibling: "
-        "fetched, failed, or late, as computing them would not have taken longer.",
+        "Prefixes fetched into the prefix cache from a sibling, or of a prompt that is still open from the prefill "
+        "server that computes it: fetched, failed, or late (a sibling's: computing it would not have taken longer).",
         ("source", "result"),
         zeros=tuple((source, result) for source in PREFIX_SOURCES for result in ("fetched", "failed", "late")),
     ),

@@ -60,7 +60,7 @@ class FrontMetrics:
         self._counters.add("prefill_retries_total", labels=(reason,))
 
     def count_prefix_fetch(self, source: str, result: str, tokens: int, seconds: float) -> None:
-        """Count a prefix that was fetched into the prefix cache, or was not. source: "sibling"."""
+        """Count a prefix that was fetched into the prefix cache, or was not. source: "sibling" or "open"."""
         self._counters.add("prefix_fetches_total", labels=(source, result))
         self._counters.add("prefix_fetched_tokens_total", tokens, labels=(source,))
         self._counters.add("prefix_fetch_seconds_total", seconds, labels=(source,))

@@ -47,6 +47,11 @@ class PrefillServer:
         """Whether prompts sent to it may have kv_hints."""
         return self.target is not None and self.target.kv_hints
 
+    @property
+    def knows_prefixes(self) -> bool:
+        """Whether it hands over what its prefix cache has."""
+        return self.target is not None and self.target.prefixes
+
     def endpoint(self, control_port: int) -> str:
         """ZMQ address of the control endpoint at this port."""
         return url("tcp", urlsplit(self.url).hostname or "", control_port)

@@ -18,6 +18,7 @@ from headrace.core.types.kv.geometry import Geometry
 from headrace.integrations.http_client import direct_client
 from tests.e2e import gold
 from tests.e2e.harness import Server, pages_in_use, pair, serving, wait_until
+from tests.e2e.models import SIZES
 from tests.e2e.peer import Peer
 
 FLAGS = (
@@ -151,4 +152,37 @@ def test_a_chat_that_came_in_pieces_at_a_decode_server_is_the_chat_sent_whole() 
         assert answer["choices"] == expected["choices"]
         assert answer["usage"]["prompt_tokens"] == expected["usage"]["prompt_tokens"]
         assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] > 250
+        wait_until(lambda: prefill.total("headrace_open_prompts") == 0, 20, "the prefill server has it no more")
+
+
+SIZED = ("--model", f"{SIZES},us_per_token=100", "--page-size", "32", "--kv-pages", "256", "--max-model-len", "4096")
+
+
+@pytest.mark.full
+def test_kv_of_an_open_prompt_is_at_the_decode_server_before_its_commit() -> None:
+    """The commit fetches the rest, and the text is that of the prompt sent whole."""
+    ids = [7 + index % 900 for index in range(1030)]
+    common = {"max_tokens": 8, "temperature": 0, "return_token_ids": True}
+    fetched = 'headrace_prefix_fetches_total{result="fetched",source="open"}'
+    tokens = 'headrace_prefix_fetched_tokens_total{source="open"}'
+    with pair(SIZED, SIZED) as (prefill, decode), direct_client(base_url=decode.url, timeout=60) as http:
+        path = "/v1/completions"
+        expected = ok(http.post(path, json={"prompt": ids, "cache_salt": "whole", **common}))
+        assert decode.metrics()[fetched] == 0
+        assert expected["headrace"]["handoff"]["pages"] == 33
+        name = ok(http.post(path, json={"prompt": ids[:300], "headrace": {"open": True}}))["id"]
+        for start in range(300, 1000, 100):
+            body = {"prompt": ids[start : start + 100], "headrace": {"open": True, "open_id": name}}
+            ok(http.post(path, json=body))
+        wait_until(lambda: decode.metrics()[tokens] == 992, 60, f"all whole pages have come\n{decode.log}")
+        held = ok(http.post("/v1/prefixes", json={"prompt_token_ids": ids}))
+        assert held["cached_tokens"] == 992
+        assert 1 <= decode.metrics()[fetched] <= 10
+        last = {"prompt": ids[1000:], "headrace": {"open_id": name}, **common}
+        answer = ok(http.post(path, json=last))
+        assert answer["headrace"]["handoff"]["pages"] == 2
+        assert answer["choices"] == expected["choices"]
+        assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == 992
+        for server in (prefill, decode):
+            wait_until(lambda server=server: pages_in_use(server) == 0, 20, f"pages are back\n{server.log}")  # type: ignore[misc]
         wait_until(lambda: prefill.total("headrace_open_prompts") == 0, 20, "the prefill server has it no more")

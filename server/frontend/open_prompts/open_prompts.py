@@ -90,6 +90,10 @@ class Pieces(Protocol):
         """A prompt is not open any more, and none of its pieces is being computed."""
         ...
 
+    async def stop(self) -> None:
+        """The server stops: end what is done for prompts that were not closed."""
+        ...
+
 
 class OpenPrompts:
     """The open prompts of a server, and the tasks that have their pieces computed. Used in one event loop."""
@@ -201,6 +205,7 @@ class OpenPrompts:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        await self._pieces.stop()
 
     def _touch(self, prompt: OpenPrompt) -> None:
         if prompt.timer is not None:

@@ -56,3 +56,6 @@ class LocalPieces:
 
     async def closed(self, prompt: OpenPrompt) -> None:
         """Nothing is left of it."""
+
+    async def stop(self) -> None:
+        """Nothing is done but for pieces."""

@@ -192,6 +192,23 @@ def test_a_prefix_without_pages_waits_for_none() -> None:
     assert bench.error().code == "pages_needed"
 
 
+def test_a_prefix_gives_its_metadata_row_to_a_request() -> None:
+    bench = connected(metadata_rows=1)
+    prepare = fetching(bench, 8)
+    bench.submit("b", tokens=list(range(500, 508)), route=FetchFrom("p", "u"))
+    assert bench.error().code == "pages_needed"
+    assert bench.last(PrepareReceive) == prepare
+    bench.forgotten(prepare.request)
+    assert bench.last(PrepareReceive).request != prepare.request
+
+
+def test_a_prefix_without_a_metadata_row_waits_for_none() -> None:
+    bench = connected(metadata_rows=1)
+    bench.submit("b", tokens=8, route=FetchFrom("p", "u"))
+    bench.submit(tokens=list(range(500, 508)), route=PREFIX_ROUTE)
+    assert bench.error().code == "pages_needed"
+
+
 def test_a_drain_ends_what_only_moves() -> None:
     bench = Bench(True)
     cached(bench)

@@ -1,23 +1,26 @@
 """Open prompts over HTTP: opened, appended to, cut, committed, deleted, expired."""
 
 import asyncio
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
 from contextlib import asynccontextmanager
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
 
 from headrace.core.messages.frontend import Abort, AddPrefill, Submit
 from headrace.core.messages.replies import AnySchedulerReply, Progress, RequestFailed, Tokens
 from headrace.core.types import refusals
+from headrace.core.types.errors import ErrorInfo
 from headrace.core.types.packed import unpack
 from headrace.core.types.requests.kv_hints import Retain
-from headrace.core.types.requests.request import Discard, SendTo
+from headrace.core.types.requests.request import Discard, FetchFrom, SendTo
 from headrace.server.app import create_app
+from headrace.server.frontend.open_prompts import early_kv
 from headrace.text.tokenizer import Tokenizer
 from tests.server.fake_prefills import ANSWER, ONE, Prefills, fetched, until_ready, welcoming
-from tests.server.fakes import FakeLink, client, finished, in_loop, json_of, running
+from tests.server.fakes import FakeLink, Script, client, finished, in_loop, json_of, reserving, running
 
 TEXT = "hello world " * 12
 
@@ -320,12 +323,22 @@ async def test_a_completion_is_opened_appended_to_and_continued(tokenizer: Token
     assert list(unpack(link.of(Submit)[-1].prompt)) == tokenizer.encode(TEXT + "end")
 
 
+def cached(submit: Submit) -> bool:
+    return isinstance(submit.route, SendTo) and submit.route.cached
+
+
+def is_prefix(submit: Submit) -> bool:
+    return isinstance(submit.route, FetchFrom) and submit.route.prefix
+
+
 @asynccontextmanager
 async def decode_server(
     tokenizer: Tokenizer, there: httpx.AsyncBaseTransport
 ) -> AsyncIterator[tuple[FakeLink, httpx.AsyncClient]]:
-    """A decode server whose prefill server is at the other end of this transport."""
-    link = FakeLink(fetched(tokenizer))
+    """A decode server whose prefill server is at the other end of this transport. KV that is to come early is awaited:
+    it has come when the test says so."""
+    respond = fetched(tokenizer)
+    link = FakeLink(lambda link, submit: reserving(link, submit) if is_prefix(submit) else respond(link, submit))
     async with (
         running(link, tokenizer, role="decode", length=400, prefill=(ONE,), prefill_transport=there) as service,
         client(service) as http,
@@ -362,8 +375,8 @@ async def test_a_decode_server_has_pieces_computed_where_the_prompt_will_be(toke
     assert pieces_there[1] == [1] * 100 + [2] * 60
     assert pieces_there[-1] == [1] * 80 + [3] * 60
     assert not pieces(link)
-    (here,) = link.of(Submit)
-    (posted,) = [submit for submit in there.of(Submit) if not submit.open]
+    (here,) = [submit for submit in link.of(Submit) if not is_prefix(submit)]
+    (posted,) = [submit for submit in there.of(Submit) if not submit.open and not cached(submit)]
     assert list(unpack(here.prompt)) == list(unpack(posted.prompt)) == [1] * 80 + [3] * 60 + [4] * 9
     assert {piece.terms.cache_salt for piece in pieces(there)} == {posted.terms.cache_salt}
 
@@ -392,3 +405,160 @@ async def test_a_prefill_server_that_takes_no_open_prompts_gets_the_prompt_when_
         done = await http.post(path, json={"prompt": [4] * 9, "headrace": {"open_id": name}, "max_tokens": 2})
         assert done.status_code == 200, done.text
     assert asked == ["open", "prompt"]
+
+
+class EarlyServers:
+    """A decode server and its prefill server; how KV comes early between them is up to the test."""
+
+    def __init__(self, link: FakeLink, there: FakeLink, http: httpx.AsyncClient) -> None:
+        self.link = link
+        self.there = there
+        self.http = http
+
+    async def grow(self, tokens: list[int], name: str | None = None) -> str:
+        more = {"open": True} if name is None else {"open": True, "open_id": name}
+        answer = await self.http.post("/v1/completions", json={"prompt": tokens, "headrace": more})
+        assert answer.status_code == 200, answer.text
+        return str(json_of(answer)["id"])
+
+    async def commit(self, name: str) -> None:
+        last = {"prompt": [4] * 9, "headrace": {"open_id": name}, "max_tokens": 2}
+        answer = await self.http.post("/v1/completions", json=last)
+        assert answer.status_code == 200, answer.text
+
+    @property
+    def asked(self) -> list[Submit]:
+        """Prefixes that the decode server has begun to fetch."""
+        return [submit for submit in self.link.of(Submit) if is_prefix(submit)]
+
+    async def begun(self, count: int) -> Submit:
+        """The count-th fetch, once the prefill server has been asked for it."""
+        async with asyncio.timeout(10):
+            while len([submit for submit in self.there.of(Submit) if cached(submit)]) < count:
+                await asyncio.sleep(0.005)
+        return self.asked[count - 1]
+
+    async def come(self, count: int) -> list[int]:
+        """Have it come; returns its tokens."""
+        submit = await self.begun(count)
+        self.link.say(finished(submit.rid, "fetched"))
+        return list(unpack(submit.prompt))
+
+
+def early(
+    tokenizer: Tokenizer,
+    monkeypatch: pytest.MonkeyPatch,
+    test: Callable[[EarlyServers], Coroutine[Any, Any, None]],
+    script: Script = computing,
+    transport: Callable[[httpx.AsyncBaseTransport], httpx.AsyncBaseTransport] = lambda real: real,
+) -> None:
+    """Run a test with both servers, which look often."""
+    monkeypatch.setattr(early_kv, "FIRST_PAUSE_S", 0.01)
+    monkeypatch.setattr(early_kv, "LONGEST_PAUSE_S", 0.02)
+
+    @in_loop
+    async def run() -> None:
+        there = FakeLink(script)
+        async with running(there, tokenizer, role="prefill", length=400) as service:
+            real = httpx.ASGITransport(app=create_app(service))
+            async with decode_server(tokenizer, transport(real)) as (link, http):
+                await test(EarlyServers(link, there, http))
+
+    run()
+
+
+def test_kv_of_an_open_prompt_comes_while_it_is_open(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whole pages of what is computed and still part of the prompt, one fetch at a time."""
+
+    async def test(servers: EarlyServers) -> None:
+        name = await servers.grow([1] * 100)
+        first = await servers.begun(1)
+        assert first.terms.retain == Retain(seconds=300.0)
+        await servers.grow([2] * 60, name)
+        await asyncio.sleep(0.1)
+        assert len(servers.asked) == 1
+        assert await servers.come(1) == [1] * 96
+        assert await servers.come(2) == [1] * 100 + [2] * 44
+        await servers.http.post(f"/v1/prefill/{name}/truncate", json={"tokens": 80})
+        await servers.grow([3] * 60, name)
+        assert await servers.come(3) == [1] * 80 + [3] * 48
+        await asyncio.sleep(0.1)
+        assert json_of(await servers.http.get(f"/v1/prefill/{name}"))["computed"] == 128
+        await servers.commit(name)
+        assert len(servers.asked) == 3
+        metrics = (await servers.http.get("/metrics")).text
+        assert 'headrace_prefix_fetches_total{result="fetched",source="open"} 3' in metrics
+        assert 'headrace_prefix_fetched_tokens_total{source="open"} 96' in metrics  # as the scripted scheduler says
+        salts = {submit.terms.cache_salt for submit in servers.there.of(Submit)}
+        assert len(salts | {submit.terms.cache_salt for submit in servers.link.of(Submit)}) == 1
+
+    early(tokenizer, monkeypatch, test)
+
+
+@pytest.mark.parametrize("how", ["commit", "delete"])
+def test_a_fetch_under_way_ends_with_the_open_prompt(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    async def test(servers: EarlyServers) -> None:
+        name = await servers.grow([1] * 100)
+        fetch = await servers.begun(1)
+        if how == "commit":
+            await servers.commit(name)
+        else:
+            await servers.http.delete(f"/v1/prefill/{name}")
+        abort = await servers.link.wait_for(Abort)
+        assert (abort.rid, abort.finish) == (fetch.rid, False)
+        await servers.there.wait_for(Abort)
+        assert len(servers.asked) == 1
+
+    def waits(link: FakeLink, submit: Submit) -> Iterable[AnySchedulerReply]:
+        return () if cached(submit) else computing(link, submit)
+
+    early(tokenizer, monkeypatch, test, waits)
+
+
+def test_kv_that_does_not_come_early_is_tried_a_few_times(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def evicted(link: FakeLink, submit: Submit) -> Iterable[AnySchedulerReply]:
+        missing = ErrorInfo(code="not_cached", message="evicted", status=412)
+        return (RequestFailed(rid=submit.rid, error=missing),) if cached(submit) else computing(link, submit)
+
+    async def test(servers: EarlyServers) -> None:
+        name = await servers.grow([1] * 100)
+        await servers.begun(early_kv.TRIES)
+        await asyncio.sleep(0.1)
+        assert len(servers.asked) == early_kv.TRIES
+        await servers.grow([2] * 60, name)
+        await servers.begun(early_kv.TRIES + 1)
+        await servers.commit(name)
+        assert '{result="fetched",source="open"} 0' in (await servers.http.get("/metrics")).text
+
+    early(tokenizer, monkeypatch, test, evicted)
+
+
+def test_a_prefill_server_that_shares_no_prefixes_is_not_asked_for_any(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Older(httpx.AsyncBaseTransport):
+        """Its discovery says nothing of prefixes."""
+
+        def __init__(self, real: httpx.AsyncBaseTransport) -> None:
+            self.real = real
+
+        async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+            response = await self.real.handle_async_request(request)
+            if request.url.path != "/v1/handoff":
+                return response
+            found = msgspec.json.decode(await response.aread())
+            del found["prefixes"]
+            return httpx.Response(200, json=found)
+
+    async def test(servers: EarlyServers) -> None:
+        name = await servers.grow([1] * 100)
+        await servers.there.wait_for(Submit)
+        await asyncio.sleep(0.1)
+        await servers.commit(name)
+        assert servers.asked == []
+
+    early(tokenizer, monkeypatch, test, transport=Older)
