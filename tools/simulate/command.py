@@ -197,6 +197,7 @@ def _replay(
         replicas=point.replicas,
         siblings=point.siblings,
         hints=point.hints,
+        returns=point.returns,
         router=ROUTERS[point.router],
         time_scale=scale,
         fetch_tokens_s=around.fetch_rate,

@@ -56,6 +56,7 @@ PRESETS: Mapping[str, Preset] = {"llama-3-70b-8xh100": Preset((3.3e-10, 35.7e-6,
 DEFAULT_PRESET = "llama-3-70b-8xh100"
 
 HOST_PAGES = "host-pages"
+_SWITCH = dict.fromkeys(("on", "off"))
 _EXCLUDED = ("stage-timeout", "start-timeout", "dp", "tp")
 _KEYS = ("page-size", "kv-pages", HOST_PAGES)
 REPLAYED = tuple(
@@ -90,6 +91,9 @@ class Point(msgspec.Struct, frozen=True, kw_only=True):
     hints: Hints | None
     """What clients say of their conversations; None: conversations are not looked for."""
 
+    returns: bool | None
+    """Decode servers offer the KV of turns back; None: conversations are not looked for."""
+
     router: str
     remote: Remote | None
     """Of the decode servers; None: there are none."""
@@ -121,6 +125,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     ours.add_argument("--decode-cost", metavar="A,B,C", help="--cost of decode servers (default: that of the others)")
     ours.add_argument("--read-rate", metavar="TOKENS", help=_READ_RATE_HELP)
     ours.add_argument("--handoff-s", metavar="SECONDS", help=_HANDOFF_HELP)
+    ours.add_argument("--returns", metavar="{on,off},...", help=_RETURNS_HELP)
     ours.add_argument("--tpot-objective", metavar="SECONDS", help=_TPOT_HELP)
     ours.add_argument("--host-rate", metavar="TOKENS", help=_HOST_RATE_HELP)
     ours.add_argument("--objective", metavar="{" + ",".join(OBJECTIVES) + "}", default="prop", help=_OBJECTIVE_HELP)
@@ -185,6 +190,10 @@ _HINTS_HELP = (
     "twice the pauses so far; lying: one of two tenants retains everything for ever. Adds tables by tenant and turn "
     "(without decode servers and siblings)"
 )
+_RETURNS_HELP = (
+    "whether decode servers offer the KV of each turn to the prefill server of its prompt, at --fetch-rate, as with "
+    "--kv-return of headrace serve. Adds a table by turn (with --remote always)"
+)
 _ROUTER_HELP = f"how a server is chosen where there are several: {', '.join(ROUTERS)} (default: score)"
 _OBJECTIVE_HELP = (
     "time to first token that counts as good: prop: 1 s + 5 x computing the prompt alone; class: 2, 8, 30 s up to "
@@ -220,7 +229,8 @@ def points(given: Mapping[str, Any], environ: Mapping[str, str], longest: int) -
         **settings,
         "router": _choices("--router", given["router"], ROUTERS),
         "replicas": _replicas(given["replicas"]),
-        "siblings": _choices("--siblings", given["siblings"], dict.fromkeys(("on", "off"))),
+        "siblings": _choices("--siblings", given["siblings"], _SWITCH),
+        "returns": (None,) if given["returns"] is None else _choices("--returns", given["returns"], _SWITCH),
         "hints": (None,) if given["hints"] is None else _choices("--hints", given["hints"], dict.fromkeys(HINTS)),
         "remote": (None,) if given["remote"] is None else _choices("--remote", given["remote"], dict.fromkeys(REMOTES)),
         "load": (None,) if given["load"] is None else _numbers("--load", given["load"]),
@@ -230,6 +240,8 @@ def points(given: Mapping[str, Any], environ: Mapping[str, str], longest: int) -
         raise ConfigError(
             "--hints is for replays without decode servers and siblings; leave --remote and --siblings out"
         )
+    if given["returns"] is not None and given["remote"] != "always":
+        raise ConfigError("--returns is for decode servers that compute no prompt; add --remote always")
     found = []
     for values in product(*lists.values()):
         chosen = dict(zip(lists, values, strict=True))
@@ -243,6 +255,7 @@ def points(given: Mapping[str, Any], environ: Mapping[str, str], longest: int) -
                 replicas=chosen["replicas"],
                 siblings=chosen["siblings"] == "on",
                 hints=chosen["hints"],
+                returns=None if chosen["returns"] is None else chosen["returns"] == "on",
                 router=chosen["router"],
                 remote=chosen["remote"],
                 load=chosen["load"],

@@ -100,6 +100,7 @@ def _by_turn(report: ReplayReport, swept: Sequence[str]) -> str:
     if not first.turns:
         return ""
     tenants = list(first.tenant_hits)[:MOST_TENANTS]
+    offers = any(row.summary.offers for row in report.rows)
     rows = [
         [
             _load(row),
@@ -108,12 +109,18 @@ def _by_turn(report: ReplayReport, swept: Sequence[str]) -> str:
             *(f"{100 * row.summary.tenant_hits[tenant]:.1f}" for tenant in tenants),
             f"{row.summary.busy_s:,.0f}",
             *(_seconds(mean_s) for mean_s in row.summary.turns.values()),
+            *([_taken(row.summary.offers)] if offers else []),
         ]
         for row in report.rows
     ]
     hits = ("hits", *(f"hits {tenant}" for tenant in tenants))
     header = ["load", *swept, *hits, "engine s", *(f"turn {name}" for name in first.turns)]
+    header += ["offers taken"] if offers else []
     return f"\n\nHits in %, engine seconds, and mean time to first token by turn.\n\n{table([header, *rows])}"
+
+
+def _taken(offers: dict[str, int]) -> str:
+    return f"{offers.get('taken', 0):,} of {sum(offers.values()):,}" if offers else NOTHING
 
 
 _SHARES = ("longest", "goodput", "by tokens", "busy", "hits", "tokens/s", "refused")

@@ -92,6 +92,9 @@ class ReplaySummary(msgspec.Struct, frozen=True, kw_only=True):
     turns: dict[str, float | None] = {}
     """Mean time to first token by turn of the conversation; empty where those were not looked for."""
 
+    offers: dict[str, int] = {}
+    """KV of turns that decode servers have offered back: how much was taken and has come, and why the rest has not."""
+
     decode: DecodeSummary | None = None
     """Of a replay with decode servers."""
 
@@ -126,6 +129,7 @@ def summarise(result: ReplayResult, objective: Objective, cost: Cost, tpot_s: fl
         busy_s=sum(result.busy_s),
         tenant_hits=_hits_by_tenant(outcomes),
         turns=_by_turn(outcomes),
+        offers=result.offers,
         decode=None if tpot_s is None else _decode(outcomes),
     )
 

@@ -19,6 +19,19 @@ scheduler does not answer in time; no session of that host is open."""
 RETURN_REASONS: tuple[ReturnReason, ...] = get_args(ReturnReason)
 
 
+MAX_OFFERS = 8
+"""Offers that a decode server makes at a time; of further turns none."""
+
+MAX_TAKEN = 8
+"""Offers whose KV comes to a prefill server at a time."""
+
+MOVE_S = 10.0
+"""For the KV."""
+
+FORGET_S = 60.0
+"""After which what a transfer took is not gone by: one was slow once."""
+
+
 class PoolForecast(msgspec.Struct, frozen=True):
     """What a server has of a conversation, and what room and chances there are."""
 

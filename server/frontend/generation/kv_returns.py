@@ -29,7 +29,14 @@ from headrace.core.runtime.codec import NO_MESSAGE
 from headrace.core.types.errors import HeadraceError
 from headrace.core.types.packed import pack
 from headrace.core.types.peers.allow_list import canonical
-from headrace.core.types.requests.kv_return import ReturnReason, judge_return
+from headrace.core.types.requests.kv_return import (
+    FORGET_S,
+    MAX_OFFERS,
+    MAX_TAKEN,
+    MOVE_S,
+    ReturnReason,
+    judge_return,
+)
 from headrace.core.types.requests.request import AnyRoute, FetchFrom, HandoffStats, SamplingParams, SendTo
 from headrace.core.types.requests.terms import RequestTerms
 from headrace.server.frontend.link.scheduler_client import SchedulerClient
@@ -44,11 +51,7 @@ log = logging.getLogger(__name__)
 
 QUERY_S = 1.0  # for an answer of the own scheduler
 OFFER_S = 10.0  # for an answer of the prefill server, which may have to connect
-MOVE_S = 10.0  # for the KV
 PAUSE_S = 60.0  # without offers to a server that does not take any
-MAX_OFFERS = 8  # at a time; of further turns none
-MAX_TAKEN = 8  # at a time
-FORGET_S = 60.0  # after which what a transfer took is not gone by: one was slow once
 
 
 class ReturnAnswer(msgspec.Struct, frozen=True):

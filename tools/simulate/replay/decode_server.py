@@ -15,14 +15,16 @@ import msgspec
 from headrace.core.config import SchedulerConfig
 from headrace.core.messages.frontend import Abort, AddPrefill, Submit
 from headrace.core.messages.kv_events import KvEventMessage
-from headrace.core.messages.orders import Order, PrepareReceive
-from headrace.core.messages.peers import AskReserve, PrefillUp
+from headrace.core.messages.orders import Order, PlanRow, PrepareReceive
+from headrace.core.messages.peers import AskReserve, PeerJoined, PeerReserved, PrefillUp
 from headrace.core.messages.replies import PrefillDecided, RequestFailed, RequestFinished, Tokens
 from headrace.core.messages.stage_events import KvReceived, ReceivePrepared
 from headrace.core.types.errors import ErrorInfo
 from headrace.core.types.kv.geometry import Geometry
-from headrace.core.types.peers.session_terms import PrefillTerms
-from headrace.core.types.requests.request import DecodeHere, FetchFrom, FirstToken, SamplingParams
+from headrace.core.types.packed import ITEM_BYTES, unpack
+from headrace.core.types.peers.session_terms import PeerTerms, PrefillTerms
+from headrace.core.types.requests.kv_return import MAX_OFFERS
+from headrace.core.types.requests.request import DecodeHere, FetchFrom, FirstToken, SamplingParams, SendTo
 from headrace.core.types.requests.reservation import Reservation
 from headrace.core.types.requests.terms import RequestTerms
 from headrace.scheduler.costs.chunking import Cost
@@ -31,6 +33,7 @@ from headrace.server.routing.replica_load import Sent
 from headrace.server.routing.replica_router import ReplicaRouter
 from headrace.testing.world import SchedulerDriver, World
 from headrace.tools.simulate.replay.pipeline import TOKEN, TimedHostTier, TimedPipeline
+from headrace.tools.simulate.replay.prefix_fetches import SAMPLING, HandedOver
 from headrace.tools.simulate.replay.replica import ReplayReplica
 from headrace.tools.simulate.replay.routing import REPORTED_S
 
@@ -55,11 +58,20 @@ class DecodeTier(msgspec.Struct, frozen=True, kw_only=True):
     handoff_s: float = 0.0
     """Seconds that a handoff takes beside the prefill server's own time and its transfer."""
 
+    fetch_tokens_s: float | None = None
+    """Tokens a second whose KV leaves each server when it returns; None: at once."""
+
+    returns: bool = False
+    """They offer the KV of turns to the prefill servers of the prompts."""
+
 
 class DecodedRequest(msgspec.Struct, gc=False):
     """One request at a decode server."""
 
-    prompt: bytes
+    text: bytes
+    """Packed tokens of the prompt, and of its answer where that is known."""
+    prompt_tokens: int
+    generated: int = 0
     sent: Sent | None = None
     """How the prefill server that is to compute it counts it; None: computed here."""
 
@@ -96,11 +108,16 @@ class ReplayDecodeServer:
         self._tokens = tokens
         self._ended = ended
         self._served: dict[str, DecodedRequest] = {}
+        self._fetched: dict[int, DecodedRequest] = {}  # those with a serial, by it
+        self._handed_over: dict[str, HandedOver] = {}  # by rid, of KV that returns
+        self._offers = 0
         self._router = ReplicaRouter(len(prefills), random.Random(number))
         self._reported_at = -REPORTED_S
         self._driver = SchedulerDriver(world, Scheduler(self._config), self._perform)
         copies = TimedHostTier(world, len(tier.costs), config.page_size, None, self._driver.handle)
-        self.pipeline = TimedPipeline(world, tier.costs, None, copies, self._driver.handle, tier.read_s)
+        self.pipeline = TimedPipeline(
+            world, tier.costs, tier.fetch_tokens_s, copies, self._driver.handle, tier.read_s, self._sampled
+        )
         self.pipeline.start(config.kv_pages, config.page_size, 0)
         geometry = Geometry("float32", 1, 1, 1, config.page_size)
         for prefill in self._numbers:
@@ -111,6 +128,8 @@ class ReplayDecodeServer:
                 session=str(prefill), endpoints=("modelled",), geometries=(geometry,), window_bytes=1 << 30
             )
             self._driver.handle(PrefillUp(name=str(prefill), terms=terms))
+            if tier.returns:
+                self._prefills[prefill].take_returns(self.name, self)
 
     @property
     def open_requests(self) -> int:
@@ -121,9 +140,25 @@ class ReplayDecodeServer:
         """The prefix cache of a prefill server has changed."""
         self._router.apply(prefill, (event,))
 
-    def submit(self, rid: str, prompt: bytes, generated: int, tenant: str, slo_ttft_s: float | None) -> None:
-        """Take in a request that generates so many tokens."""
-        served = self._served[rid] = DecodedRequest(prompt)
+    def join(self, peer: str) -> None:
+        """A prefill server begins a session, over which KV returns."""
+        pools = (Geometry("float32", 1, 1, 1, self._config.page_size),)
+        terms = PeerTerms(session=peer, geometries=pools, window_bytes=1 << 30)
+        self._driver.handle(PeerJoined(name=peer, terms=terms))
+
+    def hand_over(self, rid: str, prompt: bytes, peer: str, reservation: Reservation, handed_over: HandedOver) -> None:
+        """Send what is cached of a turn to a prefill server that has joined."""
+        self._handed_over[rid] = handed_over
+        self._driver.handle(PeerReserved(session=peer, reservation=reservation))
+        self._driver.handle(Submit(rid=rid, prompt=prompt, sampling=SAMPLING, route=SendTo(rid, cached=True)))
+
+    def submit(
+        self, rid: str, text: bytes, prompt_tokens: int, generated: int, tenant: str, slo_ttft_s: float | None
+    ) -> None:
+        """Take in a request that generates so many tokens. text: packed tokens of the prompt, and of its answer where
+        that is known."""
+        served = self._served[rid] = DecodedRequest(text, prompt_tokens)
+        prompt = text[: prompt_tokens * ITEM_BYTES]
         route: DecodeHere | FetchFrom = DecodeHere()
         if self._tier.remote != "never":
             now = self._world.now
@@ -132,7 +167,7 @@ class ReplayDecodeServer:
             compare = self._tier.remote == "cost"
             forecast = self._router.forecast(sent, now) if compare else None
             route = FetchFrom(str(sent.replica), rid, forecast=forecast, compare=compare)
-        sampling = SamplingParams(temperature=0.0, max_tokens=max(1, generated))
+        sampling = SamplingParams(temperature=0.0, max_tokens=generated)
         terms = RequestTerms(tenant=tenant, slo_ttft_s=slo_ttft_s)
         self._driver.handle(Submit(rid=rid, prompt=prompt, sampling=sampling, route=route, terms=terms))
 
@@ -154,7 +189,10 @@ class ReplayDecodeServer:
                 case PrefillDecided() if not effect.decision.remote:
                     self._keep(effect.rid)
                 case Tokens():
+                    self._served[effect.rid].generated += 1
                     self._tokens(effect.rid)
+                case RequestFinished() | RequestFailed() if effect.rid in self._handed_over:
+                    self._handed_over.pop(effect.rid)(effect)
                 case RequestFinished():
                     self._end(effect.rid, effect.usage.cached_tokens, None)
                 case RequestFailed():
@@ -171,7 +209,10 @@ class ReplayDecodeServer:
 
     def _prepare(self, order: PrepareReceive) -> None:
         """The stages are ready for its KV at once."""
-        self._served[order.ticket].serial = order.request
+        served = self._served[order.ticket]
+        self._fetched.pop(served.serial, None)
+        self._fetched[order.request] = served
+        served.serial = order.request
         for stage in self._config.layout.ranks:
             event = ReceivePrepared(stage=stage, request=order.request)
             self._world.at(self._world.now, lambda event=event: self._driver.handle(event))  # type: ignore[misc]
@@ -184,11 +225,10 @@ class ReplayDecodeServer:
         served.posted_at = self._world.now
         self._router.posted(served.sent, self._world.now)
         prefill = self._prefills[served.sent.replica]
+        prompt = served.text[: reservation.prompt_tokens * ITEM_BYTES]
         self._world.at(
             self._world.now + self._tier.handoff_s,
-            lambda: prefill.compute(
-                rid, served.prompt, self.name, reservation, lambda ended: self._arrived(rid, ended)
-            ),
+            lambda: prefill.compute(rid, prompt, self.name, reservation, lambda ended: self._arrived(rid, ended)),
         )
 
     def _arrived(self, rid: str, ended: RequestFinished | RequestFailed) -> None:
@@ -203,13 +243,43 @@ class ReplayDecodeServer:
         usage, timing = ended.usage, ended.timing
         added_s = self._world.now - served.posted_at - timing.queue_s - timing.forward_s
         self._router.handed_over(served.sent, added_s)
-        first = FirstToken(TOKEN, usage.prompt_tokens, usage.cached_tokens)
+        first = FirstToken(_token(served.text, usage.prompt_tokens), usage.prompt_tokens, usage.cached_tokens)
         for stage in self._config.layout.ranks:
             event = KvReceived(stage=stage, request=served.serial, first=first, bytes=1, chunks=1)
             self._world.at(self._world.now, lambda event=event: self._driver.handle(event))  # type: ignore[misc]
 
     def _end(self, rid: str, cached_tokens: int, error: ErrorInfo | None) -> None:
         served = self._served.pop(rid)
+        self._fetched.pop(served.serial, None)
         if served.sent is not None:
             self._router.done(served.sent)
+            if self._tier.returns and error is None:
+                self._offer(served, self._prefills[served.sent.replica])
         self._ended(rid, cached_tokens, served.sent is not None, error)
+
+    def _offer(self, served: DecodedRequest, prefill: ReplayReplica) -> None:
+        """Offer the KV of a turn, as KvReturns does: what has filled a page since its prompt and is still here."""
+        size = self._config.page_size
+        whole = (served.prompt_tokens + served.generated - 1) // size * size  # the KV of the last token is not computed
+        tokens = served.text[: whole * ITEM_BYTES]
+        whole = self._driver.scheduler.cached_tokens(tokens)
+        if self._offers >= MAX_OFFERS or whole <= served.prompt_tokens:
+            return
+        self._offers += 1
+        self._world.at(
+            self._world.now + self._tier.handoff_s,
+            lambda: prefill.returns.offer(self.name, tokens[: whole * ITEM_BYTES], self._offered),
+        )
+
+    def _offered(self) -> None:
+        self._offers -= 1
+
+    def _sampled(self, row: PlanRow) -> int:
+        served = self._fetched.get(row.request)
+        return TOKEN if served is None else _token(served.text, row.start + row.count)
+
+
+def _token(text: bytes, position: int) -> int:
+    """The token at this position, if the answer is known."""
+    found = unpack(text[position * ITEM_BYTES : (position + 1) * ITEM_BYTES])
+    return found[0] if found else TOKEN

@@ -6,8 +6,8 @@ real     as an agent framework that knows its conversations: every prompt is ret
          its own conversation if it has had any, else of all; priority is the number of turns
 lying    the tenant LIAR retains all for ever, and the others nothing
 
-A conversation is found by its prompts: a turn continues the last request whose whole blocks it begins with. Traces
-without tenants get two: every fourth conversation is the liar's.
+Conversations are found by their prompts (conversations.py). Traces without tenants get two: every fourth conversation
+is the liar's.
 """
 
 from collections.abc import Sequence
@@ -16,6 +16,7 @@ from typing import Literal
 import msgspec
 
 from headrace.core.types.requests.kv_hints import MAX_RETAIN_S, Retain
+from headrace.tools.simulate.replay.conversations import conversations
 from headrace.tools.simulate.replay.workload import TraceRequest
 
 Hints = Literal["none", "oracle", "real", "lying"]
@@ -35,26 +36,16 @@ class Turn(msgspec.Struct, frozen=True, gc=False):
     retain: Retain | None
 
 
-class _Seen(msgspec.Struct, gc=False):
-    """A request that later ones may continue."""
-
-    index: int
-    conversation: int
-    turn: int
-    pauses_s: float
-    """Sum of the pauses of its conversation before it."""
-
-
 def turns(requests: Sequence[TraceRequest], hints: Hints, time_scale: float) -> list[Turn]:
     """The turns of a trace, with what their clients ask to retain. time_scale: of the arrival times."""
-    conversations = _conversations(requests)
+    seen_turns = conversations(requests)
     returns: dict[int, float] = {}
-    for seen, before in conversations:
+    for seen, before in seen_turns:
         if before is not None:
             returns.setdefault(before.index, requests[seen.index].arrival_s)
     named = any(request.tenant for request in requests)
     found, pauses, count = [], 0.0, 0
-    for request, (seen, before) in zip(requests, conversations, strict=True):
+    for request, (seen, before) in zip(requests, seen_turns, strict=True):
         if before is not None:
             pauses += request.arrival_s - requests[before.index].arrival_s
             count += 1
@@ -73,26 +64,3 @@ def turns(requests: Sequence[TraceRequest], hints: Hints, time_scale: float) -> 
 
 def _retain(seconds: float, priority: int = 0) -> Retain:
     return Retain(seconds=min(max(seconds, 0.001), MAX_RETAIN_S), priority=priority)
-
-
-def _conversations(requests: Sequence[TraceRequest]) -> list[tuple[_Seen, _Seen | None]]:
-    """Each request, and the one that it continues; None for a first turn."""
-    blocks: dict[tuple[int, int], int] = {}  # the block before, and the text -> number of the prefix
-    last: dict[int, _Seen] = {}  # by the prefix that a request ends with
-    found: list[tuple[_Seen, _Seen | None]] = []
-    for index, request in enumerate(requests):
-        prefix, ends, before = 0, [], None
-        for segment in request.segments:
-            prefix = blocks.setdefault((prefix, segment.text), len(blocks) + 1)
-            ends.append(prefix)
-            before = last.get(prefix, before)
-        if before is None:
-            seen = _Seen(index, index, 1, 0.0)
-        else:
-            pause = request.arrival_s - requests[before.index].arrival_s
-            seen = _Seen(index, before.conversation, before.turn + 1, before.pauses_s + pause)
-        found.append((seen, before))
-        last[ends[-1]] = seen
-        if len(ends) > 2:  # the last block is not whole, and has another number when it is
-            last[ends[-2]] = seen
-    return found

@@ -10,7 +10,7 @@ A pass's times follow when it is ordered, as nothing that is ordered later can d
 
 from collections.abc import Callable, Sequence
 
-from headrace.core.messages.orders import CancelSend, Forward, LoadPages, Order, SendChunk, StorePages
+from headrace.core.messages.orders import CancelSend, Forward, LoadPages, Order, PlanRow, SendChunk, StorePages
 from headrace.core.messages.stage_events import (
     AnyStageEvent,
     ChunkAcked,
@@ -28,7 +28,7 @@ from headrace.testing.world import World
 from headrace.tools.simulate.replay.costs import pass_seconds
 from headrace.tools.simulate.replay.workload import VOCABULARY
 
-TOKEN = 0  # what every request samples
+TOKEN = 0  # what requests sample whose answer is not known
 
 
 class TimedHostTier:
@@ -77,16 +77,18 @@ class TimedPipeline:
         host: TimedHostTier,
         report: Callable[[AnyStageEvent], None],
         read_s: float = 0.0,
+        sampled: Callable[[PlanRow], int] = lambda _row: TOKEN,
     ) -> None:
         """costs: of each stage. fetch_tokens_s: tokens a second whose KV leaves each stage; None: at once. report:
         takes the stages' events. read_s: seconds that all stages add to a pass for each token whose KV is read by a
-        request that decodes."""
+        request that decodes. sampled: the token that a row samples."""
         self._world = world
         self._costs = costs
         self._fetch_tokens_s = fetch_tokens_s
         self._host = host
         self._report = report
         self._read_s = read_s / len(costs)
+        self._sampled = sampled
         self._free_at = [0.0] * len(costs)
         self._link_free_at = 0.0
         self._done_at: dict[int, float] = {}  # by order number, of passes whose end is to come
@@ -137,12 +139,14 @@ class TimedPipeline:
             seconds = pass_seconds(cost, order.rows) + read_s
             at = self._free_at[stage] = max(at, self._free_at[stage]) + seconds
             self.busy_s[stage] += seconds
-            samples = tuple(SampledToken(row.request, TOKEN) for row in order.rows if row.sample is not None)
-            event = PlanDone(
-                stage=stage, seq=order.seq, duration_s=seconds, samples=samples if stage == last else ()
-            )  # fmt: skip
+            samples = self._samples(order) if stage == last else ()
+            event = PlanDone(stage=stage, seq=order.seq, duration_s=seconds, samples=samples)
             self._world.at(at, lambda event=event: self._computed(event))  # type: ignore[misc]
         self._done_at[order.seq] = at
+
+    def _samples(self, order: Forward) -> tuple[SampledToken, ...]:
+        rows = (row for row in order.rows if row.sample is not None)
+        return tuple(SampledToken(row.request, self._sampled(row)) for row in rows)
 
     def _computed(self, event: PlanDone) -> None:
         if event.stage == len(self._costs) - 1:

@@ -1,5 +1,6 @@
 """The replay of a trace: arrivals in virtual time, the choice of a replica for each, and what became of it."""
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
 from math import ceil
@@ -12,11 +13,12 @@ from headrace.core.types.errors import ErrorInfo
 from headrace.core.types.requests.terms import RequestTerms
 from headrace.scheduler.costs.chunking import Cost
 from headrace.testing.world import World
+from headrace.tools.simulate.replay.conversations import AnsweredTurn, answered, generated
 from headrace.tools.simulate.replay.decode_server import DecodeTier, ReplayDecodeServer
 from headrace.tools.simulate.replay.hints import Hints, turns
 from headrace.tools.simulate.replay.replica import HostTier, ReplayReplica
 from headrace.tools.simulate.replay.routing import ReplayRouter, RouterFactory
-from headrace.tools.simulate.replay.workload import TraceRequest, prompt
+from headrace.tools.simulate.replay.workload import TraceRequest, packed_tokens, prompt
 
 REFUSED = 429
 STUCK = "not_ended"  # code of a request that no event can end any more
@@ -55,6 +57,10 @@ class ReplaySettings(msgspec.Struct, frozen=True, kw_only=True):
 
     hints: Hints | None = None
     """What clients say of their conversations; None: there are no conversations, and no tenants but the trace's."""
+
+    returns: bool | None = None
+    """Decode servers offer the KV of turns back. None: conversations are not looked for, and answers are no part of
+    the turns behind them."""
 
     latency_s: float = 0.0
     """Seconds until a request reaches the scheduler. What an answer takes to its client is little, and counted here."""
@@ -114,6 +120,9 @@ class ReplayResult(msgspec.Struct, frozen=True):
     plans: int
     """Forward passes of all replicas."""
 
+    offers: dict[str, int] = {}
+    """KV that decode servers have offered back: how much was taken and has come, and why the rest has not."""
+
 
 class Replay:
     """One run of a trace through Schedulers. Deterministic: equal settings and requests give equal results."""
@@ -131,6 +140,7 @@ class Replay:
         self._world = World(0)
         self._outcomes: list[ReplayOutcome] = []
         self._turns = turns(requests, settings.hints, settings.time_scale) if settings.hints is not None else []
+        self._answered: list[AnsweredTurn] = answered(requests) if settings.returns is not None else []
         self._open = len(requests)
         self._last_token_at = 0.0
         followed = settings.replicas > 1 or settings.decode is not None
@@ -140,6 +150,7 @@ class Replay:
         self._replicas = [
             ReplayReplica(
                 self._world,
+                f"replica-{number}",
                 scheduler,
                 settings.costs,
                 settings.fetch_tokens_s,
@@ -152,11 +163,13 @@ class Replay:
         ]
         named = {f"replica-{number}": replica for number, replica in enumerate(self._replicas)}
         for name, replica in named.items() if settings.siblings else ():
-            replica.connect(name, {other: one for other, one in named.items() if other != name})
+            replica.connect({other: one for other, one in named.items() if other != name})
         if settings.replicas > 1 and settings.decode is None:
             self._router = settings.router(self._replicas, scheduler.page_size)
         if settings.decode is not None:
-            tier = settings.decode
+            tier = msgspec.structs.replace(
+                settings.decode, fetch_tokens_s=settings.fetch_tokens_s, returns=bool(settings.returns)
+            )
             self._decodes = [self._decode_server(number, tier) for number in range(tier.servers)]
 
     def _decode_server(self, number: int, tier: DecodeTier) -> ReplayDecodeServer:
@@ -177,6 +190,7 @@ class Replay:
             tuple(max(replica.pipeline.busy_s) for replica in self._replicas),
             max(0.0, self._last_token_at - began),
             sum(replica.pipeline.plans for replica in self._replicas),
+            dict(sum((replica.returns.results for replica in self._replicas), Counter())),
         )
 
     def _await_arrival(self, number: int) -> None:
@@ -190,15 +204,18 @@ class Replay:
         outcome = ReplayOutcome(request.tokens, self._world.now, tenant=request.tenant)
         if self._turns:
             outcome.tenant, outcome.turn = self._turns[number].tenant, self._turns[number].turn
+        if self._answered:
+            outcome.turn = self._answered[number].turn
         self._outcomes.append(outcome)
         self._send(number)
 
     def _send(self, number: int) -> None:
         """The client of a request sends it, for the first time or again."""
-        outcome, tokens = self._outcomes[number], prompt(self._requests[number])
+        outcome = self._outcomes[number]
         if self._decodes:
-            self._send_to_decode(number, tokens)
+            self._send_to_decode(number)
             return
+        tokens = prompt(self._requests[number])
         if self._router is not None:
             outcome.replica = self._router.choose(str(number), tokens, self._world.now)
         replica, objective_s = self._replicas[outcome.replica], self._settings.objective_s
@@ -217,12 +234,13 @@ class Replay:
         else:
             submit()
 
-    def _send_to_decode(self, number: int, tokens: bytes) -> None:
+    def _send_to_decode(self, number: int) -> None:
         """To the decode server with the fewest open requests; of equal ones the first."""
         request, objective_s = self._requests[number], self._settings.objective_s
         slo = None if objective_s is None else objective_s(request.tokens)
         server = min(self._decodes, key=lambda one: one.open_requests)
-        server.submit(str(number), tokens, request.output_tokens, request.tenant, slo)
+        text = packed_tokens(self._answered[number].segments) if self._answered else prompt(request)
+        server.submit(str(number), text, request.tokens, generated(request), request.tenant, slo)
 
     def _token(self, rid: str) -> None:
         """A decode server has a token of a request."""

@@ -8,7 +8,7 @@ from headrace.core.messages.frontend import Submit
 from headrace.core.messages.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KvEventMessage, ReplicaKvEvent
 from headrace.core.messages.orders import Order, PrepareReceive
 from headrace.core.messages.peers import AskReserve, PeerJoined, PeerReserved
-from headrace.core.messages.replies import RequestFailed, RequestFinished, Tokens
+from headrace.core.messages.replies import PrefixReply, RequestFailed, RequestFinished, Tokens
 from headrace.core.types.errors import ErrorInfo
 from headrace.core.types.kv.geometry import Geometry, ceil_div
 from headrace.core.types.packed import ITEM_BYTES, pack
@@ -23,14 +23,14 @@ from headrace.server.routing.score import Candidate
 from headrace.testing.world import SchedulerDriver, World
 from headrace.tools.simulate.replay.costs import row_seconds, slowest
 from headrace.tools.simulate.replay.pipeline import TimedHostTier, TimedPipeline
+from headrace.tools.simulate.replay.prefix_fetches import HandedOver, PrefixFetches, PrefixHolder
+from headrace.tools.simulate.replay.returns import ReplayReturns
 from headrace.tools.simulate.replay.siblings import SiblingFetches
 
 PEER = "peer"
 NO_TERMS = RequestTerms()
 ANSWERED = SamplingParams(temperature=0.0, max_tokens=1)
 HANDED_OVER = SamplingParams(temperature=0.0, max_tokens=2)  # a request of one token hands no KV over
-
-HandedOver = Callable[[RequestFinished | RequestFailed], None]
 
 
 class HostTier(NamedTuple):
@@ -53,6 +53,7 @@ class ReplayReplica:
     def __init__(
         self,
         world: World,
+        name: str,
         config: SchedulerConfig,
         costs: Sequence[Cost],
         fetch_tokens_s: float | None,
@@ -73,6 +74,11 @@ class ReplayReplica:
         self._driver = SchedulerDriver(world, self._scheduler, self._perform)
         self._handed_over: dict[str, HandedOver] = {}  # by rid, of decode servers and siblings in the replay
         self._siblings: SiblingFetches | None = None
+        ranks = tuple(config.layout.ranks)
+        self._fetches = PrefixFetches(world, name, ranks, config.page_size, self._driver.handle)
+        self.returns = ReplayReturns(world, config.page_size, self._fetches, self._driver.handle)
+        """KV that decode servers offer back."""
+
         self._work: dict[str, float] = {}  # predicted seconds of requests without a first token
         self._queued_s = 0.0
         copies = TimedHostTier(world, len(costs), config.page_size, host.tokens_s, self._driver.handle)
@@ -86,19 +92,15 @@ class ReplayReplica:
         """Requests without a first token."""
         return len(self._work)
 
-    def connect(self, name: str, siblings: Mapping[str, "ReplayReplica"]) -> None:
-        """Fetch prefixes from these siblings from now on, to which this replica has this name."""
-        for other, sibling in siblings.items():
-            sibling.join(f"{other} to {name}")
-        self._siblings = SiblingFetches(
-            self._world,
-            name,
-            self._scheduler,
-            tuple(self._config.layout.ranks),
-            self._config.page_size,
-            siblings,
-            self._driver.handle,
-        )
+    def connect(self, siblings: Mapping[str, "ReplayReplica"]) -> None:
+        """Fetch prefixes from these siblings from now on."""
+        for name, sibling in siblings.items():
+            self._fetches.connect(name, sibling)
+        self._siblings = SiblingFetches(self._world, self._scheduler, self._config.page_size, siblings, self._fetches)
+
+    def take_returns(self, name: str, server: PrefixHolder) -> None:
+        """This decode server may offer KV from now on."""
+        self._fetches.connect(name, server)
 
     def cached_tokens(self, prompt: bytes) -> int:
         """Leading tokens of a prompt that its prefix cache has."""
@@ -183,15 +185,15 @@ class ReplayReplica:
                     self._cached(effect.event)
                 case BlockStored() | BlockRemoved() | AllBlocksCleared():
                     self._cached(effect)
-                case PrepareReceive() if self._siblings is not None:
-                    self._siblings.prepare(effect)
-                case AskReserve() if self._siblings is not None:
-                    self._siblings.reserved(effect.reservation)
+                case PrepareReceive():
+                    self._fetches.prepare(effect)
+                case AskReserve():
+                    self._fetches.reserved(effect.reservation)
+                case PrefixReply():
+                    self.returns.replied(effect)
                 case Order():
                     self.pipeline.order(effect)
-                case RequestFinished() | RequestFailed() if self._siblings is not None and self._siblings.ended(
-                    effect.rid
-                ):
+                case RequestFinished() | RequestFailed() if self._fetches.ended(effect):
                     pass
                 case Tokens():
                     self._leave_queue(effect.rid)

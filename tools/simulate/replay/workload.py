@@ -7,6 +7,7 @@ A prompt is a list of segments, each the beginning of a numbered text:
     with a common prefix (text of the group, 1,000) (text of the session, 5,758)
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -44,7 +45,12 @@ class TraceRequest(msgspec.Struct, frozen=True, gc=False):
 
 def prompt(request: TraceRequest, vocabulary: int = VOCABULARY) -> bytes:
     """The packed token ids of a request's prompt, all below vocabulary."""
-    return b"".join(_beginning(text, tokens, vocabulary) for text, tokens in request.segments)
+    return packed_tokens(request.segments, vocabulary)
+
+
+def packed_tokens(segments: Sequence[PromptSegment], vocabulary: int = VOCABULARY) -> bytes:
+    """The packed token ids of segments."""
+    return b"".join(_beginning(text, tokens, vocabulary) for text, tokens in segments)
 
 
 def _beginning(text: int, tokens: int, vocabulary: int) -> bytes:
