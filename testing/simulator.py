@@ -252,6 +252,7 @@ class Simulation:
                 replica=number // 7 % self._scenario.dp if number % 7 == 5 else None,
                 retain=Retain(seconds=(0.01, 0.1, 10.0)[number % 3], priority=number % 2) if number % 4 > 1 else None,
                 let_go=number % 9 == 4,
+                session=("", "s", f"s{number % 5}")[number % 11 % 3],
             ),
             progress=rng.random() < 0.5,
         )

@@ -86,6 +86,8 @@ ANY_ROUTE = {
     "extra_key": Case("key"),
     "kv_hints": Case(HINTS),
     "prompt_cache_retention": Case("24h"),
+    "session_id": Case("s1"),
+    "prompt_cache_key": Case("s1"),
     "structured_outputs": Case({"regex": "a+"}),
     "guided_json": Case(OBJECT),
     "guided_regex": Case("a+"),

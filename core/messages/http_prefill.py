@@ -38,6 +38,7 @@ class PrefillRequest(SamplingParams, frozen=True, kw_only=True, omit_defaults=Tr
     priority: int | None = None
     cache_salt: str | None = None
     kv_hints: KvHintsEnvelope | None = None
+    session_id: str | None = None
     adapter: str | None = None
     deadline_s: float | None = None
     slo_ttft_ms: float | None = None

@@ -18,6 +18,7 @@ from headrace.core.messages.peers import AskCancel, TellCancelled, TellFailed, T
 from headrace.core.messages.replies import RequestFailed, RequestFinished, RequestTraced
 from headrace.core.types.errors import CANCELLED, ErrorInfo
 from headrace.core.types.requests.request import FetchFrom, FirstToken, SendTo
+from headrace.scheduler.kv.sessions import PREDICTED
 from headrace.scheduler.peers.tickets import EndedTicket
 from headrace.scheduler.queues.deadlines import AnswerTimer, BootstrapTimer, LeaseTimer, RequestTimer, TransferTimer
 from headrace.scheduler.requests.phase import Phase
@@ -175,14 +176,27 @@ class Completion:
         state.prefills.end_fetch(request)
 
     def _retain(self, request: Request, now: float) -> int:
-        """Keep the KV of a request that ends well in the pool, where its terms ask for that. Returns for how many
-        tokens that was granted."""
+        """Keep the KV of a request that ends well in the pool, where its terms ask for that, or else where its session
+        is expected to go on. Returns for how many tokens what was asked for was granted."""
         retain, cache = request.terms.retain, self._state.of(request).cache
-        if retain is None or request.lease is None:
+        expected_s = self._expected(request, now)
+        if request.lease is None:
+            return 0
+        if retain is None:
+            if expected_s and not request.terms.let_go:
+                cache.retain(request.lease, now + expected_s, PREDICTED)
             return 0
         tokens = cache.page_size * cache.retain(request.lease, now + retain.seconds, retain.priority)
         self._state.metrics.hint("retain", tokens)
         return tokens
+
+    def _expected(self, request: Request, now: float) -> float:
+        """Seconds within which the session of a request that ends well is expected to go on; 0 if that is not known.
+        A piece of an open prompt is no turn."""
+        terms = request.terms
+        if not terms.session or request.open:
+            return 0.0
+        return self._state.sessions.turn(terms.tenant, terms.prefix_salt, terms.session, request.arrived, now)
 
     def _end(self, request: Request, phase: Phase, now: float) -> None:
         """Take a request out of every queue, index and deadline of live requests."""

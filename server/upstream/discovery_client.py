@@ -46,6 +46,9 @@ class Discovery(msgspec.Struct, frozen=True):
     kv_hints: bool = False
     """It knows kv_hints; servers of earlier versions refuse it, and retain nothing."""
 
+    sessions: bool = False
+    """It knows session_id; servers of earlier versions refuse it."""
+
     images: bool = False
     """It takes images; servers of earlier versions, and models without an encoder, refuse them."""
 

@@ -52,6 +52,11 @@ class PrefillServer:
         """Whether it hands over what its prefix cache has."""
         return self.target is not None and self.target.prefixes
 
+    @property
+    def knows_sessions(self) -> bool:
+        """Whether prompts sent to it may have session_id."""
+        return self.target is not None and self.target.sessions
+
     def endpoint(self, control_port: int) -> str:
         """ZMQ address of the control endpoint at this port."""
         return url("tcp", urlsplit(self.url).hostname or "", control_port)

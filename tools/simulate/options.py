@@ -187,8 +187,9 @@ _SIBLINGS_HELP = (
 )
 _HINTS_HELP = (
     "KV hints of the clients: none; oracle: what comes again is retained until then; real: every turn is retained for "
-    "twice the pauses so far; lying: one of two tenants retains everything for ever. Adds tables by tenant and turn "
-    "(without decode servers and siblings)"
+    "twice the pauses so far; lying: one of two tenants retains everything for ever; predicted: sessions "
+    "are named, and the server predicts when they go on. Adds tables by tenant and turn (without decode servers and "
+    "siblings)"
 )
 _RETURNS_HELP = (
     "whether decode servers offer the KV of each turn to the prefill server of its prompt, at --fetch-rate, as with "

@@ -43,6 +43,10 @@ class RequestTerms(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     retain: Retain | None = None
     """Keep its KV in the pool when it has ended well, within its tenant's bound; None: it has no hint."""
 
+    session: str = ""
+    """Digest of the name of the conversation that it is a turn of; "" for none. Equal names of other tenants and cache
+    salts are other conversations."""
+
     let_go: bool = False
     """Its KV is not needed any more when it has ended well: it leaves the pool before any other."""
 

@@ -48,10 +48,10 @@ def _table(*rows: Iterable[tuple[str, OtherField]]) -> dict[str, OtherField]:
 _LABELS = tuple(
     _accepted(
         "a label of the client's",
-        "user metadata client_metadata safety_identifier service_tier prompt_cache_key prompt_cache_options "
-        "session_id vllm_xargs",
+        "user metadata client_metadata safety_identifier service_tier prompt_cache_options vllm_xargs",
     )
 )
+_SCORED_SESSIONS = tuple(_accepted("the KV of items is not kept", "prompt_cache_key session_id"))
 _CACHE_HINTS = "cache_control prompt_cache_breakpoint"
 _CACHES = tuple(_accepted("a hint to caches; what prompts begin with is cached anyway", _CACHE_HINTS))
 _EARLIER_REASONING = tuple(_accepted("reasoning_content has the same", "reasoning_details thinking_blocks"))
@@ -203,6 +203,7 @@ OTHER_FIELDS: Mapping[type[msgspec.Struct], Mapping[str, OtherField]] = {
     schema.ExtraArgs: _table(_refused("not served", "ec_transfer_params")),
     schema.ScoreBody: _table(
         _LABELS,
+        _SCORED_SESSIONS,
         _refused("tokens have the model's own embeddings", "embed_override_token_id query_embed_overrides"),
         _refused("tokens have the model's own embeddings", "item_embed_overrides"),
         _refused("POST /v1/prefill has hidden_states", "return_pooled_hidden_states"),
@@ -212,10 +213,12 @@ OTHER_FIELDS: Mapping[type[msgspec.Struct], Mapping[str, OtherField]] = {
     ),
     schema.GenerativeScoringBody: _table(
         _LABELS,
+        _SCORED_SESSIONS,
         _accepted("the id of a response is made here; X-Request-Id is in the logs", "request_id"),
     ),
     schema.RerankBody: _table(
         _LABELS,
+        _SCORED_SESSIONS,
         _accepted("the id of a response is made here; X-Request-Id is in the logs", "request_id rid"),
         _refused(
             "documents are not cut; send what fits",
@@ -312,7 +315,7 @@ OTHER_FIELDS: Mapping[type[msgspec.Struct], Mapping[str, OtherField]] = {
     schema.GenerateBody: _table(
         _accepted(
             "a label of the client's or of a router",
-            "session_id conversation_id routing_key custom_labels no_logs log_metrics bootstrap_pair_key "
+            "conversation_id routing_key custom_labels no_logs log_metrics bootstrap_pair_key "
             "decode_tp_size external_trace_header received_time http_worker_ipc kv_router_hint disagg_prefill_dp_rank",
         ),
         _refused(

@@ -224,6 +224,10 @@ class SamplingBody(SamplingFields, frozen=True, kw_only=True):
     """What is to become of the prompt's KV: see "KV hints" in docs/scheduling.md."""
     prompt_cache_retention: Retention | None = None
     """24h asks to retain the KV for a day, as an action of kv_hints does; other values ask for nothing."""
+    session_id: str | None = None
+    """Name of the conversation. Where it had pauses before, its KV is retained until its next turn is expected."""
+    prompt_cache_key: str | None = None
+    """OpenAI's name of session_id, which goes before it."""
     structured_outputs: StructuredOutputs | None = None
     """What the text has to match."""
     guided_json: dict[str, Any] | bool | str | None = None
@@ -511,6 +515,8 @@ class GenerateBody(HandoffParams, frozen=True, kw_only=True, forbid_unknown_fiel
     """For all prompts, or one for each; so is extra_key."""
     extra_key: Salt | list[Salt] | None = None
     kv_hints: KvHintsEnvelope | None = None
+    session_id: str | None = None
+    """Name of the conversation. Where it had pauses before, its KV is retained until its next turn is expected."""
     priority: Priority | None = None
     slo_ttft_ms: ObjectiveMs | None = None
     data_parallel_rank: Replica | None = None

@@ -28,6 +28,7 @@ REPLICA_HEADER = "x-data-parallel-rank"
 """The data-parallel replica, as vLLM's routers name it. A body's data_parallel_rank goes before it."""
 
 MAX_HEADER_CHARS = 32
+SESSION_CHARS = 32  # of a digest
 
 
 def base_request(
@@ -42,6 +43,7 @@ def base_request(
         deadline_s=body.deadline_s,
         replica=body.data_parallel_rank,
         cache_salt=prefix_salt(body.cache_salt, body.extra_key),
+        session=session_digest(body.session_id or body.prompt_cache_key),
     )
     request = GenerationRequest(
         rid=rid,
@@ -73,6 +75,11 @@ def prefix_salt(cache_salt: str | None, extra_key: str | None) -> str:
     if not extra_key:
         return salt
     return hashlib.sha256(f"{len(salt)}:{salt}{extra_key}".encode()).hexdigest()
+
+
+def session_digest(name: str | None) -> str:
+    """A short name for a session of any name; "" for none."""
+    return hashlib.sha256(name.encode()).hexdigest()[:SESSION_CHARS] if name else ""
 
 
 def with_client_terms(request: GenerationRequest, http: Request, config: ServerConfig) -> GenerationRequest:

@@ -150,6 +150,7 @@ def _openai_fields(body: GenerateBody) -> OpenAIBody:
         data_parallel_rank=body.data_parallel_rank,
         kv_transfer_params=body.kv_transfer_params,
         kv_hints=body.kv_hints,
+        session_id=body.session_id,
     )
 
 

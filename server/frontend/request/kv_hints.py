@@ -46,8 +46,9 @@ def with_hints(
 
 
 def without_grants(request: GenerationRequest) -> GenerationRequest:
-    """The request on a server whose tenants share prefixes: no hint is granted."""
-    terms = msgspec.structs.replace(request.terms, retain=None, let_go=False)
+    """The request on a server whose tenants share prefixes: no hint is granted, and
+    nothing is retained by prediction."""
+    terms = msgspec.structs.replace(request.terms, retain=None, let_go=False, session="")
     return msgspec.structs.replace(request, terms=terms, hints=tuple(refused(request.hints, SHARED)))
 
 

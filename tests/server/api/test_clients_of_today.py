@@ -86,6 +86,7 @@ CLIENTS: dict[str, tuple[Kind, Body, Body]] = {
             ],
             "tools": [{"type": "function", **FUNCTION, "strict": False}],
             "tool_choice": "auto",
+            "prompt_cache_key": "thread",
             "parallel_tool_calls": False,
             "stream": True,
             "stream_options": {},
@@ -174,6 +175,7 @@ CLIENTS: dict[str, tuple[Kind, Body, Body]] = {
                 {"type": "function_call_output", "call_id": "c1", "output": "done"},
                 {"role": "assistant", "content": [{"type": "output_text", "text": "hi"}]},
             ],
+            "prompt_cache_key": "k",
             "prompt_cache_retention": "24h",
             "reasoning": {"effort": "none"},
         },
@@ -212,6 +214,7 @@ CLIENTS: dict[str, tuple[Kind, Body, Body]] = {
             "tools": [{"type": "function", "function": FUNCTION}],
             "tool_choice": {"type": "function", "function": {"name": "shell"}},
             "parallel_tool_calls": True,
+            "prompt_cache_key": "k",
         },
     ),
     # RooCodeInc/Roo-Code: src/api/providers/openai.ts; continuedev/continue: core/llm/openaiTypeConverters.ts

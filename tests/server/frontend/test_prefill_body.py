@@ -27,11 +27,12 @@ def test_every_field_is_one_that_this_release_knows_and_says_the_same_there() ->
         logprobs=1, prompt_logprobs=1, prompt_logprobs_start=1, presence_penalty=-0.5, frequency_penalty=2.0,
         repetition_penalty=1.5, logit_bias=((5, -100.0), (7, 0.25)),
     )  # fmt: skip
-    terms = RequestTerms(slo_ttft_s=1.0, deadline_s=2.0, cache_salt="s")
+    terms = RequestTerms(slo_ttft_s=1.0, deadline_s=2.0, cache_salt="s", session="digest")
     request = GenerationRequest(rid="r", prompt=(1, 2), sampling=sampling, stop=("x",), terms=terms)
-    body = prefill_body(request, "t", knows_start=True)
+    assert "session_id" not in msgspec.json.decode(prefill_body(request, "t", knows_start=True).encoded())
+    body = prefill_body(request, "t", knows_start=True, knows_sessions=True)
     there = msgspec.json.decode(body.encoded(), type=PrefillBody)
-    assert there.rid == "r"
+    assert (there.rid, there.session_id) == ("r", "digest")
     assert sampling_params(there, logprobs=there.logprobs, max_tokens=16, vocab_size=9) == sampling
     assert msgspec.json.decode(body.encoded()).keys() > FIRST_RELEASE
 

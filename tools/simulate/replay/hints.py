@@ -1,10 +1,11 @@
 """KV hints in a replay: what clients would say of the turns of their conversations, and one that lies.
 
-none     no hints
-oracle   a prompt that comes again, as the beginning of another one, is retained until then
-real     as an agent framework that knows its conversations: every prompt is retained for twice the pauses so far, of
-         its own conversation if it has had any, else of all; priority is the number of turns
-lying    the tenant LIAR retains all for ever, and the others nothing
+none       no hints
+oracle     a prompt that comes again, as the beginning of another one, is retained until then
+real       as an agent framework that knows its conversations: every prompt is retained for twice the pauses so far, of
+           its own conversation if it has had any, else of all; priority is the number of turns
+lying      the tenant LIAR retains all for ever, and the others nothing
+predicted  clients name their conversations as session_id and give no hints: the scheduler predicts when they go on
 
 Conversations are found by their prompts (conversations.py). Traces without tenants get two: every fourth conversation
 is the liar's.
@@ -19,8 +20,8 @@ from headrace.core.types.requests.kv_hints import MAX_RETAIN_S, Retain
 from headrace.tools.simulate.replay.conversations import conversations
 from headrace.tools.simulate.replay.workload import TraceRequest
 
-Hints = Literal["none", "oracle", "real", "lying"]
-HINTS: tuple[Hints, ...] = ("none", "oracle", "real", "lying")
+Hints = Literal["none", "oracle", "real", "lying", "predicted"]
+HINTS: tuple[Hints, ...] = ("none", "oracle", "real", "lying", "predicted")
 LIAR, OTHERS = "liar", "others"
 LIES_EVERY = 4  # conversations
 PAUSES = 2.0  # for which a framework retains a turn
@@ -34,6 +35,8 @@ class Turn(msgspec.Struct, frozen=True, gc=False):
     turn: int
     """From 1."""
     retain: Retain | None
+    session: str = ""
+    """Name of the conversation, where the client says it."""
 
 
 def turns(requests: Sequence[TraceRequest], hints: Hints, time_scale: float) -> list[Turn]:
@@ -58,7 +61,8 @@ def turns(requests: Sequence[TraceRequest], hints: Hints, time_scale: float) -> 
             retain = _retain(PAUSES * mean * time_scale, seen.turn)
         elif hints == "lying" and tenant == LIAR:
             retain = _retain(MAX_RETAIN_S)
-        found.append(Turn(tenant, seen.turn, retain))
+        session = str(seen.conversation) if hints == "predicted" else ""
+        found.append(Turn(tenant, seen.turn, retain, session))
     return found
 
 

@@ -223,8 +223,8 @@ class Replay:
 
         terms = RequestTerms(tenant=outcome.tenant, slo_ttft_s=slo)
         if self._turns:  # tenants of servers have salts of their own
-            retain = self._turns[number].retain
-            terms = msgspec.structs.replace(terms, cache_salt=outcome.tenant, retain=retain)
+            turn = self._turns[number]
+            terms = msgspec.structs.replace(terms, cache_salt=outcome.tenant, retain=turn.retain, session=turn.session)
 
         def submit() -> None:
             replica.submit(str(number), tokens, terms, outcome.attempts)
