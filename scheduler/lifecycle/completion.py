@@ -18,7 +18,7 @@ from headrace.core.messages.peers import AskCancel, TellCancelled, TellFailed, T
 from headrace.core.messages.replies import RequestFailed, RequestFinished, RequestTraced
 from headrace.core.types.errors import CANCELLED, ErrorInfo
 from headrace.core.types.requests.request import FetchFrom, FirstToken, SendTo
-from headrace.scheduler.kv.sessions import PREDICTED
+from headrace.scheduler.kv.conversations import PREDICTED
 from headrace.scheduler.peers.tickets import EndedTicket
 from headrace.scheduler.queues.deadlines import AnswerTimer, BootstrapTimer, LeaseTimer, RequestTimer, TransferTimer
 from headrace.scheduler.requests.phase import Phase
@@ -196,7 +196,7 @@ class Completion:
         terms = request.terms
         if not terms.session or request.open:
             return 0.0
-        return self._state.sessions.turn(terms.tenant, terms.prefix_salt, terms.session, request.arrived, now)
+        return self._state.conversations.turn(terms.tenant, terms.prefix_salt, terms.session, request.arrived, now)
 
     def _end(self, request: Request, phase: Phase, now: float) -> None:
         """Take a request out of every queue, index and deadline of live requests."""

@@ -7,8 +7,8 @@ from headrace.core.types.kv.kv_tiers import Tier
 from headrace.core.types.requests.request import FetchFrom
 from headrace.scheduler.costs.chunking import Cost
 from headrace.scheduler.costs.cost_model import Load
+from headrace.scheduler.kv.conversations import Conversations
 from headrace.scheduler.kv.page_allocator import PageAllocator
-from headrace.scheduler.kv.sessions import Sessions
 from headrace.scheduler.peers.peer_tables import DecodePeerTable, PrefillTable
 from headrace.scheduler.peers.tickets import TicketTable
 from headrace.scheduler.peers.unacknowledged import Unacknowledged
@@ -95,7 +95,7 @@ class State:
             Replica(config, index, self.out, self.metrics, self.awaiting_row, self.queued_by_tenant)
             for index in range(config.dp)
         )
-        self.sessions = Sessions()
+        self.conversations = Conversations()
         self.tickets = TicketTable(config.max_queued_requests)
         self.peers = DecodePeerTable()
         self.unacknowledged = Unacknowledged(

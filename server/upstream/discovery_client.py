@@ -46,7 +46,7 @@ class Discovery(msgspec.Struct, frozen=True):
     kv_hints: bool = False
     """It knows kv_hints; servers of earlier versions refuse it, and retain nothing."""
 
-    sessions: bool = False
+    session_id: bool = False
     """It knows session_id; servers of earlier versions refuse it."""
 
     images: bool = False

@@ -53,9 +53,9 @@ class PrefillServer:
         return self.target is not None and self.target.prefixes
 
     @property
-    def knows_sessions(self) -> bool:
+    def knows_session_id(self) -> bool:
         """Whether prompts sent to it may have session_id."""
-        return self.target is not None and self.target.sessions
+        return self.target is not None and self.target.session_id
 
     def endpoint(self, control_port: int) -> str:
         """ZMQ address of the control endpoint at this port."""

@@ -151,7 +151,7 @@ class HandoffReply(msgspec.Struct):
     hidden_states: bool
     prompt_logprobs_start: bool
     kv_hints: bool
-    sessions: bool
+    session_id: bool
     images: bool
     prefixes: bool
     kv_events: dict[str, Any] | None
@@ -289,7 +289,7 @@ def handoff_routes(model: ServedModel, control: ControlAddress, stats: StatsColl
                 hidden_states=True,
                 prompt_logprobs_start=True,
                 kv_hints=True,
-                sessions=True,
+                session_id=True,
                 images=model.takes_images,
                 prefixes=True,
                 kv_events=_kv_events(config.kv_events),

@@ -21,11 +21,11 @@ def prefill_body(
     *,
     knows_start: bool,
     knows_hints: bool = False,
-    knows_sessions: bool = False,
+    knows_session_id: bool = False,
 ) -> PrefillRequest:
     """Body of POST /v1/prefill. The prefill server has the same tokenizer, so it merges stop strings as we do.
     knows_start: it takes prompt_logprobs_start, and does not compute the logprobs before it. knows_hints: it takes
-    kv_hints. knows_sessions: it takes session_id, which is a digest here."""
+    kv_hints. knows_session_id: it takes session_id, which is a digest here."""
     sampling, terms = msgspec.structs.asdict(request.sampling), request.terms
     sampling["logit_bias"] = {str(token): bias for token, bias in request.sampling.logit_bias}
     if not knows_start:
@@ -43,7 +43,7 @@ def prefill_body(
         priority=terms.priority,
         cache_salt=terms.cache_salt,
         kv_hints=request.kv_hints if knows_hints else None,
-        session_id=(terms.session or None) if knows_sessions else None,
+        session_id=(terms.session or None) if knows_session_id else None,
         stream=request.progress,
         deadline_s=terms.deadline_s,
         slo_ttft_ms=None if terms.slo_ttft_s is None else terms.slo_ttft_s * 1000,

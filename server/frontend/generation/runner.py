@@ -227,7 +227,7 @@ class GenerationRunner:
             ticket,
             knows_start=choice.server.knows_logprobs_start,
             knows_hints=choice.server.knows_hints,
-            knows_sessions=choice.server.knows_sessions,
+            knows_session_id=choice.server.knows_session_id,
         )
         async with (
             self._client.open(submit) as call,

@@ -196,7 +196,7 @@ async def test_decode_servers_find_the_control_endpoint(tokenizer: Tokenizer) ->
             "hidden_states": True,
             "prompt_logprobs_start": True,
             "kv_hints": True,
-            "sessions": True,
+            "session_id": True,
             "images": False,
             "prefixes": True,
             "kv_events": None,

@@ -30,7 +30,7 @@ def test_every_field_is_one_that_this_release_knows_and_says_the_same_there() ->
     terms = RequestTerms(slo_ttft_s=1.0, deadline_s=2.0, cache_salt="s", session="digest")
     request = GenerationRequest(rid="r", prompt=(1, 2), sampling=sampling, stop=("x",), terms=terms)
     assert "session_id" not in msgspec.json.decode(prefill_body(request, "t", knows_start=True).encoded())
-    body = prefill_body(request, "t", knows_start=True, knows_sessions=True)
+    body = prefill_body(request, "t", knows_start=True, knows_session_id=True)
     there = msgspec.json.decode(body.encoded(), type=PrefillBody)
     assert (there.rid, there.session_id) == ("r", "digest")
     assert sampling_params(there, logprobs=there.logprobs, max_tokens=16, vocab_size=9) == sampling

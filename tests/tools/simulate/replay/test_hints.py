@@ -34,6 +34,9 @@ def test_a_turn_continues_what_its_prompt_begins_with() -> None:
     real = turns(trace, "real", 1.0)
     assert real[3].retain is not None
     assert (real[3].retain.seconds, real[3].retain.priority) == (2 * (10 + 30) / 2, 3)
+    predicted = turns(trace, "predicted", 1.0)
+    assert [each.session for each in predicted] == ["0", "1", "0", "0"]
+    assert {each.retain for each in predicted} == {None}
 
 
 def conversations() -> list[TraceRequest]:
@@ -64,7 +67,7 @@ def hits(result: ReplayResult) -> Counter[str]:
     return found
 
 
-@pytest.mark.parametrize("hints", ["oracle", "real"])
+@pytest.mark.parametrize("hints", ["oracle", "real", "predicted"])
 def test_hints_keep_what_comes_again(hints: Hints) -> None:
     with_hints, without = replayed(hints), replayed("none")
     assert sum(hits(with_hints).values()) > 1.2 * sum(hits(without).values())

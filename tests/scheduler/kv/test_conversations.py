@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from headrace.core.messages.replies import RequestFinished
 from headrace.core.types.requests.kv_hints import Retain
-from headrace.scheduler.kv.sessions import MAX_S, PAUSES, PREDICTED, Sessions
+from headrace.scheduler.kv.conversations import MAX_S, PAUSES, PREDICTED, Conversations
 from tests.scheduler.bench import PAGE, Bench
 
 NAMES = ("a", "b", "c", "d")
@@ -26,7 +26,7 @@ def expected(turns: list[tuple[float, float]]) -> float:
     st.integers(1, 12),
 )
 def test_the_table_is_what_all_turns_say_of_the_sessions_that_it_remembers(turns: Turns, limit: int) -> None:
-    table, now = Sessions(limit), 0.0
+    table, now = Conversations(limit), 0.0
     known: dict[tuple[str, str, str], list[tuple[float, float]]] = {}
     for tenant, name, later, length in turns:
         now += later
