@@ -259,16 +259,14 @@ class ReplayDecodeServer:
 
     def _offer(self, served: DecodedRequest, prefill: ReplayReplica) -> None:
         """Offer the KV of a turn, as KvReturns does: what has filled a page since its prompt and is still here."""
-        size = self._config.page_size
-        whole = (served.prompt_tokens + served.generated - 1) // size * size  # the KV of the last token is not computed
-        tokens = served.text[: whole * ITEM_BYTES]
-        whole = self._driver.scheduler.cached_tokens(tokens)
-        if self._offers >= MAX_OFFERS or whole <= served.prompt_tokens:
+        computed = served.text[: (served.prompt_tokens + served.generated) * ITEM_BYTES]  # but for the last token
+        cached = self._driver.scheduler.cached_tokens(computed)
+        if self._offers >= MAX_OFFERS or cached <= served.prompt_tokens:
             return
         self._offers += 1
         self._world.at(
             self._world.now + self._tier.handoff_s,
-            lambda: prefill.returns.offer(self.name, tokens[: whole * ITEM_BYTES], self._offered),
+            lambda: prefill.returns.offer(self.name, computed[: cached * ITEM_BYTES], self._offered),
         )
 
     def _offered(self) -> None:
