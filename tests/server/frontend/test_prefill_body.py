@@ -1,7 +1,9 @@
 """What a decode server sends to prefill servers of other releases, which refuse fields that they do not know."""
 
 import msgspec
+import pytest
 
+from headrace.core.messages.frontend import Submit
 from headrace.core.messages.http_prefill import PrefillRequest
 from headrace.core.types.requests.request import SamplingParams
 from headrace.core.types.requests.terms import RequestTerms
@@ -12,6 +14,9 @@ from headrace.server.api.response.hidden_format import HiddenStatesReply
 from headrace.server.frontend.generation.prefill_body import prefill_body
 from headrace.server.frontend.request.generation_request import GenerationRequest
 from headrace.server.upstream.prefill_call import HiddenField, PrefillResponse
+from headrace.text.tokenizer import Tokenizer
+from tests.server.fake_prefills import Prefills, decode, fetched
+from tests.server.fakes import FakeLink, in_loop
 
 FIRST_RELEASE = {"rid", "ticket", "prompt_token_ids", "stop", "ignore_eos", "priority", "cache_salt", "stream"}
 
@@ -42,3 +47,19 @@ def test_what_clients_may_send_and_read_is_what_servers_read_and_send() -> None:
     assert set(PrefillRequest.__struct_fields__) - internal <= set(PrefillBody.__struct_fields__)
     assert set(PrefillResponse.__struct_fields__) <= set(PrefillReply.__struct_fields__)
     assert set(HiddenField.__struct_fields__) == set(HiddenStatesReply.__struct_fields__)
+
+
+@pytest.mark.parametrize("knows", [False, True])
+@in_loop
+async def test_a_session_goes_on_at_prefill_servers_that_know_it_and_names_of_any_length_are_digests(
+    knows: bool, tokenizer: Tokenizer
+) -> None:
+    prefills, link = Prefills(), FakeLink(fetched(tokenizer))
+    prefills.more = {"session_id": True} if knows else {}
+    async with decode(link, tokenizer, prefills) as (_, http):
+        for names in ({"session_id": "s" * 5000}, {"session_id": "s" * 5000, "prompt_cache_key": "k"}, {}):
+            await http.post("/v1/completions", json={"prompt": [1, 1, 1, 1], **names})
+    digest, both, none = (submit.terms.session for submit in link.of(Submit))
+    assert (both, none, len(digest)) == (digest, "", 32)
+    sent = [body.get("session_id") for _, body, *_ in prefills.posts]
+    assert sent == ([digest, digest, None] if knows else [None, None, None])
