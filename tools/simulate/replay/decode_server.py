@@ -3,6 +3,8 @@
     arrival ─► choice of a prefill server ─► Submit ─┬─ decided: there ─► reserved ─► posted ─► KV is here ─► decoding
                                                      └─ decided: here ──► computed between decode rows ─────► decoding
 
+    decoding ─► ended ─► its KV is offered to that prefill server ─► fetched from here, if it is taken (returns.py)
+
 Chosen, forecast and decided is by the code of decode servers (headrace.server.routing, core's remote_prefill).
 """
 
