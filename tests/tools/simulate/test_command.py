@@ -69,6 +69,24 @@ def test_tenants_have_a_goodput_of_their_own(tmp_path: Path, capsys: pytest.Capt
     assert table.splitlines()[4].split()[1:] == ["srpt", f"{100 * srpt['summary']['tenants']['flood']:.1f}", "100.0"]
 
 
+def test_returns_have_hits_and_times_by_turn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Each session has a second turn, behind the answer to the first one."""
+    path = tmp_path / "trace.csv"
+    turns = [f"{20 * turn + number},{640 + 640 * turn},300,{number}" for turn in range(2) for number in range(10)]
+    path.write_text("\n".join(["arrival_s,input_tokens,output_tokens,session", *turns]))
+    off, on = report(path, "--remote", "always", "--returns", "off,on", "--fetch-rate", "100000", "--kv-pages", "999")[
+        "rows"
+    ]
+    assert on["summary"]["offers"]["taken"] > 5
+    assert off["summary"]["offers"] == {}
+    assert on["summary"]["hits"] > off["summary"]["hits"] + 0.05
+    assert on["summary"]["turns"]["2"] < off["summary"]["turns"]["2"]
+    shown = capsys.readouterr().out.split("by turn.")[1].splitlines()[2:]
+    assert shown[0].split()[:4] == ["load", "returns", "hits", "engine"]
+    assert [line.split()[1] for line in shown[1:]] == ["off", "on"]
+    assert shown[2].endswith(f"{on['summary']['offers']['taken']} of {sum(on['summary']['offers'].values())}")
+
+
 def test_without_a_load_the_times_are_those_of_the_trace(trace: Path) -> None:
     (row,) = report(trace)["rows"]
     assert 13 < row["summary"]["seconds"] < 16, "the last prompt comes after 13 s"
@@ -137,6 +155,9 @@ MISTAKES = [
     (["--replicas", "0"], "--replicas: expected whole numbers from 1 to 1024, or a range such as 1..4, got '0'"),
     (["--replicas", "4..2"], "--replicas: the range 4..2 is empty"),
     (["--router", "nearest"], "--router: expected one of score, prefix-affinity, least-loaded, got 'nearest'"),
+    (["--returns", "on"], "--returns is for decode servers that compute no prompt; add --remote always"),
+    (["--returns", "on", "--remote", "always,never"], "--returns is for decode servers that compute no prompt"),
+    (["--returns", "yes", "--remote", "always"], "--returns: expected one of on, off, got 'yes'"),
     (["--limit", "none"], "--limit: expected a whole number, at least 1, got 'none'"),
     (["--host-rate", "0"], "--host-rate: expected a number above 0, got '0'"),
     (["--fetch-rate", "-3"], "--fetch-rate: expected a number above 0, got '-3'"),
