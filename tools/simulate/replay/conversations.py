@@ -11,7 +11,7 @@ import msgspec
 from headrace.tools.simulate.replay.workload import PromptSegment, TraceRequest
 
 
-class Seen(msgspec.Struct, gc=False):
+class SeenTurn(msgspec.Struct, gc=False):
     """A request that later ones may continue."""
 
     index: int
@@ -22,11 +22,11 @@ class Seen(msgspec.Struct, gc=False):
     """Sum of the pauses of its conversation before it."""
 
 
-def conversations(requests: Sequence[TraceRequest]) -> list[tuple[Seen, Seen | None]]:
+def conversations(requests: Sequence[TraceRequest]) -> list[tuple[SeenTurn, SeenTurn | None]]:
     """Each request, and the one that it continues; None for a first turn."""
     blocks: dict[tuple[int, int], int] = {}  # the block before, and the text -> number of the prefix
-    last: dict[int, Seen] = {}  # by the prefix that a request ends with
-    found: list[tuple[Seen, Seen | None]] = []
+    last: dict[int, SeenTurn] = {}  # by the prefix that a request ends with
+    found: list[tuple[SeenTurn, SeenTurn | None]] = []
     for index, request in enumerate(requests):
         prefix, ends, before = 0, [], None
         for segment in request.segments:
@@ -34,10 +34,10 @@ def conversations(requests: Sequence[TraceRequest]) -> list[tuple[Seen, Seen | N
             ends.append(prefix)
             before = last.get(prefix, before)
         if before is None:
-            seen = Seen(index, index, 1, 0.0)
+            seen = SeenTurn(index, index, 1, 0.0)
         else:
             pause = request.arrival_s - requests[before.index].arrival_s
-            seen = Seen(index, before.conversation, before.turn + 1, before.pauses_s + pause)
+            seen = SeenTurn(index, before.conversation, before.turn + 1, before.pauses_s + pause)
         found.append((seen, before))
         last[ends[-1]] = seen
         if len(ends) > 2:  # the last block is not whole, and has another number when it is

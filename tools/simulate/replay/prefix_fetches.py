@@ -37,7 +37,7 @@ class PrefixHolder(Protocol):
         failed."""
 
 
-class PrefixFetches:
+class ReplayFetches:
     """Fetches prefixes for one server, of this name."""
 
     def __init__(

@@ -23,7 +23,7 @@ from headrace.server.routing.score import Candidate
 from headrace.testing.world import SchedulerDriver, World
 from headrace.tools.simulate.replay.costs import row_seconds, slowest
 from headrace.tools.simulate.replay.pipeline import TimedHostTier, TimedPipeline
-from headrace.tools.simulate.replay.prefix_fetches import HandedOver, PrefixFetches, PrefixHolder
+from headrace.tools.simulate.replay.prefix_fetches import HandedOver, PrefixHolder, ReplayFetches
 from headrace.tools.simulate.replay.returns import ReplayReturns
 from headrace.tools.simulate.replay.siblings import SiblingFetches
 
@@ -75,7 +75,7 @@ class ReplayReplica:
         self._handed_over: dict[str, HandedOver] = {}  # by rid, of decode servers and siblings in the replay
         self._siblings: SiblingFetches | None = None
         ranks = tuple(config.layout.ranks)
-        self._fetches = PrefixFetches(world, name, ranks, config.page_size, self._driver.handle)
+        self._fetches = ReplayFetches(world, name, ranks, config.page_size, self._driver.handle)
         self.returns = ReplayReturns(world, config.page_size, self._fetches, self._driver.handle)
         """KV that decode servers offer back."""
 

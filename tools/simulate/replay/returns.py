@@ -15,13 +15,13 @@ from headrace.scheduler.scheduler import Event
 from headrace.server.routing.handoff_cost import HandoffCost
 from headrace.server.routing.prefix_choice import compute_s
 from headrace.testing.world import World
-from headrace.tools.simulate.replay.prefix_fetches import PrefixFetches
+from headrace.tools.simulate.replay.prefix_fetches import ReplayFetches
 
 
 class ReplayReturns:
     """Takes KV for one replica. The pages of all servers have the same size."""
 
-    def __init__(self, world: World, page_size: int, fetches: PrefixFetches, handle: Callable[[Event], None]) -> None:
+    def __init__(self, world: World, page_size: int, fetches: ReplayFetches, handle: Callable[[Event], None]) -> None:
         """handle: takes the replica's events."""
         self._world = world
         self._page_size = page_size

@@ -11,7 +11,7 @@ from headrace.scheduler.scheduler import Scheduler
 from headrace.server.routing.handoff_cost import HandoffCost
 from headrace.server.routing.prefix_choice import PrefixChoice, choose_sibling, worth_asking
 from headrace.testing.world import World
-from headrace.tools.simulate.replay.prefix_fetches import PrefixFetches
+from headrace.tools.simulate.replay.prefix_fetches import ReplayFetches
 
 
 class Sibling(Protocol):
@@ -31,7 +31,7 @@ class SiblingFetches:
         scheduler: Scheduler,
         page_size: int,
         siblings: Mapping[str, Sibling],
-        fetches: PrefixFetches,
+        fetches: ReplayFetches,
     ) -> None:
         """siblings: by name, as they are connected."""
         self._world = world
