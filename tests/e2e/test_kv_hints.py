@@ -82,6 +82,12 @@ def test_kv_that_was_retained_demoted_and_prefetched_gives_equal_text(model: str
         assert server.metrics()["headrace_retained_pages"] == 0
         assert hint(server, model, 9, retain={"seconds": 1})[0]["reason"] == "the cache has no whole page of it"
 
+        given, sampling = hints(retain={"seconds": 1}), {"max_new_tokens": 1}
+        answer = server.post("/generate", {"input_ids": prompt(1), "sampling_params": sampling, "kv_hints": given})
+        assert answer.json()["meta_info"]["kv_hints"][0]["granted"]
+        body = {"token_ids": prompt(1), "sampling_params": {"max_tokens": 1}, "kv_hints": given}
+        assert server.post("/inference/v1/generate", body).json()["kv_hints"][0]["granted"]
+
 
 @pytest.mark.full
 def test_a_pair_retains_on_both_sides() -> None:

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.harness import Server, pages_in_use, running, wait_until
+from tests.e2e import gold
+from tests.e2e.harness import Server, pages_in_use, running, serving, wait_until
 from tests.e2e.models import SIZES
 
 PAGE = 32
@@ -50,8 +51,32 @@ def completed(server: Server, prompt: list[int], tokens: int = 8) -> dict[str, A
     return dict(answer.json())
 
 
+def bits(server: Server, prompt: list[int]) -> Any:
+    """Text, token ids and logprobs of a greedy answer."""
+    body = {"prompt": prompt, "max_tokens": 8, "temperature": 0, "logprobs": 5, "return_token_ids": True}
+    found = server.post("/v1/completions", body).json()["choices"][0]
+    return found["text"], found["token_ids"], found["logprobs"]
+
+
 def sibling_up(server: Server) -> bool:
     return server.metrics().get("headrace_prefill_servers_up", 0) == 1
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_behind_a_prefix_from_a_sibling_are_the_bits_of_computing(servers: ExitStack, dtype: str) -> None:
+    flags = ("--max-model-len", "2048", "--kv-pages", "256", "--page-size", "16", "--dtype", dtype)
+    prompt, other = list(gold.story_ids()[:600]), list(gold.story_ids()[700:900])
+    alone = servers.enter_context(serving("--no-prefix-cache", "--chunk-tokens", "64", *flags))
+    expected = bits(alone, prompt)
+    first = servers.enter_context(serving("--role", "prefill", *flags))
+    second = servers.enter_context(serving("--role", "prefill", "--sibling", first.url, *flags))
+    decode = servers.enter_context(serving("--role", "decode", "--prefill", second.url, *flags))
+    wait_until(lambda: sibling_up(second), 20, "the sibling is up")
+    dropped(first, prompt)
+    dropped(second, other)  # it knows what computing takes
+    assert bits(decode, prompt) == expected
+    assert second.metrics()['headrace_prefix_fetched_tokens_total{source="sibling"}'] == 592
 
 
 @pytest.mark.full

@@ -9,6 +9,7 @@ import msgspec
 
 from headrace.core.messages.replies import Progress
 from headrace.core.types.errors import ErrorInfo
+from headrace.core.types.requests.kv_hints import HintAnswer
 from headrace.core.types.requests.request import TokenLogprob
 from headrace.server.api.response.choices import Choice, Output, positions
 from headrace.server.api.response.hidden_format import nested_lists
@@ -34,6 +35,8 @@ class GenerateMeta(msgspec.Struct):
     input_top_logprobs: list[Any] = MORE
     output_top_logprobs: list[Any] = MORE
     e2e_latency: float = MORE
+    kv_hints: tuple[HintAnswer, ...] = MORE
+    """What was granted of the request's KV hints, where it had any."""
     hidden_states: Any = MORE
     """Of the prompt, followed by that of each generated token whose state was computed."""
 
@@ -121,6 +124,7 @@ class GenerateFormat:
                 meta.output_top_logprobs = [_tops(value) for value in choice.logprobs]
         if result is not None:
             meta.cached_tokens_details = cached_by_tier([result.usage])
+            meta.kv_hints = result.hints or MORE
             meta.e2e_latency = round(time.monotonic() - self._started, 6)
         return GenerateReply(choice.text, choice.tokens, meta)
 

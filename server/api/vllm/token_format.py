@@ -9,6 +9,7 @@ import msgspec
 from headrace.core.messages.replies import Progress
 from headrace.core.runtime.clock import wall_time
 from headrace.core.types.errors import ErrorInfo
+from headrace.core.types.requests.kv_hints import HintAnswer
 from headrace.core.types.requests.request import FinishReason, TokenLogprob
 from headrace.server.api.request.completion_request import CompletionRequest
 from headrace.server.api.request.schema import TokensBody
@@ -74,6 +75,8 @@ class TokensChunk(msgspec.Struct, kw_only=True):
     usage: UsageReply = MORE
     prompt_token_ids: Sequence[int] = MORE
     """With return_token_ids, in the first chunk."""
+    kv_hints: tuple[HintAnswer, ...] = MORE
+    """What was granted of the request's KV hints, where it had any; in the chunk with the finish reason."""
 
 
 class TokensReply(TokensChunk, kw_only=True):
@@ -117,6 +120,7 @@ class TokensFormat:
             usage=self._usage([result for _, result in outputs]),
             prompt_token_ids=self._prompt,
             prompt_logprobs=await made_aside(prompt, len(first.prompt_logprobs)),
+            kv_hints=first.hints or MORE,
         )
 
     async def write_progress(self, events: EventWriter, index: int, progress: Progress) -> None:
@@ -139,7 +143,7 @@ class TokensFormat:
             stop_reason=result.stop_reason,
             text=self._text(""),
         )
-        await self._write(events, [ended])
+        await self._write(events, [ended], kv_hints=result.hints or MORE)
 
     async def write_end(self, events: EventWriter, results: Sequence[GenerationResult]) -> None:
         """A chunk of usage if requested, and [DONE]."""
