@@ -22,6 +22,7 @@ TARGET = "tests/deployment/test_readme.py::test_targets_of_make"
 PROMETHEUS = "prometheus --config.file=configs/prometheus-local.yml --storage.tsdb.path=/tmp/headrace-prometheus"
 URLS = ("http://127.0.0.1:8000", "http://127.0.0.1:8001")
 RUN_BY = {
+    "headrace bake": "tests/e2e/test_kv_library.py::test_a_baked_prefix_gives_the_same_text",
     PREFILL: PAIR,
     DECODE: PAIR,
     CURL: PAIR,
