@@ -1,8 +1,8 @@
-"""Tasks of an event loop: those that run without a waiter and begin again when they fail, and the first of several."""
+"""Tasks of an event loop: without a waiter, beginning again when they fail, cancelled together, the first of several."""
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from typing import Any
 
 from headrace.core.runtime.clock import Clock, SystemClock
@@ -47,3 +47,32 @@ async def first_of(*waits: Coroutine[Any, Any, Any] | asyncio.Future[Any]) -> No
         for wait, future in zip(waits, futures, strict=True):
             if wait is not future:
                 future.cancel()
+
+
+async def cancel_all(tasks: Iterable["asyncio.Task[Any]"]) -> None:
+    """Cancel tasks and wait for their ends, whatever these are."""
+    ending = list(tasks)
+    for task in ending:
+        task.cancel()
+    await asyncio.gather(*ending, return_exceptions=True)
+
+
+class Tasks:
+    """Tasks without a waiter, each until it ends or all are cancelled."""
+
+    def __init__(self) -> None:
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def __len__(self) -> int:
+        return len(self._tasks)
+
+    def start(self, work: Coroutine[Any, Any, None]) -> "asyncio.Task[None]":
+        """Run the work as one of them."""
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    async def cancel(self) -> None:
+        """Cancel all of them and wait for their ends."""
+        await cancel_all(self._tasks)

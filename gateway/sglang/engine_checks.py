@@ -2,9 +2,9 @@
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
 
+from headrace.core.runtime.background import Tasks
 from headrace.core.types.errors import ConfigError
 from headrace.gateway.engine_http import EngineUnreachable
 
@@ -25,7 +25,7 @@ class EngineChecks:
         self._probe = probe
         self._verified = verified
         self._waiting: dict[tuple[str, ...], list[str]] = {}  # agents, by the URLs that are being asked for them
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = Tasks()
 
     async def at_start(self, urls: Sequence[str]) -> None:
         """Ask all engines. Raises ConfigError for one that cannot be served. Those that do not answer are asked when
@@ -40,18 +40,11 @@ class EngineChecks:
         waiting = self._waiting.setdefault(urls, [])
         waiting.append(agent)
         if len(waiting) == 1:
-            self._begin(self._check(urls))
+            self._tasks.start(self._check(urls))
 
     async def stop(self) -> None:
         """End all checks."""
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-
-    def _begin(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        await self._tasks.cancel()
 
     async def _check(self, urls: tuple[str, ...]) -> None:
         """Ask the engines until one of them answers: the one that has registered runs."""

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable
 
 import httpx
 
+from headrace.core.runtime.background import cancel_all
 from headrace.core.types import refusals
 from headrace.core.types.errors import ConfigError
 from headrace.core.types.peers.decode_address import DecodeAddress
@@ -72,9 +73,7 @@ class DecodeEngines:
         try:
             found = await asyncio.gather(*tasks)
         finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            await cancel_all(tasks)
         for one in found[1:]:
             if differs := one.differs_from(found[0]):
                 raise ConfigError(f"the decode engines differ, so that KV for one is none for the other: {differs}")
@@ -87,9 +86,7 @@ class DecodeEngines:
 
     async def stop(self) -> None:
         """End the watch."""
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await cancel_all(self._tasks)
 
     def problem(self) -> str:
         """What is wrong with the engines, in words; "" for nothing. Engines that are down are a problem if all are."""

@@ -9,7 +9,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from headrace.core.config import GatewayConfig
-from headrace.core.runtime.background import keep_running
+from headrace.core.runtime.background import cancel_all, keep_running
 from headrace.core.stats import Sample, Stats
 from headrace.core.types import refusals
 from headrace.core.types.errors import ErrorInfo, HeadraceError
@@ -148,9 +148,7 @@ class VllmGateway(BaseGateway):
     async def stop(self) -> None:
         """End all tasks and threads."""
         await super().stop()
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await cancel_all(self._tasks)
         if self._placement is not None:
             await self._placement.stop()
         await self._engines.stop()

@@ -7,7 +7,7 @@ prefill servers ── load ─► PrefillPool.forecast ──┘
 
 import asyncio
 
-from headrace.core.runtime.background import keep_running
+from headrace.core.runtime.background import cancel_all, keep_running
 from headrace.core.runtime.clock import Clock
 from headrace.core.types.requests.remote_prefill import PrefillDecision, RemoteForecast, decide, threshold_of
 from headrace.gateway.metrics import GatewayMetrics
@@ -54,9 +54,7 @@ class PrefillPlacement:
 
     async def stop(self) -> None:
         """End all tasks."""
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await cancel_all(self._tasks)
 
     def decide(self, prompt: HandoffPrompt, server: PrefillServer, there: RemoteForecast | None) -> PrefillDecision:
         """Where a prompt is computed for which this prefill server was chosen."""

@@ -21,7 +21,7 @@ from headrace.core.config import Routing
 from headrace.core.messages.frontend import AddPrefill, RemovePrefill
 from headrace.core.messages.http_prefill import PrefillRequest
 from headrace.core.messages.replies import PrefillState
-from headrace.core.runtime.background import keep_running
+from headrace.core.runtime.background import cancel_all, keep_running
 from headrace.core.runtime.clock import Clock, SystemClock
 from headrace.core.runtime.rate_limit import Backoff
 from headrace.core.types import refusals
@@ -114,10 +114,7 @@ class PrefillPool:
 
     async def stop(self) -> None:
         """Cancel all tasks and prompts, and close the HTTP connections."""
-        tasks = [*self._tasks, *self._named_tasks.values(), *self._calls]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await cancel_all([*self._tasks, *self._named_tasks.values(), *self._calls])
         await self._http.aclose()
         await self._without_key.aclose()
 

@@ -13,7 +13,7 @@ from typing import Annotated
 
 import msgspec
 
-from headrace.core.runtime.background import keep_running
+from headrace.core.runtime.background import cancel_all, keep_running
 from headrace.core.runtime.clock import Clock
 from headrace.core.runtime.codec import NO_MESSAGE
 from headrace.core.types.errors import HeadraceError
@@ -143,5 +143,4 @@ class ServerWatch:
         try:
             yield
         finally:
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
+            await cancel_all([task])

@@ -12,7 +12,6 @@ request, and one whose pages have gone costs a message. The ticket, not a salt, 
 """
 
 import asyncio
-import contextlib
 import logging
 import secrets
 from collections.abc import Sequence
@@ -24,6 +23,7 @@ import msgspec
 from headrace.core.messages.frontend import Submit
 from headrace.core.messages.http_prefill import JSON_HEADERS, RETURNS_PATH
 from headrace.core.messages.replies import RequestFinished
+from headrace.core.runtime.background import Tasks
 from headrace.core.runtime.clock import Clock
 from headrace.core.runtime.codec import NO_MESSAGE
 from headrace.core.types.errors import HeadraceError
@@ -75,7 +75,7 @@ class KvReturns:
         self._clock = clock
         self._page_size = page_size
         self._paused: dict[str, float] = {}  # servers, and until when
-        self._offers: set[asyncio.Task[None]] = set()
+        self._offers = Tasks()
         self._ended = False
 
     def offer(
@@ -88,14 +88,12 @@ class KvReturns:
             return
         if len(self._offers) >= MAX_OFFERS or self._paused.get(server.url, 0.0) > self._clock.now():
             return
-        task = asyncio.create_task(self._offer(server, (*prompt, *generated)[:whole], len(prompt), terms))
-        self._offers.add(task)
-        task.add_done_callback(self._offers.discard)
+        self._offers.start(self._offer(server, (*prompt, *generated)[:whole], len(prompt), terms))
 
     async def stop(self) -> None:
         """Give up all offers, and make no more."""
         self._ended = True
-        await _cancelled(self._offers)
+        await self._offers.cancel()
 
     async def _offer(
         self, server: PrefillServer, tokens: tuple[int, ...], prompt_tokens: int, terms: RequestTerms
@@ -144,7 +142,7 @@ class ReturnTaker:
         self._clock = clock
         self._page_size = page_size
         self._costs: dict[str, tuple[HandoffCost, float]] = {}  # by URL, with when one was observed last
-        self._fetches: set[asyncio.Task[None]] = set()
+        self._fetches = Tasks()
         self._ended = False
 
     async def take(
@@ -159,16 +157,14 @@ class ReturnTaker:
             return ReturnAnswer(False, reason)
         async with AsyncExitStack() as stack:
             server = await stack.enter_async_context(self._pool.connected(address))
-            task = asyncio.create_task(self._fetch(stack.pop_all(), server, tuple(tokens[:offered]), ticket, terms))
-            self._fetches.add(task)
-            task.add_done_callback(self._fetches.discard)
+            self._fetches.start(self._fetch(stack.pop_all(), server, tuple(tokens[:offered]), ticket, terms))
         self._metrics.count_return(reason)
         return ReturnAnswer(True, reason, offered)
 
     async def stop(self) -> None:
         """End all fetches, and begin no more."""
         self._ended = True
-        await _cancelled(self._fetches)
+        await self._fetches.cancel()
 
     async def _judge(self, address: PrefillAddress, tokens: tuple[int, ...], terms: RequestTerms) -> ReturnReason:
         if self._ended or len(self._fetches) >= MAX_TAKEN:
@@ -226,11 +222,3 @@ async def _moved(
         log.debug("a return of %d tokens has failed: %s", len(tokens), error.info.message)
         return None
     return event.handoff
-
-
-async def _cancelled(tasks: set[asyncio.Task[None]]) -> None:
-    ending = list(tasks)
-    for task in ending:
-        task.cancel()
-    with contextlib.suppress(asyncio.CancelledError):
-        await asyncio.gather(*ending, return_exceptions=True)

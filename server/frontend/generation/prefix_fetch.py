@@ -12,6 +12,7 @@ import httpx
 import msgspec
 
 from headrace.core.messages.http_prefill import JSON_HEADERS, PREFIXES_PATH
+from headrace.core.runtime.background import cancel_all
 from headrace.core.runtime.codec import NO_MESSAGE
 from headrace.core.types.errors import HeadraceError
 from headrace.core.types.packed import pack
@@ -64,10 +65,7 @@ class PrefixFetches:
 
     async def stop(self) -> None:
         """End all fetches."""
-        tasks = list(self._coming.values())
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await cancel_all(self._coming.values())
 
     def _asked(self, hint: PrefillAddress | None) -> list[PrefillServer]:
         """The siblings that are up and know the question; of those that a router names, only these."""

@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable
 
 import msgspec
 
-from headrace.core.runtime.background import keep_running
+from headrace.core.runtime.background import cancel_all, keep_running
 from headrace.core.runtime.rate_limit import Backoff
 from headrace.core.types.errors import HeadraceError
 from headrace.server.frontend.open_prompts.open_prompts import OpenPrompt, common
@@ -69,8 +69,7 @@ class EarlyKv:
     async def stop(self) -> None:
         """End it; a fetch that is under way is cancelled, here and at the prefill server."""
         if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
+            await cancel_all([self._task])
 
     async def _run(self) -> None:
         while True:

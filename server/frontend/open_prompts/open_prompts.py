@@ -12,12 +12,13 @@ long, within the bound of its tenant (--retain-percent).
 import asyncio
 import logging
 import secrets
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any, Literal, Protocol
 
 import msgspec
 
+from headrace.core.runtime.background import Tasks
 from headrace.core.runtime.clock import Clock
 from headrace.core.stats import Counters, Sample
 from headrace.core.types import refusals
@@ -112,7 +113,7 @@ class OpenPrompts:
         self._computes = prefix_cache
         self._prompts: dict[str, OpenPrompt] = {}
         self._committed: dict[str, str] = {}  # tenants, by id; the oldest first
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = Tasks()
         self._counters = Counters()
 
     def open(self, request: GenerationRequest, ticket: str | None, content: Any) -> OpenPrompt:
@@ -152,7 +153,7 @@ class OpenPrompts:
         prompt.content, prompt.tokens, prompt.stable = content, tokens, stable
         self._touch(prompt)
         if prompt.task is None and self._has_piece(prompt, 0):
-            prompt.task = self._run(self._compute(prompt))
+            prompt.task = self._tasks.start(self._compute(prompt))
 
     async def commit(self, prompt: OpenPrompt) -> None:
         """End a prompt whose whole is submitted now: what is being computed of it is finished first, so that it is
@@ -201,10 +202,7 @@ class OpenPrompts:
         """Forget all prompts; their pieces are cancelled."""
         for prompt in list(self._prompts.values()):
             self._end(prompt, "deleted")
-        tasks = list(self._tasks)
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await self._tasks.cancel()
         await self._pieces.stop()
 
     def _touch(self, prompt: OpenPrompt) -> None:
@@ -222,17 +220,11 @@ class OpenPrompts:
             prompt.timer.cancel()
         if prompt.piece is not None:
             prompt.piece.finish()
-        self._run(self._close(prompt))
+        self._tasks.start(self._close(prompt))
         if how == "committed":
             self._committed[prompt.id] = prompt.tenant
             if len(self._committed) > KEPT_COMMITTED:
                 del self._committed[next(iter(self._committed))]
-
-    def _run(self, work: Coroutine[Any, Any, None]) -> "asyncio.Task[None]":
-        task = asyncio.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        return task
 
     async def _close(self, prompt: OpenPrompt) -> None:
         if prompt.task is not None:
