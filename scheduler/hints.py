@@ -51,7 +51,7 @@ def _grant(replica: Replica, event: KvHint, action: HintAction, now: float) -> i
     cache, salt = replica.cache, event.terms.prefix_salt
     match action:
         case Keep(seconds=seconds, priority=priority):
-            return cache.retain_path(cache.resident(event.prompt, salt), now + seconds, priority)
+            return cache.retain(cache.resident(event.prompt, salt), now + seconds, priority)
         case Prefetch(seconds=seconds, priority=priority):
             return cache.prefetch(event.prompt, salt, event.terms.tenant, now + seconds, priority)
         case Demote():

@@ -33,6 +33,7 @@ from headrace.core.types.requests.outcomes import FETCHED
 from headrace.core.types.requests.request import PREFIX, FetchFrom, FirstToken
 from headrace.core.types.requests.reservation import Reservation
 from headrace.scheduler.decode.generation import TokenGeneration
+from headrace.scheduler.kv.kv_cache import Lease
 from headrace.scheduler.lifecycle.completion import Completion
 from headrace.scheduler.queues.deadlines import AnswerTimer
 from headrace.scheduler.requests.phase import Phase
@@ -62,29 +63,11 @@ class RemoteFetch:
         if request.preempted and not self._worth_fetching(request, replica):
             self._completion.compute_here(request, "cached", now)
             return True
-        if not state.metadata_rows.free and route.prefix:
-            self._completion.fail(request, refusals.PAGES_NEEDED.error(), now)
-            return True
-        if not state.metadata_rows.free and not (self.make_way(replica, now) and state.metadata_rows.free):
-            return False
-        tokens = request.packed(0, request.target)
-        acquire = partial(
-            replica.cache.acquire,
-            tokens,
-            request.salt,
-            request.images,
-            computed=False,
-            whole=route.prefix,
-            tenant=request.terms.tenant,
-        )
-        lease = acquire()
-        if lease is None and route.prefix:
-            self._completion.fail(request, refusals.PAGES_NEEDED.error(), now)
-            return True
-        if lease is None and self.make_way(replica, now):
-            lease = acquire()
+        lease = self._lease(request, route, replica, now)
         if lease is None:
-            return False
+            if route.prefix:
+                self._completion.fail(request, refusals.PAGES_NEEDED.error(), now)
+            return route.prefix
         request.lease = lease
         cached = lease.matched * state.config.page_size
         if cached >= request.target:  # a prefix that has come otherwise
@@ -112,13 +95,33 @@ class RemoteFetch:
         request.on_stages.known = True
         if not request.preempted:
             request.cached_tokens = cached
-        if not request.preempted and not route.prefix:
-            state.metrics.counters.add("prompt_tokens_total", request.prompt_tokens)
-            state.metrics.counters.add("cached_tokens_total", cached)
+            if not route.prefix:
+                state.metrics.counters.add("prompt_tokens_total", request.prompt_tokens)
+                state.metrics.counters.add("cached_tokens_total", cached)
         state.enter(request, Phase.FETCHING, now)
         replica.order(incoming.prepare(state.out.next_seq(), request.serial))
         state.deadlines.set(AnswerTimer(request.arrival), now + state.config.stage_timeout_s)
         return True
+
+    def _lease(self, request: Request, route: FetchFrom, replica: Replica, now: float) -> Lease | None:
+        """Pages for what is to be fetched, if there is a metadata row, too. What only moves cached KV ends for them,
+        and does not take them itself from others."""
+        rows, makes_way = self._state.metadata_rows, not route.prefix
+        if not rows.free and not (makes_way and self.make_way(replica, now) and rows.free):
+            return None
+        acquire = partial(
+            replica.cache.acquire,
+            request.packed(0, request.target),
+            request.salt,
+            request.images,
+            computed=False,
+            whole=route.prefix,
+            tenant=request.terms.tenant,
+        )
+        lease = acquire()
+        if lease is None and makes_way and self.make_way(replica, now):
+            lease = acquire()
+        return lease
 
     def make_way(self, replica: Replica, now: float) -> bool:
         """A request lacks pages, or a metadata row: end what only moves cached KV. False if nothing does."""

@@ -226,25 +226,23 @@ class KvCache:
         cacheable: int | None = None,
     ) -> int:
         """Positions of packed tokens that acquire() would find in the tree now."""
-        if not self._prefix_cache:
-            return 0
         path = pages_of(self._known(tokens, salt, images, cacheable))
         return len(resumable(path) if self._slots.total else path) * self.page_size
 
     def resident_positions(self, tokens: bytes | bytearray, salt: str, images: Sequence[ImageInput] = ()) -> int:
         """Positions of packed tokens whose KV is in the pool now, the last token's among them: what acquire(whole=True)
         would find. 0 where requests have states, which only checkpoints have."""
-        if not self._prefix_cache or self._slots.total:
+        if self._slots.total:
             return 0
-        return len(_loaded(pages_of(self._known(tokens, salt, images, None, whole=True)))) * self.page_size
+        return len(_loaded(pages_of(self._known(tokens, salt, images, whole=True)))) * self.page_size
 
     def forecast(self, tokens: bytes | bytearray, salt: str) -> PoolForecast:
         """What the pool has of packed tokens, and what may be expected of a turn with them."""
-        cached = self.resident_positions(tokens, salt)
-        known = self._known(tokens, salt, (), None, whole=True) if cached else []
-        turn = max(0, next_turn(known) - 1)
+        known = [] if self._slots.total else self._known(tokens, salt, whole=True)
+        cached = len(_loaded(pages_of(known)))
+        turn = max(0, next_turn(known) - 1) if cached else 0
         return PoolForecast(
-            cached=cached,
+            cached=cached * self.page_size,
             free=self.free,
             evictable=self.cached,
             turn_chance=self.chances.next_turn(turn, len(tokens) // ITEM_BYTES),
@@ -276,7 +274,7 @@ class KvCache:
         prompt came with, "" for none.
         """
         length = len(tokens) // ITEM_BYTES
-        known = self._known(tokens, salt, images, cacheable, whole=whole) if self._prefix_cache else []
+        known = self._known(tokens, salt, images, cacheable, whole=whole)
         path, turn = pages_of(known), next_turn(known)
         again = len(known) - len(path)
         if whole:
@@ -405,23 +403,20 @@ class KvCache:
             self._allocator.release(self._tree.drop(lease.path), TREE)
         self.version += 1
 
-    def retain(self, lease: Lease, until: float, priority: int) -> int:
-        """Keep the cached pages of a lease in the pool until a time, beyond its end: returns of how many that was
-        granted. priority: of the tenant's pages, those of a higher one displace others beyond its bound."""
-        return self._tree.retain(lease.path, until, priority)
-
     def resident(self, tokens: bytes | bytearray, salt: str) -> list[Node]:
         """The pages that the pool has of packed tokens."""
-        return pages_of(self._known(tokens, salt, (), None, whole=True)) if self._prefix_cache else []
+        return pages_of(self._known(tokens, salt, whole=True))
 
-    def retain_path(self, path: Sequence[Node], until: float, priority: int) -> int:
-        """Keep the pages of resident() in the pool until a time, as retain() does."""
+    def retain(self, path: Sequence[Node], until: float, priority: int) -> int:
+        """Keep the pages of resident(), or of a lease's path beyond its end, in the pool until a time; returns of how
+        many that was granted. priority: of the tenant's pages, those of a higher one displace others beyond its
+        bound."""
         return self._tree.retain(path, until, priority)
 
     def prefetch(self, tokens: bytes | bytearray, salt: str, tenant: str, until: float, priority: int) -> int:
         """Load the pages that the tiers have of packed tokens, and keep them and those before them in the pool until a
         time. Returns of how many that was granted: pages are loaded within the tenant's bound."""
-        known = self._known(tokens, salt, (), None, whole=True) if self._prefix_cache else []
+        known = self._known(tokens, salt, whole=True)
         path = pages_of(known)
         kept = self._tree.retain(path, until, priority)
         if self.tiers is None or kept < len(path):
@@ -535,13 +530,15 @@ class KvCache:
         self,
         tokens: bytes | bytearray,
         salt: str,
-        images: Sequence[ImageInput],
-        cacheable: int | None,
+        images: Sequence[ImageInput] = (),
+        cacheable: int | None = None,
         *,
         whole: bool = False,
     ) -> list[Node]:
         """The nodes of the longest prefix that is known, ghosts among them, within the positions that are cacheable,
-        and without the page of the last token unless it is to be whole."""
+        and without the page of the last token unless it is to be whole. None without a prefix cache."""
+        if not self._prefix_cache:
+            return []
         computed = len(tokens) // ITEM_BYTES - (0 if whole else 1)
         full = (computed if cacheable is None else min(computed, cacheable)) // self.page_size
         return self._tree.find(self._keys(tokens, 0, full, None, salt, images), salt)

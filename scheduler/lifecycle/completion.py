@@ -184,9 +184,9 @@ class Completion:
             return 0
         if retain is None:
             if expected_s and not request.terms.let_go:
-                cache.retain(request.lease, now + expected_s, PREDICTED)
+                cache.retain(request.lease.path, now + expected_s, PREDICTED)
             return 0
-        tokens = cache.page_size * cache.retain(request.lease, now + retain.seconds, retain.priority)
+        tokens = cache.page_size * cache.retain(request.lease.path, now + retain.seconds, retain.priority)
         self._state.metrics.hint("retain", tokens)
         return tokens
 

@@ -3,6 +3,7 @@
 import math
 import secrets
 from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 from typing import Literal, TypeVar
 
 import msgspec
@@ -107,7 +108,7 @@ _RERANK = described(
     parameters=GENERATION_HEADERS,
 )
 B = TypeVar("B", bound=ScoredBody)
-Answer = Callable[[str, Sequence[ItemScore]], object]  # the response, by its id and the scores
+Answer = Callable[[str, str, Sequence[ItemScore]], object]  # the response, of its id, the model's name and the scores
 
 
 def score_routes(model: ServedModel, completions: Completions, config: Config, budget: BodyBudget) -> APIRouter:
@@ -127,55 +128,54 @@ def score_routes(model: ServedModel, completions: Completions, config: Config, b
         rid = f"{prefix}-{secrets.token_hex(16)}"
         base = with_client_terms(base_request(rid, SamplingBody(**terms), SamplingParams(), None), http, config.server)
         shared = shared_tokens(head, items, config.engine.page_size)
+        name = model.called(body.model or "")
 
         async def work() -> object:
-            return answer(rid, await score_items(completions, base, items, shared))
+            return answer(rid, name, await score_items(completions, base, items, shared))
 
         return JsonAnswer(work)
 
     @router.post(SCORE_PATH, openapi_extra=_SCORE)
     async def score(http: Request) -> Response:
         body = await receive(http, ScoreBody)
-        softmax, temperature = bool(body.apply_softmax), body.temperature or 1.0
-
-        def answer(_rid: str, found: Sequence[ItemScore]) -> ScoreReply:
-            return ScoreReply(
-                scores=[probabilities(item.logprobs, softmax=softmax, temperature=temperature) for item in found],
-                token_logprobs=[item.logprobs for item in found] if body.return_token_logprobs else None,
-                model=model.called(body.model or ""),
-                usage=_usage(found),
-            )
-
-        return await respond(http, body, score_items_of(model, body), "score", answer)
+        return await respond(http, body, score_items_of(model, body), "score", partial(_scores, body))
 
     @router.post(GENERATIVE_PATH, openapi_extra=_GENERATIVE)
     async def generative_scoring(http: Request) -> Response:
         body = await receive(http, GenerativeScoringBody)
-        softmax = body.apply_softmax is not False
-
-        def answer(rid: str, found: Sequence[ItemScore]) -> GenerativeScoringReply:
-            scores = [probabilities(item.logprobs, softmax=softmax)[0] for item in found]
-            return GenerativeScoringReply(
-                id=rid,
-                created=int(wall_time()),
-                model=model.called(body.model or ""),
-                data=[ItemReply(index, score) for index, score in enumerate(scores)],
-                usage=_usage(found),
-            )
-
-        return await respond(http, body, generative_items_of(model, body), "generative-scoring", answer)
+        scored = generative_items_of(model, body)
+        return await respond(http, body, scored, "generative-scoring", partial(_generative_scores, body))
 
     async def rerank(http: Request) -> Response:
         body = await receive(http, RerankBody)
-
-        def answer(rid: str, found: Sequence[ItemScore]) -> RerankReply:
-            return RerankReply(rid, model.called(body.model or ""), _usage(found), _ranked(body, found))
-
-        return await respond(http, body, documents_of(model, body), "rerank", answer)
+        return await respond(http, body, documents_of(model, body), "rerank", partial(_reranked, body))
 
     for path in RERANK_PATHS:
         router.add_api_route(path, rerank, methods=["POST"], openapi_extra=_RERANK)
     return router
+
+
+def _scores(body: ScoreBody, _rid: str, model: str, found: Sequence[ItemScore]) -> ScoreReply:
+    softmax, temperature = bool(body.apply_softmax), body.temperature or 1.0
+    return ScoreReply(
+        scores=[probabilities(item.logprobs, softmax=softmax, temperature=temperature) for item in found],
+        token_logprobs=[item.logprobs for item in found] if body.return_token_logprobs else None,
+        model=model,
+        usage=_usage(found),
+    )
+
+
+def _generative_scores(
+    body: GenerativeScoringBody, rid: str, model: str, found: Sequence[ItemScore]
+) -> GenerativeScoringReply:
+    softmax = body.apply_softmax is not False
+    scores = [probabilities(item.logprobs, softmax=softmax)[0] for item in found]
+    data = [ItemReply(index, score) for index, score in enumerate(scores)]
+    return GenerativeScoringReply(id=rid, created=int(wall_time()), model=model, data=data, usage=_usage(found))
+
+
+def _reranked(body: RerankBody, rid: str, model: str, found: Sequence[ItemScore]) -> RerankReply:
+    return RerankReply(rid, model, _usage(found), _ranked(body, found))
 
 
 def probabilities(logprobs: Sequence[float], *, softmax: bool, temperature: float = 1.0) -> list[float]:

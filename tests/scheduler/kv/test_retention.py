@@ -30,7 +30,7 @@ class Tenant:
         lease = self.kv.acquire(packed, self.name, tenant=self.name)
         assert lease is not None
         self.kv.publish(lease, packed, len(tokens))
-        granted = self.kv.retain(lease, until, priority) if until else 0
+        granted = self.kv.retain(lease.path, until, priority) if until else 0
         self.kv.release(lease)
         assert self.kv.check() == []
         return granted
@@ -93,7 +93,7 @@ def test_requests_without_a_name_share_one_bound() -> None:
         lease = kv.acquire(pack(prompt(1)), salt)
         assert lease is not None
         kv.publish(lease, pack(prompt(1)), 4)
-        granted.append(kv.retain(lease, 10.0, 0))
+        granted.append(kv.retain(lease.path, 10.0, 0))
         kv.release(lease)
     assert sum(granted) == BOUND
     assert kv.check() == []
