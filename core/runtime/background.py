@@ -1,4 +1,4 @@
-"""Tasks of an event loop: without a waiter, beginning again when they fail, cancelled together, the first of several."""
+"""Tasks of an event loop: without a waiter, begun again when they fail, cancelled together, the first of several."""
 
 import asyncio
 import logging
