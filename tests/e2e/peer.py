@@ -1,6 +1,8 @@
 """A decode peer by hand: it speaks the protocol to a live prefill server and keeps the bytes that come."""
 
 import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -33,7 +35,7 @@ from headrace.transfer.protocol.messages import (
     StageMessage,
     Welcome,
 )
-from tests.e2e.harness import Server
+from tests.e2e.harness import Server, pages_in_use, wait_until
 
 PAGES = 256
 PATIENCE_MS = 30_000
@@ -147,3 +149,12 @@ class Peer:
         socket = context.socket(zmq.DEALER)
         socket.connect(f"tcp://127.0.0.1:{port}")
         return socket
+
+
+@contextmanager
+def joined(server: Server, geometry: Geometry) -> Iterator[Peer]:
+    """A peer with a session; when it has left, the server has all of its pages back."""
+    context: Any = zmq.Context()
+    yield Peer(context, server, geometry)
+    context.destroy(linger=0)
+    wait_until(lambda: pages_in_use(server) == 0, 20, f"pages are back\n{server.log}")

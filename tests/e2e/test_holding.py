@@ -8,14 +8,13 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
-import zmq
 
 from headrace.core.types.kv.geometry import Geometry
 from headrace.transfer.protocol import metadata
 from headrace.transfer.protocol.messages import Cancelled, Failed, Finished
 from tests.e2e import gold
-from tests.e2e.harness import Server, pages_in_use, serving, wait_until
-from tests.e2e.peer import Peer
+from tests.e2e.harness import Server, pages_in_use, serving
+from tests.e2e.peer import Peer, joined
 
 LEASE_S = 3.0
 FLAGS = (
@@ -33,10 +32,8 @@ def server() -> Iterator[Server]:
 
 @pytest.fixture
 def peer(server: Server) -> Iterator[Peer]:
-    context: Any = zmq.Context()
-    yield Peer(context, server, SMOLLM2)
-    context.destroy(linger=0)
-    wait_until(lambda: pages_in_use(server) == 0, 20, f"pages are back\n{server.log}")
+    with joined(server, SMOLLM2) as made:
+        yield made
 
 
 def prompt(length: int) -> tuple[int, ...]:

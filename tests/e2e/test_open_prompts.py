@@ -12,14 +12,13 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
-import zmq
 
 from headrace.core.types.kv.geometry import Geometry
 from headrace.integrations.http_client import direct_client
 from tests.e2e import gold
 from tests.e2e.harness import Server, pages_in_use, pair, serving, wait_until
 from tests.e2e.models import SIZES
-from tests.e2e.peer import Peer
+from tests.e2e.peer import Peer, joined
 
 FLAGS = (
     "--role", "prefill", "--dtype", "float32", "--chunk-tokens", "64", "--kv-pages", "256", "--max-model-len", "2048",
@@ -44,10 +43,8 @@ def http(server: Server) -> Iterator[httpx.Client]:
 
 @pytest.fixture
 def peer(server: Server) -> Iterator[Peer]:
-    context: Any = zmq.Context()
-    yield Peer(context, server, SMOLLM2)
-    context.destroy(linger=0)
-    wait_until(lambda: pages_in_use(server) == 0, 20, f"pages are back\n{server.log}")
+    with joined(server, SMOLLM2) as made:
+        yield made
 
 
 def ok(answer: httpx.Response) -> dict[str, Any]:
