@@ -213,6 +213,11 @@ def _check_engine(config: Config) -> None:
             )
     if engine.disk_path and not engine.disk_gib:
         raise ConfigError("--disk-path needs room: write --disk-gib 1 or more, or leave it out")
+    for place in engine.kv_library:
+        if "://" in place and not place.startswith(("http://", "https://")):
+            raise ConfigError(
+                f"--kv-library {place} is neither a folder nor a store: write a path, or an address of http:// or https://"
+            )
     if engine.exchange != "auto" and not engine.expert_parallel:
         raise ConfigError(
             f"--exchange {engine.exchange} is for experts that ranks share: add --expert-parallel, or leave it out"

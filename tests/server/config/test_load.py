@@ -208,6 +208,7 @@ MISTAKES = [
     (["--kv-events-port", "5557", "--no-prefix-cache"], "--no-prefix-cache"),
     (["--host-pages", "5", "--no-prefix-cache"], "--host-pages keeps pages of the prefix cache"),
     (["--disk-path", "kv", "--no-prefix-cache"], "--disk-path keeps pages of the prefix cache"),
+    (["--kv-library", "ftp://store/"], "--kv-library ftp://store/ is neither a folder nor a store"),
     (["--disk-path", "kv", "--disk-gib", "0"], "write --disk-gib 1 or more"),
     (["--exchange", "alltoall", "--dp", "2"], "add --expert-parallel, or leave it out"),
     ([*SHARED, "two"], "RANK/SIZE@HOST:PORT, such as 0/2@10.0.0.5:9000"),
