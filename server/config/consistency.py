@@ -13,6 +13,7 @@ from headrace.core.types.peers.allow_list import allowed_prefills, parse_allowed
 from headrace.core.types.peers.decode_address import server_url
 from headrace.core.types.requests.adapters import adapter_folders
 from headrace.core.types.requests.tenants import priority_ranges, tenant_keys
+from headrace.engine.kv.tiers.kv_source import is_url
 
 _HEADER_NAME = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~-]+")
 MAX_RANKS = 64  # stages of a server that peers take (MAX_STAGES of the protocol)
@@ -214,7 +215,7 @@ def _check_engine(config: Config) -> None:
     if engine.disk_path and not engine.disk_gib:
         raise ConfigError("--disk-path needs room: write --disk-gib 1 or more, or leave it out")
     for place in engine.kv_library:
-        if "://" in place and not place.startswith(("http://", "https://")):
+        if "://" in place and not is_url(place):
             raise ConfigError(
                 f"--kv-library {place} is neither a folder nor a store: write a path, or an address of http:// or https://"
             )
