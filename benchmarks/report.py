@@ -1,6 +1,7 @@
 """Output of benchmarks, the prompts they use, and running one as a command."""
 
 import random
+import signal
 import statistics
 import sys
 from collections.abc import Callable, Sequence
@@ -37,7 +38,9 @@ def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]
 
 
 def run(main: Callable[[Sequence[str]], int]) -> NoReturn:
-    """Run a benchmark as a command; mistakes, a server that fails, and Ctrl-C end it without a traceback."""
+    """Run a benchmark as a command; mistakes, a server that fails, and Ctrl-C end it without a traceback, and without a
+    process that stays behind. SIGTERM, as of timeout(1), is the same as Ctrl-C."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         sys.exit(main(sys.argv[1:]))
     except (ConfigError, ServerFailed) as error:
