@@ -111,8 +111,8 @@ class IncomingTransfer:
         """The prefill server may write into our pages now."""
         return self.writer is RemoteWriter.WRITING
 
-    def prepare(self, seq: int, request: int) -> PrepareReceive:
-        """The order for our stages, which comes first. request: the number that they know it by."""
+    def prepare(self, seq: int, request: int, *, prefix: bool = False) -> PrepareReceive:
+        """The order for our stages, which comes first. request: the number that they know it by. prefix: as there."""
         wanted = self.reservation
         return PrepareReceive(
             seq=seq,
@@ -126,6 +126,7 @@ class IncomingTransfer:
             row=wanted.row,
             slot=wanted.slot,
             draft=wanted.draft,
+            prefix=prefix,
         )
 
     def prepared(self, stage: int) -> AskReserve | None:

@@ -194,6 +194,8 @@ class PrepareReceive(Order, frozen=True, kw_only=True):
     """Where the request's states go; -1 where it has none."""
     draft: DraftTerms = NO_DRAFT
     """Draft data that was asked for: no other may come."""
+    prefix: bool = False
+    """The KV comes from a prefix cache, and no first token with it; otherwise it comes with one."""
 
 
 class CancelReceive(Order, frozen=True, kw_only=True):

@@ -99,7 +99,7 @@ class RemoteFetch:
                 state.metrics.counters.add("prompt_tokens_total", request.prompt_tokens)
                 state.metrics.counters.add("cached_tokens_total", cached)
         state.enter(request, Phase.FETCHING, now)
-        replica.order(incoming.prepare(state.out.next_seq(), request.serial))
+        replica.order(incoming.prepare(state.out.next_seq(), request.serial, prefix=route.prefix))
         state.deadlines.set(AnswerTimer(request.arrival), now + state.config.stage_timeout_s)
         return True
 

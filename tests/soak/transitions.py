@@ -16,7 +16,7 @@ TABLE = """
 own request
     - > waiting            : Submit
     waiting > running      : next
-    waiting > done         : Abort
+    waiting > done         : Abort, next
     waiting > failed       : Abort, StageFailed, deadline REQUEST
     running > generating   : PlanDone
     running > waiting      : PagesLoaded, PlanDone
@@ -86,6 +86,7 @@ sent request
     running > done         : PlanDone
     running > failed       : Abort, PeerCancelled, PeerGone, PeerReleased, PeerReserved, PlanDone, StageFailed
     running > failed       : deadline BOOTSTRAP, deadline REQUEST, deadline TRANSFER
+    inflight > bootstrap   : next
     inflight > done        : ChunkAcked
     inflight > failed      : Abort, PeerCancelled, PeerGone, PeerReleased, PeerReserved, StageFailed
     inflight > failed      : deadline BOOTSTRAP, deadline REQUEST, deadline TRANSFER

@@ -23,6 +23,7 @@ from headrace.core.stats import Counters
 from headrace.core.types.errors import ErrorInfo
 from headrace.core.types.peers.addresses import host_port, url
 from headrace.core.types.peers.session_terms import PrefillTerms
+from headrace.core.types.requests.request import PREFIX
 from headrace.transfer.protocol import matching, messages, metadata
 from headrace.transfer.protocol.messages import (
     Cancelled,
@@ -277,7 +278,7 @@ class ControlConnection:
         ticket, generation = message.ticket, message.generation
         try:
             first = metadata.first_token(message.metadata, ticket, generation)
-            if not first.finish_reason:
+            if first.finish_reason in ("", PREFIX):
                 raise ValueError("the request goes on after its first token, and its KV has not come")
         except ValueError as error:
             info = ErrorInfo(code=messages.BAD_METADATA, message=str(error), status=BAD_GATEWAY)

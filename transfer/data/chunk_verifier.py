@@ -8,6 +8,7 @@ from headrace.core.messages.orders import PrepareReceive
 from headrace.core.stats import Counters
 from headrace.core.types.errors import CHECKSUM
 from headrace.core.types.kv.backends import CUDA_IPC, FAKE, NIXL, SHM, ZMQ
+from headrace.core.types.requests.request import PREFIX, FirstToken
 from headrace.transfer.data import payload
 from headrace.transfer.data.inbound import AcceptChunk, RejectChunk
 from headrace.transfer.protocol import checksum, draft_frame, messages, metadata
@@ -48,7 +49,8 @@ class ChunkVerifier:
                 return RejectChunk(CHECKSUM, text, accept.inbound)
         try:
             if header.total:
-                metadata.first_token(frames[0], header.ticket, header.generation)
+                first = metadata.first_token(frames[0], header.ticket, header.generation)
+                _check_prefix(first, accept.inbound.order)
             if header.draft_bytes:
                 _check_draft(header, frames[1], accept.inbound.order)
         except ValueError as error:
@@ -64,6 +66,14 @@ class ChunkVerifier:
         if backend == FAKE or self.unchecked(backend):
             return False
         return self._config.checksum_shm if header.written and backend == SHM else self._config.checksum
+
+
+def _check_prefix(first: FirstToken, order: PrepareReceive) -> None:
+    """Raises ValueError for a row without a first token where a prompt was asked for, and for one with it where what a
+    prefix cache has was."""
+    if (first.finish_reason == PREFIX) != order.prefix:
+        there, asked = ("a", "what a prefix cache has") if order.prefix else ("no", "a prompt")
+        raise ValueError(f"metadata row has {there} first token, and {asked} was asked for")
 
 
 def _check_draft(header: Chunk, frame: memoryview, order: PrepareReceive) -> None:
