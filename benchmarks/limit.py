@@ -1,19 +1,41 @@
-"""Limit for benchmarks.peers: seconds of the matrix products of a prefill alone, with torch's math library."""
+"""What a prefill could be: the products alone, as benchmarks.peers measures them, and the CPU's vector units.
 
+`python -m benchmarks.limit`: what the units of as many cores as threads can do, best of many short loops at a time, and
+the share of it that whole passes reach, from tokens to the first sampled one, without a server.
+"""
+
+import ctypes
+import statistics
+import subprocess
+import tempfile
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from itertools import cycle
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 
+from benchmarks.arguments import add_lengths, add_model, add_rounds, add_threads, make_parser
+from benchmarks.profile import MAX_TOKENS, PAGE, rows_of
+from benchmarks.report import console, print_table, prompt, run
+from benchmarks.utilisation import chunk_flops
+from headrace.core.config import EngineConfig, ModelConfig
+from headrace.core.runtime.process import keep_freed_memory
+from headrace.core.types.errors import ConfigError
 from headrace.core.types.kv.geometry import ceil_div
 from headrace.engine.dtypes import TORCH_DTYPES
+from headrace.engine.load_plan import plan_rank
 from headrace.engine.model.config import ModelSpec
+from headrace.engine.model.source import load_spec, resolve_source
+from headrace.engine.runner import ModelRunner
 
 LAYERS = 4  # that have weights of their own; the others use them again
 TILE = 256  # queries of one attention product, each with the mean number of keys
 DTYPES = ("float32", "bfloat16")
+TURNS, LOOPS = 20_000, 200  # of benchmarks/units.c, a few tenths of a millisecond; and how often
+CHUNK = 2048  # tokens of a pass
 
 
 class Limit:
@@ -78,3 +100,71 @@ def _timed(products: Callable[[], object], times: int) -> float:
         for _ in range(times):
             products()
         return time.perf_counter() - started
+
+
+def units_peak(dtype: str, threads: int) -> float:
+    """FLOP/s of the vector units of so many cores. Raises ConfigError where there is no compiler, or no instruction."""
+    source = Path(__file__).with_name("units.c")
+    with tempfile.TemporaryDirectory() as folder:
+        library = f"{folder}/units.so"
+        try:
+            subprocess.run(["gcc", "-O3", "-march=native", "-shared", "-fPIC", source, "-o", library], check=True)
+        except (OSError, subprocess.CalledProcessError) as error:
+            raise ConfigError(f"what the vector units can do is measured with gcc: {error}") from error
+        loop = ctypes.CDLL(library)[dtype]
+    loop.argtypes, loop.restype = (ctypes.c_int64,), ctypes.c_int64
+
+    def best(_core: int) -> float:
+        rates: list[float] = []
+        for _ in range(LOOPS):
+            started = time.perf_counter()
+            operations = loop(TURNS)
+            rates.append(operations / (time.perf_counter() - started))
+        return max(rates)
+
+    with ThreadPoolExecutor(threads) as cores:
+        total: float = sum(cores.map(best, range(threads)))
+    if not total:
+        raise ConfigError(f"this CPU has no instructions for sums of products in {dtype}")
+    return total
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Print the table. Raises ConfigError for an unknown model, and what units_peak() raises."""
+    parser = make_parser("limit", __doc__)
+    add_model(parser)
+    add_threads(parser)
+    add_lengths(parser, 512, 2048)
+    add_rounds(parser, 7)
+    given = parser.parse_args(arguments)
+    engine = EngineConfig(page_size=PAGE, kv_pages=ceil_div(MAX_TOKENS, PAGE), threads=given.threads)
+    runner = ModelRunner(plan_rank(ModelConfig(model=given.model, dtype=given.dtype, device="cpu"), engine, MAX_TOKENS))
+    keep_freed_memory()  # as a stage does
+    runner.warm_up()
+    spec, table = load_spec(resolve_source(given.model)), []
+    for length in given.lengths:
+        rates: list[float] = []
+        peaks: list[float] = []
+        for number in range(given.rounds):
+            with console.status(f"{length} tokens"):
+                rows = rows_of(prompt(length, number), CHUNK)
+                peaks.append(units_peak(given.dtype, given.threads))
+                started = time.perf_counter()
+                for row in rows:
+                    runner.execute([row])
+                rates.append(chunk_flops(spec, length) / (time.perf_counter() - started))
+        shares = [rate / peak for rate, peak in zip(rates, peaks, strict=True)]
+        table.append((
+            f"{length:,}", f"{statistics.median(peaks) / 1e9:.0f}", f"{statistics.median(rates) / 1e9:.0f}",
+            f"{statistics.median(shares):.2f}", f"{max(shares):.2f}",
+        ))  # fmt: skip
+    print_table(
+        f"a whole pass and the vector units, {given.dtype}, {given.threads} threads, {given.rounds} rounds",
+        ("tokens", "units, GFLOP/s", "pass, GFLOP/s", "share", "best"),
+        table,
+    )
+    return 0
+
+
+if __name__ == "__main__":
+    run(main)
