@@ -1,18 +1,25 @@
 """What a thread has done so far, which other threads read: a thread that works is told from one that hangs."""
 
 import threading
+from array import array
 
 
 class PassProgress:
     """Steps of a computation. Counted by one thread, read by any."""
 
     def __init__(self) -> None:
-        self.steps = 0
+        self._steps = array("q", [0])
+        self.address = self._steps.buffer_info()[0]
+        """Of the count, an int64 that native code may increase instead."""
+
+    @property
+    def steps(self) -> int:
         """So far."""
+        return self._steps[0]
 
     def step(self) -> None:
         """Count a step: a layer, or what comes before or after all layers."""
-        self.steps += 1
+        self._steps[0] += 1
 
 
 class LoadProgress:

@@ -91,6 +91,11 @@ class NativePass(AttentionPass):
         self._writer.write(layer, keys_values)
         return self._work.attend(layer, query)
 
+    def terms(self, heads: int) -> tuple[PassRecord, ScoringRecord]:
+        """What the native kernels have to know of the pass, without work items. heads: of the queries. They hold
+        addresses of memory that lives as long as this."""
+        return self._work.terms(heads)
+
 
 class NativeWork(RowWork):
     """Kernel calls over keys and values that are in memory already, by work items that are planned once."""
@@ -129,34 +134,38 @@ class NativeWork(RowWork):
             return self._kernels.attend(self._pass, layer, query, self._scoring)
         return self._kernels.attend(self._pass, layer, query.float(), self._scoring).to(query.dtype)
 
-    def _plan(self, heads: int) -> PassRecord:
-        """The work items of a layer, the most expensive first. heads: of the queries."""
+    def terms(self, heads: int) -> tuple[PassRecord, ScoringRecord]:
+        """See NativePass."""
         keys, values, value_width = self._rows
         group = heads // keys.shape[2] if values is not None else _divisor(heads, PARTIAL_ROWS)
-        self._kv_heads = heads // group
+        record = PassRecord(
+            keys=_record(keys) if values is not None else _record(keys, shared=True),
+            values=RowsRecord(width=value_width) if values is None else _record(values),
+            dtype=POOL_DTYPES[keys.dtype],
+            page_size=keys.shape[3],
+            kv_heads=heads // group,
+            group=group,
+            begins=None if self._ranges is None else self._ranges.begins.ctypes.data,
+            ends=None if self._ranges is None else self._ranges.ends.ctypes.data,
+            spans=ctypes.addressof(self._records),
+            segment=SEGMENT,
+        )
+        return record, self._scoring
+
+    def _plan(self, heads: int) -> PassRecord:
+        """The work items of a layer, the most expensive first. heads: of the queries."""
+        record, _ = self.terms(heads)
+        group, self._kv_heads = record.group, record.kv_heads
         tokens = max(1, self._item_rows(group) // group)
         items, merges = self._split(list(self._items(tokens)), group)
         items.sort(key=self._cost, reverse=True)
         self._item_records = (ItemRecord * len(items))(*(ItemRecord(*item) for item in items))
         self._merge_records = (ItemRecord * len(merges))(*(ItemRecord(*merge) for merge in merges))
-        return PassRecord(
-            keys=_record(keys) if values is not None else _record(keys, shared=True),
-            values=RowsRecord(width=value_width) if values is None else _record(values),
-            dtype=POOL_DTYPES[keys.dtype],
-            page_size=keys.shape[3],
-            kv_heads=self._kv_heads,
-            group=group,
-            begins=None if self._ranges is None else self._ranges.begins.ctypes.data,
-            ends=None if self._ranges is None else self._ranges.ends.ctypes.data,
-            spans=ctypes.addressof(self._records),
-            items=ctypes.addressof(self._item_records),
-            item_count=len(items),
-            most_tokens=min(tokens, max(span.count for span in self._spans)),
-            segment=SEGMENT,
-            merges=ctypes.addressof(self._merge_records),
-            merge_count=len(merges),
-            partial_count=self._partials,
-        )
+        record.items, record.item_count = ctypes.addressof(self._item_records), len(items)
+        record.most_tokens = min(tokens, max(span.count for span in self._spans))
+        record.merges, record.merge_count = ctypes.addressof(self._merge_records), len(merges)
+        record.partial_count = self._partials
+        return record
 
     def _item_rows(self, group: int) -> int:
         """The most rows of ITEM_ROWS that leave enough items for every thread."""

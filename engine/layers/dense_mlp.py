@@ -29,8 +29,8 @@ class DenseMlp:
         both, output = dict.fromkeys(rows, inner), {"mlp.down_proj": hidden}
         gate_up = read.matrix(both, hidden, rows=rows)  # [2 * columns, hidden]
         down = read.matrix(output, inner, columns=columns)  # [hidden, columns]
-        self._gate_up = AdaptedLinear(arithmetic, gate_up, deltas=read.deltas(both, rows=rows))
-        self._down = AdaptedLinear(arithmetic, down, deltas=read.deltas(output, columns=columns))
+        self.gate_up = AdaptedLinear(arithmetic, gate_up, deltas=read.deltas(both, rows=rows))
+        self.down = AdaptedLinear(arithmetic, down, deltas=read.deltas(output, columns=columns))
 
     def steps(
         self,
@@ -41,10 +41,10 @@ class DenseMlp:
         hidden: Tensor | None = None,
     ) -> Steps[Tensor | Stream]:
         """See MlpBlock."""
-        inner = self._gate_up.gated(normed, groups)
+        inner = self.gate_up.gated(normed, groups)
         if hidden is not None and self._tp.size == 1:
-            return self._down.add_to(hidden, inner, groups)
-        summed = self._tp.all_reduce(self._down(inner, groups))
+            return self.down.add_to(hidden, inner, groups)
+        summed = self._tp.all_reduce(self.down(inner, groups))
         if self._tp.size > 1:
             yield
         return summed.wait()

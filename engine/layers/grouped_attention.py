@@ -29,16 +29,17 @@ class GroupedAttention:
         rows = {"self_attn.q_proj": of_query, "self_attn.k_proj": of_kv, "self_attn.v_proj": of_kv}
         output = {"self_attn.o_proj": spec.hidden_size}
         self._tp = tp
+        self.shards = tp.size
         qkv = read.matrix(projections, spec.hidden_size, rows=rows)  # [(heads + 2 * kv_heads) * head_dim, hidden]
         qkv_bias = read.vector(projections, "bias", rows=rows) if spec.qkv_bias else None
-        self._qkv = AdaptedLinear(arithmetic, qkv, qkv_bias, read.deltas(projections, rows=rows))
+        self.qkv = AdaptedLinear(arithmetic, qkv, qkv_bias, read.deltas(projections, rows=rows))
         q_norm, k_norm = (
             read.vector({f"self_attn.{name}": spec.head_dim}) if spec.qk_norm else None for name in ("q_norm", "k_norm")
         )
-        self._rules = HeadRules(len(shard.heads), len(shard.kv_heads), q_norm, k_norm, spec.norm_eps)
+        self.rules = HeadRules(len(shard.heads), len(shard.kv_heads), q_norm, k_norm, spec.norm_eps)
         matrix = read.matrix(output, query, columns=of_query)  # [hidden, heads * head_dim]
         bias = read.vector(output, "bias") if spec.output_bias and shard.first else None  # added once
-        self._output = AdaptedLinear(arithmetic, matrix, bias, read.deltas(output, columns=of_query))
+        self.output = AdaptedLinear(arithmetic, matrix, bias, read.deltas(output, columns=of_query))
 
     def post(
         self,
@@ -50,12 +51,12 @@ class GroupedAttention:
         hidden: Tensor | None = None,
     ) -> Pending | Stream:
         """See AttentionBlock."""
-        query = self._rules.query_heads
-        heads = self._qkv.heads(normed, groups, self._rules, rotary.cos, rotary.sin, attention.slots(layer))
+        query = self.rules.query_heads
+        heads = self.qkv.heads(normed, groups, self.rules, rotary.cos, rotary.sin, attention.slots(layer))
         attended = attention.attend(layer, heads[:, :query], heads[:, query:]).flatten(1)
         if hidden is None or self._tp.size > 1:
-            return self._tp.all_reduce(self._output(attended, groups))
-        added = self._output.add_to(hidden, attended, groups)
+            return self._tp.all_reduce(self.output(attended, groups))
+        added = self.output.add_to(hidden, attended, groups)
         return added if isinstance(added, Stream) else Done(added)
 
 

@@ -10,6 +10,7 @@ from headrace.core.config import AttentionChoice, MlaForm
 from headrace.core.runtime.progress import PassProgress
 from headrace.core.types.requests.images import ImageInput
 from headrace.engine.attention import choose_attention, choose_latent_attention
+from headrace.engine.attention.native import NativePass
 from headrace.engine.attention.paged import Attention, AttentionPass, AttentionSpan, ImageRows
 from headrace.engine.collectives.graphed import GraphedCollectives
 from headrace.engine.collectives.operations import ALONE, Collectives
@@ -23,6 +24,7 @@ from headrace.engine.layers.latent_attention import LatentAttentionBlock
 from headrace.engine.layers.layer import Layer, load_layer
 from headrace.engine.layers.lora import Groups, row_groups
 from headrace.engine.layers.moe import ExpertRows, MoeMlp
+from headrace.engine.layers.task_graph import TaskGraph
 from headrace.engine.layers.vocabulary import Best, Vocabulary
 from headrace.engine.model.arithmetic import Arithmetic, Stream, TorchArithmetic
 from headrace.engine.model.checkpoint import Checkpoint
@@ -86,6 +88,7 @@ class NativeDecoder:
         """See Decoder."""
         self._pool: KVPool | None = None
         self._graphs: PassGraphs | None = None
+        self._tasks: TaskGraph | None = None
         # Packing is for weights in 8 bits or held in the compute dtype; others are converted for every product.
         packs = precision.int8 or precision.held == precision.compute
         pack = arithmetic.pack if packs else TorchArithmetic().pack
@@ -141,6 +144,9 @@ class NativeDecoder:
                 heads=self._heads,
                 compiled=self._arithmetic.compiled,
             )
+        kernels, dtype = self._kernels, self._precision.compute
+        if kernels is not None and TaskGraph.takes(kernels, self._layers, pool, dtype):
+            self._tasks = TaskGraph(kernels, self._layers, self._spec, dtype)
 
     def capture(self, tokens: int) -> None:
         """See Decoder: of layers that queue the same for any pass of as many tokens. Raises LinkBroken when another
@@ -183,8 +189,13 @@ class NativeDecoder:
         attention, groups = self._begun(spans), self._groups(spans)
         if self._graphs is not None and not groups and self._graphs.holds(len(hidden)):
             hidden = self._graphs.run(hidden, positions, attention)
+            self._publish()
+            return hidden
+        hidden = hidden.clone()  # the residual stream, added to in place
+        tasks = None if groups else self._tasks
+        if tasks is not None and isinstance(attention, NativePass) and (tile_rows := tasks.tile_rows(spans)):
+            tasks.run(hidden, self._rotary(positions), attention, tile_rows, self.progress)
         else:
-            hidden = hidden.clone()  # the residual stream, added to in place
             finish(self._steps(hidden, positions, attention, 0, groups))
         self._publish()
         return hidden
@@ -218,6 +229,9 @@ class NativeDecoder:
     def _groups(self, spans: Sequence[AttentionSpan]) -> Groups:
         return row_groups(spans, torch.device(self._device))
 
+    def _rotary(self, positions: Tensor) -> Rotary:
+        return Rotary(self._cos[positions], self._sin[positions])
+
     def _steps(
         self,
         hidden: Tensor,
@@ -228,7 +242,7 @@ class NativeDecoder:
         padding: Tensor | None = None,
     ) -> Steps[None]:
         """Run the layers over hidden states [tokens, hidden size], in place."""
-        rotary = Rotary(self._cos[positions], self._sin[positions])
+        rotary = self._rotary(positions)
         norm, eps = self._arithmetic.norm, self._spec.norm_eps
         delta: Tensor | Stream | None = None
         for index, layer in enumerate(self._layers):

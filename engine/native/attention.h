@@ -94,6 +94,14 @@ static inline int sees_segment(const struct pass *pass, const struct item *item,
     return end_of(pass, item, row) > from && begin_of(pass, item, row) < from + pass->segment;
 }
 
+/* Attention of one work item over all segments, in bfloat16, on one thread. query, output: of its first token and head;
+ * tokens are query_stride and stride elements apart. memory: headrace_attend_bytes_bfloat16() of its tokens, in whole
+ * cache lines. */
+void headrace_attend_item_bfloat16(const struct pass *pass, const struct scoring *scoring, const struct item *item,
+                                   int64_t layer, const void *query, int64_t query_stride, void *output,
+                                   int64_t stride, char *memory);
+int64_t headrace_attend_bytes_bfloat16(const struct pass *pass, int64_t tokens);
+
 /* Working memory for every thread that OpenMP may start, *bytes each, rounded up to whole cache lines, and `shared` bytes
  * behind that. NULL when memory ran out. */
 static inline char *new_scratch(int64_t *bytes, int64_t shared)

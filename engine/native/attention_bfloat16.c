@@ -25,6 +25,6 @@ INLINE pairs narrowed(vec low, vec high)
     return (pairs)_mm512_permutexvar_epi16((__m512i)order, (__m512i)_mm512_cvtne2ps_pbh((__m512)high, (__m512)low));
 }
 
-#define ATTEND headrace_attend_bfloat16
+#define EXPORT(name) headrace_##name##_bfloat16
 #include "attention_bfloat16.h"
 #endif

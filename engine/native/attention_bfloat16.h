@@ -7,7 +7,7 @@
  *
  * A panel's attention to a tile is in bfloat16_panel.h.
  *
- * Included once for the instructions and once for their emulation, which define ATTEND and
+ * Included once for the instructions and once for their emulation, which define EXPORT and
  *     dot(sum, a, b)          sum + the dot products of pairs
  *     fused(a, b, c)          a * b + c with one rounding
  *     rounded_down(x), scaled(p, exponent), any(which)
@@ -95,10 +95,11 @@ static __attribute__((noinline)) void merge_segment(const struct pass *pass, con
 }
 
 /* Divides outputs by their sums and stores them row by row. sinks: NULL, or of the item's first head. output: of its first
- * token and head. */
-static void unpack_outputs(const struct pass *pass, int64_t rows, const float *sinks, bfloat16 *output, struct sums all)
+ * token and head; tokens are `stride` elements apart. */
+static void unpack_outputs(const struct pass *pass, int64_t rows, const float *sinks, bfloat16 *output, int64_t stride,
+                           struct sums all)
 {
-    const int64_t width = pass->keys.width, group = pass->group, stride = pass->kv_heads * group * width;
+    const int64_t width = pass->keys.width, group = pass->group;
     for (int64_t v = 0; v < (rows + WIDE - 1) / WIDE; v++) {
         const float *from = all.outputs + v / VECTORS * width * LANES + v % VECTORS * WIDE;
         vec sum = *(vec *)(all.sums + v * WIDE);
@@ -172,8 +173,8 @@ static void attend_segment(const struct pass *pass, const struct item *item, int
 
 /* Attention of one work item over all segments, or what it sums over one. query, output: of its first token and head. */
 static void attend_item(const struct pass *pass, const struct scoring *scoring, const struct item *item, int64_t layer,
-                        const bfloat16 *query, int64_t query_stride, bfloat16 *output, struct scratch *own,
-                        float *partials)
+                        const bfloat16 *query, int64_t query_stride, bfloat16 *output, int64_t stride,
+                        struct scratch *own, float *partials)
 {
     const int64_t rows = item->count * pass->group, end = end_of(pass, item, rows);
     const int64_t panel = LANES * (pass->keys.width + 2);
@@ -193,12 +194,12 @@ static void attend_item(const struct pass *pass, const struct scoring *scoring, 
         attend_segment(pass, item, layer, segment, scoring->scale, own);
         merge_segment(pass, item, own->before, own->now, segment * pass->segment);
     }
-    unpack_outputs(pass, rows, sinks_of(pass, scoring, item), output, own->before);
+    unpack_outputs(pass, rows, sinks_of(pass, scoring, item), output, stride, own->before);
 }
 
 /* Merges what was summed over the segments of an item. output: of its first token and head. */
 static void merge_item(const struct pass *pass, const struct scoring *scoring, const struct item *item,
-                       bfloat16 *output, float *partials)
+                       bfloat16 *output, int64_t stride, float *partials)
 {
     const int64_t width = pass->keys.width, panel = LANES * (width + 2);
     const int64_t first = begin_of(pass, item, 0) / pass->segment;
@@ -206,7 +207,7 @@ static void merge_item(const struct pass *pass, const struct scoring *scoring, c
     const struct sums all = sums_at(of, LANES, width);
     for (int64_t segment = first + 1; segment < item->segment; segment++)
         merge_segment(pass, item, all, sums_at(of + (segment - first) * panel, LANES, width), segment * pass->segment);
-    unpack_outputs(pass, item->count * pass->group, sinks_of(pass, scoring, item), output, all);
+    unpack_outputs(pass, item->count * pass->group, sinks_of(pass, scoring, item), output, stride, all);
 }
 
 /* Elements of a batch's queries, or of its outputs, before the first token and head of an item; a token has `stride`. */
@@ -215,43 +216,76 @@ static int64_t before_item(const struct pass *pass, const struct item *item, int
     return (pass->spans[item->span].row + item->first) * stride + item->head * pass->group * pass->keys.width;
 }
 
+/* Lanes of an item of so many tokens. */
+static int64_t lanes_of(const struct pass *pass, int64_t tokens)
+{
+    return (tokens * pass->group + LANES - 1) / LANES * LANES;
+}
+
+/* Elements of copied keys, which are needed where they do not lie STEP by STEP in pages. */
+static int64_t copied(const struct pass *pass)
+{
+    return pass->page_size % STEP ? TILE * (pass->keys.width / 2) : 0;
+}
+
+/* Bytes of working memory for items of so many tokens. */
+int64_t EXPORT(attend_bytes)(const struct pass *pass, int64_t tokens)
+{
+    const int64_t width = pass->keys.width, lanes = lanes_of(pass, tokens);
+    return (lanes * (width / 2 + 2 * width + 6) + TILE / 2 * (width + LANES) + copied(pass) + width / 2) * sizeof(float);
+}
+
+static struct scratch scratch_at(const struct pass *pass, int64_t tokens, char *memory)
+{
+    const int64_t width = pass->keys.width, lanes = lanes_of(pass, tokens);
+    struct scratch own;
+    own.now = sums_at((float *)memory, lanes, width);
+    own.before = sums_at(own.now.outputs + lanes * (width + 2), lanes, width);
+    own.begins = (int32_t *)(own.before.outputs + lanes * (width + 2));
+    own.ends = own.begins + lanes;
+    own.queries = (uint32_t *)(own.ends + lanes);
+    own.values = own.queries + lanes * (width / 2);
+    own.powers = own.values + TILE / 2 * width;
+    own.copies = own.powers + TILE / 2 * LANES;
+    own.zeros = (bfloat16 *)(own.copies + copied(pass));
+    memset(own.zeros, 0, width * sizeof(bfloat16));
+    return own;
+}
+
+/* See attention.h. */
+void EXPORT(attend_item)(const struct pass *pass, const struct scoring *scoring, const struct item *item, int64_t layer,
+                         const void *query, int64_t query_stride, void *output, int64_t stride, char *memory)
+{
+    struct scratch own = scratch_at(pass, item->count, memory);
+    attend_item(pass, scoring, item, layer, query, query_stride, output, stride, &own, NULL);
+}
+
 /* Attention of all work items over what the pool holds of each request: the keys and values of the pass itself have been
  * written there, too. query: [tokens, heads, width], rows query_stride elements apart; output: [tokens, heads, width],
  * dense; both and the pool in bfloat16, values as wide as keys, a multiple of STEP; scores without a cap. Returns -1
  * when memory ran out, else 0. */
-int ATTEND(const struct pass *pass, int64_t layer, const bfloat16 *query, int64_t query_stride, bfloat16 *output,
-           const struct scoring *scoring)
+int EXPORT(attend)(const struct pass *pass, int64_t layer, const bfloat16 *query, int64_t query_stride,
+                   bfloat16 *output, const struct scoring *scoring)
 {
-    const int64_t width = pass->keys.width, lanes = (pass->most_tokens * pass->group + LANES - 1) / LANES * LANES;
-    const int64_t copied = pass->page_size % STEP ? TILE * (width / 2) : 0, stride = pass->kv_heads * pass->group * width;
-    int64_t bytes = lanes * (width / 2 + 2 * width + 6) + TILE / 2 * (width + LANES) + copied + width / 2;
-    bytes *= sizeof(float);
+    const int64_t width = pass->keys.width, stride = pass->kv_heads * pass->group * width;
+    int64_t bytes = EXPORT(attend_bytes)(pass, pass->most_tokens);
     char *memory = new_scratch(&bytes, pass->partial_count * LANES * (width + 2) * sizeof(float));
     if (!memory)
         return -1;
     float *partials = (float *)(memory + bytes * omp_get_max_threads());
 #pragma omp parallel
     {
-        struct scratch own;
-        own.now = sums_at((float *)(memory + omp_get_thread_num() * bytes), lanes, width);
-        own.before = sums_at(own.now.outputs + lanes * (width + 2), lanes, width);
-        own.begins = (int32_t *)(own.before.outputs + lanes * (width + 2));
-        own.ends = own.begins + lanes;
-        own.queries = (uint32_t *)(own.ends + lanes);
-        own.values = own.queries + lanes * (width / 2);
-        own.powers = own.values + TILE / 2 * width;
-        own.copies = own.powers + TILE / 2 * LANES;
-        own.zeros = (bfloat16 *)(own.copies + copied);
-        memset(own.zeros, 0, width * sizeof(bfloat16));
+        struct scratch own = scratch_at(pass, pass->most_tokens, memory + omp_get_thread_num() * bytes);
 #pragma omp for schedule(dynamic, 1)
         for (int64_t i = 0; i < pass->item_count; i++) {
             const struct item *item = &pass->items[i];
             attend_item(pass, scoring, item, layer, query + before_item(pass, item, query_stride), query_stride,
-                        output + before_item(pass, item, stride), &own, partials);
+                        output + before_item(pass, item, stride), stride, &own, partials);
         }
 #pragma omp for schedule(dynamic, 1)
         for (int64_t i = 0; i < pass->merge_count; i++)
-            merge_item(pass, scoring, &pass->merges[i], output + before_item(pass, &pass->merges[i], stride), partials);
+            merge_item(pass, scoring, &pass->merges[i], output + before_item(pass, &pass->merges[i], stride), stride,
+                       partials);
     }
     free(memory);
     return 0;

@@ -62,5 +62,5 @@ INLINE pairs rounded(vec v)
 
 APART pairs narrowed(vec low, vec high) { return rounded(low) | rounded(high) << 16; }
 
-#define ATTEND headrace_attend_bfloat16_emulated
+#define EXPORT(name) headrace_##name##_bfloat16_emulated
 #include "attention_bfloat16.h"

@@ -3,6 +3,9 @@
  * A query's result depends on nothing but its request: tiles of keys begin at multiples of TILE, and all sums of a
  * query are made in its own lane, in the order of the positions, segment by segment. */
 
+#ifndef HEADRACE_ATTENTION_FLOAT32_H
+#define HEADRACE_ATTENTION_FLOAT32_H
+
 #include "attention.h"
 #include "microkernel.h"
 
@@ -156,17 +159,15 @@ static __attribute__((noinline)) void merge_segment(const struct pass *pass, con
     }
 }
 
-/* Lays an item's queries side by side. */
+/* Lays an item's queries side by side. query: of its first token and head. */
 static void pack_queries(const struct pass *pass, const struct item *item, const float *query, int64_t query_stride,
                          float scale, struct scratch *scratch)
 {
     const int64_t width = pass->keys.width, group = pass->group, rows = item->count * group;
-    const int64_t first_row = pass->spans[item->span].row + item->first;
     for (int64_t r = 0; r < (rows + LANES - 1) / LANES * LANES; r++) {
         float *to = scratch->queries + (r / LANES) * width * LANES + r % LANES;
         int64_t source = r < rows ? r : rows - 1; /* lanes without a query repeat the last query */
-        const float *from = query + (first_row + source / group) * query_stride;
-        from += (item->head * group + source % group) * width;
+        const float *from = query + source / group * query_stride + source % group * width;
         for (int64_t d = 0; d < width; d++)
             to[d * LANES] = from[d] * scale;
     }
@@ -201,15 +202,15 @@ static void attend_segment(const struct pass *pass, const struct scoring *scorin
     }
 }
 
-/* Divides outputs by their sums and stores them row by row. */
+/* Divides outputs by their sums and stores them row by row. output: of the item's first token and head; tokens are
+ * `stride` elements apart. */
 static void unpack_outputs(const struct pass *pass, const struct scoring *scoring, const struct item *item,
-                           float *output, struct sums sums)
+                           float *output, int64_t stride, struct sums sums)
 {
-    const int64_t width = pass->values.width, group = pass->group, heads = pass->kv_heads * group;
-    const int64_t first_row = pass->spans[item->span].row + item->first;
+    const int64_t width = pass->values.width, group = pass->group;
     for (int64_t r = 0; r < item->count * group; r++) {
         const float *from = sums.outputs + (r / LANES) * width * LANES + r % LANES;
-        float *to = output + ((first_row + r / group) * heads + item->head * group + r % group) * width;
+        float *to = output + r / group * stride + r % group * width;
         float sum = sums.sums[r];
         if (scoring->sinks)
             sum += exp2_approx(splat(scoring->sinks[item->head * group + r % group] - sums.maxima[r]))[0];
@@ -219,9 +220,9 @@ static void unpack_outputs(const struct pass *pass, const struct scoring *scorin
     }
 }
 
-/* Attention of one work item over all segments, or what it sums over one. */
+/* Attention of one work item over all segments, or what it sums over one. query, output: of its first token and head. */
 static void attend_item(const struct pass *pass, const struct scoring *scoring, const struct item *item,
-                        int64_t layer, const float *query, int64_t query_stride, float *output,
+                        int64_t layer, const float *query, int64_t query_stride, float *output, int64_t stride,
                         struct scratch *scratch, float *partials)
 {
     const int64_t end = end_of(pass, item, item->count * pass->group), panel = LANES * (pass->values.width + 2);
@@ -241,12 +242,12 @@ static void attend_item(const struct pass *pass, const struct scoring *scoring, 
         attend_segment(pass, scoring, item, layer, segment, scratch);
         merge_segment(pass, item, scratch->before, scratch->now, segment * pass->segment);
     }
-    unpack_outputs(pass, scoring, item, output, scratch->before);
+    unpack_outputs(pass, scoring, item, output, stride, scratch->before);
 }
 
-/* Merges what was summed over the segments of an item. */
+/* Merges what was summed over the segments of an item. output: of its first token and head. */
 static void merge_item(const struct pass *pass, const struct scoring *scoring, const struct item *item, float *output,
-                       float *partials)
+                       int64_t stride, float *partials)
 {
     const int64_t width = pass->values.width, panel = LANES * (width + 2);
     const int64_t first = begin_of(pass, item, 0) / pass->segment;
@@ -254,7 +255,41 @@ static void merge_item(const struct pass *pass, const struct scoring *scoring, c
     const struct sums all = sums_at(of, LANES, width);
     for (int64_t segment = first + 1; segment < item->segment; segment++)
         merge_segment(pass, item, all, sums_at(of + (segment - first) * panel, LANES, width), segment * pass->segment);
-    unpack_outputs(pass, scoring, item, output, all);
+    unpack_outputs(pass, scoring, item, output, stride, all);
+}
+
+/* Elements of a batch's queries, or of its outputs, before the first token and head of an item; a token has `stride`, a
+ * head `width`. */
+static int64_t before_item(const struct pass *pass, const struct item *item, int64_t stride, int64_t width)
+{
+    return (pass->spans[item->span].row + item->first) * stride + item->head * pass->group * width;
+}
+
+/* Lanes of an item of so many tokens. */
+static int64_t lanes_of(const struct pass *pass, int64_t tokens)
+{
+    return (tokens * pass->group + LANES - 1) / LANES * LANES;
+}
+
+/* Bytes of working memory for items of so many tokens. */
+static int64_t attend_bytes(const struct pass *pass, int64_t tokens)
+{
+    const int64_t width = pass->keys.width, value_width = pass->values.width, lanes = lanes_of(pass, tokens);
+    return (lanes * (width + 2 * value_width + 6) + TILE * (width + value_width + LANES)) * sizeof(float);
+}
+
+static struct scratch scratch_at(const struct pass *pass, int64_t tokens, char *memory)
+{
+    const int64_t width = pass->keys.width, value_width = pass->values.width, lanes = lanes_of(pass, tokens);
+    struct scratch scratch;
+    scratch.ranges = (struct ranges *)memory;
+    scratch.queries = (float *)(scratch.ranges + lanes / WIDE);
+    scratch.now = sums_at(scratch.queries + lanes * width, lanes, value_width);
+    scratch.before = sums_at(scratch.now.outputs + lanes * (value_width + 2), lanes, value_width);
+    scratch.keys = scratch.before.outputs + lanes * (value_width + 2);
+    scratch.scores = scratch.keys + TILE * width;
+    scratch.values = pass->values.memory ? scratch.scores + TILE * LANES : scratch.keys;
+    return scratch;
 }
 
 /* Attention of all work items over what the pool holds of each request: the keys and values of the pass itself have been
@@ -264,29 +299,29 @@ int EXPORT(attend_float32)(const struct pass *pass, int64_t layer, const float *
                             float *output, const struct scoring *scoring)
 {
     const int64_t width = pass->keys.width, value_width = pass->values.width;
-    const int64_t lanes = (pass->most_tokens * pass->group + LANES - 1) / LANES * LANES;
-    int64_t bytes = (lanes * (width + 2 * value_width + 6) + TILE * (width + value_width + LANES)) * sizeof(float);
+    const int64_t stride = pass->kv_heads * pass->group * value_width;
+    int64_t bytes = attend_bytes(pass, pass->most_tokens);
     char *memory = new_scratch(&bytes, pass->partial_count * LANES * (value_width + 2) * sizeof(float));
     if (!memory)
         return -1;
     float *partials = (float *)(memory + bytes * omp_get_max_threads());
 #pragma omp parallel
     {
-        struct scratch scratch;
-        scratch.ranges = (struct ranges *)(memory + omp_get_thread_num() * bytes);
-        scratch.queries = (float *)(scratch.ranges + lanes / WIDE);
-        scratch.now = sums_at(scratch.queries + lanes * width, lanes, value_width);
-        scratch.before = sums_at(scratch.now.outputs + lanes * (value_width + 2), lanes, value_width);
-        scratch.keys = scratch.before.outputs + lanes * (value_width + 2);
-        scratch.scores = scratch.keys + TILE * width;
-        scratch.values = pass->values.memory ? scratch.scores + TILE * LANES : scratch.keys;
+        struct scratch scratch = scratch_at(pass, pass->most_tokens, memory + omp_get_thread_num() * bytes);
 #pragma omp for schedule(dynamic, 1)
-        for (int64_t i = 0; i < pass->item_count; i++)
-            attend_item(pass, scoring, &pass->items[i], layer, query, query_stride, output, &scratch, partials);
+        for (int64_t i = 0; i < pass->item_count; i++) {
+            const struct item *item = &pass->items[i];
+            attend_item(pass, scoring, item, layer, query + before_item(pass, item, query_stride, width), query_stride,
+                        output + before_item(pass, item, stride, value_width), stride, &scratch, partials);
+        }
 #pragma omp for schedule(dynamic, 1)
-        for (int64_t i = 0; i < pass->merge_count; i++)
-            merge_item(pass, scoring, &pass->merges[i], output, partials);
+        for (int64_t i = 0; i < pass->merge_count; i++) {
+            const struct item *merge = &pass->merges[i];
+            merge_item(pass, scoring, merge, output + before_item(pass, merge, stride, value_width), stride, partials);
+        }
     }
     free(memory);
     return 0;
 }
+
+#endif

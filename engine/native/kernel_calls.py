@@ -75,6 +75,39 @@ class PassRecord(ctypes.Structure):
     )
 
 
+class LayerRecord(ctypes.Structure):
+    """struct layer of graph.h: addresses of a layer's weights, or None."""
+
+    _fields_ = tuple(
+        (name, _P)
+        for name in (
+            "input_norm", "qkv", "qkv_bias", "q_norm", "k_norm", "output", "output_bias", "post_norm", "gate_up",
+            "down",
+        )
+    )  # fmt: skip
+
+
+class StackRecord(ctypes.Structure):
+    """struct stack of graph.h: the layers of a stage. layers: address of their records."""
+
+    _fields_ = (("layers", _P), ("count", _I), ("hidden", _I), ("inner", _I), ("eps", _F))
+
+
+class BatchRecord(ctypes.Structure):
+    """struct batch of graph.h: what a pass computes. All but numbers are addresses; the caller keeps them alive."""
+
+    _fields_ = (
+        ("attention", ctypes.POINTER(PassRecord)),
+        ("scoring", ctypes.POINTER(ScoringRecord)),
+        ("rows", _I),
+        ("span_count", _I),
+        *((name, _P) for name in ("hidden", "joined", "cos", "sin")),
+        ("tile_rows", _I),
+        ("progress", _P),
+        ("seed", _I),
+    )
+
+
 class Kernels(Arithmetic):
     """An Arithmetic of native kernels, and attention. All methods but pack() and linear() raise ValueError for a tensor
     of the wrong dtype or strides.
@@ -89,10 +122,12 @@ class Kernels(Arithmetic):
         bits: Literal[256, 512],
         int8_bits: Literal[256, 512] = 256,
         attend_bfloat16: str = "",
+        *,
+        bfloat16: bool = False,
     ) -> None:
         """library: the loaded kernels. bits: of the vectors that float32 and elementwise kernels use. int8_bits: of
         those that products in 8 bits use. attend_bfloat16: name of the attention kernel for bfloat16, if there is to
-        be one."""
+        be one. bfloat16: products in bfloat16 are ours, not oneDNN's; with 512 bits."""
 
         def kernel(name: str, *arguments: Any) -> Any:
             function = library[name]
@@ -104,8 +139,13 @@ class Kernels(Arithmetic):
         self._rotate = kernel(f"headrace_rotate_{bits}", _P, _P, _P, _I, _I, _I, _I, _I)
         self._gate = kernel(f"headrace_gate_{bits}", _P, _P, _I, _I, _I)
         self._write_slots = kernel(f"headrace_write_slots_{bits}", _P, _I, _P, _P, _I, _I, _I, _I, _I, _I)
-        self._multiply = kernel(f"headrace_multiply_{bits}", _P, _P, _P, _I, _I, _I)
-        self._multiply_gate = kernel(f"headrace_multiply_gate_{bits}", _P, _P, _P, _I, _I, _I)
+        product = (_P, _P, _P, _P, _I, _I, _I, _I)
+        self._multiply = {torch.float32: kernel(f"headrace_multiply_float32_{bits}", *product)}
+        run = (ctypes.POINTER(StackRecord), ctypes.POINTER(BatchRecord))
+        self._run = {torch.float32: kernel(f"headrace_run_float32_{bits}", *run)}
+        if bfloat16:
+            self._multiply[torch.bfloat16] = kernel(f"headrace_multiply_bfloat16_{bits}", *product)
+            self._run[torch.bfloat16] = kernel(f"headrace_run_bfloat16_{bits}", *run)
         self._multiply_by_rows = kernel(f"headrace_multiply_by_rows_{bits}", _P, _P, _P, _I, _I, _I, _I)
         self._int8_lanes = int8_bits // 16
         self._multiply_int8 = kernel(
@@ -119,36 +159,53 @@ class Kernels(Arithmetic):
     def pack(self, weight: Weight) -> Weight:
         """A weight [out, in] in the layout that linear() multiplies fastest.
 
-        8 bits: see pack_int8(). float32: [out / lanes, in, lanes], where lanes divides out. bfloat16: oneDNN's own
-        layout, where it multiplies that. Otherwise unchanged.
+        8 bits: see pack_int8(). Otherwise, where lanes divides out, float32: [out / lanes, in, lanes], and bfloat16:
+        [out / lanes, in / 2, lanes, 2]; where we do not multiply bfloat16, oneDNN's own layout. Else unchanged.
         """
         if isinstance(weight, Int8Weight):
             return pack_int8(weight, self._int8_lanes)
         if isinstance(weight, Float8Weight):
             return weight
+        columns, depth = weight.shape
+        whole = columns % self._lanes == 0 and weight.dtype in self._multiply
+        if whole and weight.dtype == torch.float32:
+            return weight.reshape(-1, self._lanes, depth).transpose(1, 2).contiguous()
+        if whole and depth % 2 == 0:
+            pairs = weight.contiguous().view(torch.int32).view(-1, self._lanes, depth // 2)  # which are copied faster
+            return pairs.transpose(1, 2).contiguous().view(weight.dtype).view(-1, depth // 2, self._lanes, 2)
         if weight.dtype == torch.bfloat16 and onednn.has_bfloat16():
             return onednn.pack(weight)
-        if weight.dtype != torch.float32 or weight.shape[0] % self._lanes:
-            return weight
-        return weight.view(-1, self._lanes, weight.shape[1]).transpose(1, 2).contiguous()
+        return weight
 
     def linear(self, x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
         """x [rows, in] @ weight.T + bias [out] → [rows, out]. weight: [out, in], or from pack(). Raises ValueError for
         an x that is not dense or of another width, and MemoryError when there is no memory to quantise it."""
         if isinstance(weight, PackedInt8):
             return self._multiply_by_int8(x, weight, bias)
-        if isinstance(weight, Int8Weight | Float8Weight) or x.dtype != torch.float32:
+        if isinstance(weight, Int8Weight | Float8Weight):
             return _other_linear(x, weight, bias)
-        packed = weight if weight.dtype == x.dtype else self.pack(weight.float())
-        assert isinstance(packed, Tensor)
-        if packed.dim() == 2:
-            output = self.logits(x, packed)
-        else:
-            depth = packed.shape[1]
-            _require(x.is_contiguous() and x.shape[1] == depth and packed.is_contiguous())
-            output = x.new_empty(len(x), packed.numel() // depth)
-            self._multiply(x.data_ptr(), packed.data_ptr(), output.data_ptr(), *output.shape, depth)
+        if x.dtype == torch.float32 and weight.dtype != x.dtype:
+            packed = self.pack(weight.float())
+            assert isinstance(packed, Tensor)
+            weight = packed
+        if is_packed(weight):
+            return self._multiply_packed(x, weight, bias)
+        if x.dtype != torch.float32:
+            return _other_linear(x, weight, bias)
+        output = self.logits(x, weight)
         return output if bias is None else output.add_(bias)
+
+    def _multiply_packed(self, x: Tensor, packed: Tensor, bias: Tensor | None = None, *, gate: bool = False) -> Tensor:
+        depth = packed.shape[1] * (packed.shape[3] if packed.dim() == 4 else 1)
+        columns = packed.numel() // depth // (2 if gate else 1)
+        _require(x.dtype == packed.dtype and x.is_contiguous() and x.shape[1] == depth and packed.is_contiguous())
+        output = x.new_empty(len(x), columns)
+        added = None if bias is None else bias.to(x.dtype).contiguous()
+        self._multiply[x.dtype](
+            x.data_ptr(), packed.data_ptr(), None if added is None else added.data_ptr(), output.data_ptr(),
+            *output.shape, depth, gate,
+        )  # fmt: skip
+        return output
 
     def logits(self, x: Tensor, head: Tensor) -> Tensor:
         """x [rows, in] @ head.T → float32 [rows, out]. head: [out, in], not packed. Raises what linear() raises."""
@@ -195,19 +252,9 @@ class Kernels(Arithmetic):
         x = self.normed(x)
         if isinstance(gate_up, PackedInt8) and gate_up.columns % (2 * self._int8_lanes) == 0:
             return self._multiply_by_int8(x, gate_up, gate=True)
-        if (
-            isinstance(gate_up, Int8Weight | Float8Weight)
-            or gate_up.dtype != torch.float32
-            or len(gate_up) % 2
-            or gate_up.dim() != 3
-        ):
+        if isinstance(gate_up, Int8Weight | Float8Weight) or not is_packed(gate_up) or len(gate_up) % 2:
             return self.gate(self.linear(x, gate_up))
-        depth = gate_up.shape[1]
-        _require(x.is_contiguous() and x.shape[1] == depth and gate_up.is_contiguous())
-        _require(x.dtype == torch.float32)
-        activated = x.new_empty(len(x), gate_up.numel() // depth // 2)
-        self._multiply_gate(x.data_ptr(), gate_up.data_ptr(), activated.data_ptr(), *activated.shape, depth)
-        return activated
+        return self._multiply_packed(x, gate_up, gate=True)
 
     def rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> None:
         """Rotate x [rows, heads, width] in place; rows may be strided. cos, sin: float32 [rows, 1, width] of
@@ -236,6 +283,16 @@ class Kernels(Arithmetic):
             x.data_ptr(), x.stride(0), slots.data_ptr(), pool.data_ptr(), rows, heads, width, page_size, _dtype(x),
             _dtype(pool),
         )  # fmt: skip
+
+    def runs(self, dtype: torch.dtype) -> bool:
+        """Whether run_layers() computes in a dtype."""
+        return dtype in self._run
+
+    def run_layers(self, dtype: torch.dtype, stack: StackRecord, batch: BatchRecord) -> None:
+        """A pass over layers in one call (graph.h), in a dtype for which runs() is true. The records are not checked.
+        Raises MemoryError."""
+        if self._run[dtype](ctypes.byref(stack), ctypes.byref(batch)):
+            raise MemoryError("no memory for a forward pass")
 
     def attends(self, record: PassRecord, query: Tensor, scoring: ScoringRecord) -> bool:
         """Whether attend() takes queries of this dtype over the pool of a pass."""
@@ -284,7 +341,15 @@ def load_kernels(*, wide: bool, bfloat16: bool, vnni: bool = False, emulate: boo
     attend = "headrace_attend_bfloat16" if bfloat16 and library.headrace_has_bfloat16() else ""
     bits: Literal[256, 512] = 512 if wide and library.headrace_has_512() else 256
     int8_bits: Literal[256, 512] = 512 if vnni and library.headrace_has_512_vnni() else 256
-    return Kernels(library, bits, int8_bits, "headrace_attend_bfloat16_emulated" if emulate else attend)
+    # The tiles of AMX are faster, by oneDNN.
+    products = bool(attend) and bits == 512 and not emulate and not onednn.sums_by_rows()
+    attend = "headrace_attend_bfloat16_emulated" if emulate else attend
+    return Kernels(library, bits, int8_bits, attend, bfloat16=products)
+
+
+def is_packed(weight: Tensor) -> bool:
+    """Whether a weight is in a layout of pack() that our own products take."""
+    return weight.dim() > 2
 
 
 def _other_linear(x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:

@@ -12,6 +12,7 @@
 #define EXPORT(name) headrace_##name##_512
 
 #include "elementwise.h"
-#include "multiply.h"
+#include "multiply_by_rows.h"
 #include "attention_float32.h"
+#include "layer_tasks.h"
 #endif

@@ -6,13 +6,14 @@
 #include "simd.h"
 
 #define MOST_ROWS (WIDE == 16 ? 12 : 6)
+#define CACHE_LINE (64 / (int64_t)sizeof(float)) /* elements */
 
 /* Microkernel: out[i][lane] = start[i][lane] * keep[lane] + sum over k of a[i * row + k * step] * b[k][lane], for n
  * rows i and LANES lanes. Rows of out and start are out_stride elements apart; start NULL means 0. keep0, keep1:
- * factors of the first and second WIDE lanes. With n = MOST_ROWS, the sums, two vectors of b and a factor fill the
- * vector registers: 16 of 256 bits, 32 of 512. */
+ * factors of the first and second WIDE lanes. next: as much as b that comes into the L2 cache meanwhile, or NULL. With n =
+ * MOST_ROWS, the sums, two vectors of b and a factor fill the vector registers: 16 of 256 bits, 32 of 512. */
 INLINE void microkernel(int n, float *out, const float *start, int64_t out_stride, vec keep0, vec keep1, const float *a,
-                        int64_t row, int64_t step, const float *b, int64_t depth)
+                        int64_t row, int64_t step, const float *b, int64_t depth, const float *next)
 {
     vec low[MOST_ROWS], high[MOST_ROWS];
 #pragma GCC unroll 12
@@ -25,6 +26,9 @@ INLINE void microkernel(int n, float *out, const float *start, int64_t out_strid
     }
     for (int64_t k = 0; k < depth; k++) {
         vec b0 = load(b + k * LANES), b1 = load(b + k * LANES + WIDE);
+        if (next)
+            for (int64_t line = 0; line < LANES; line += CACHE_LINE)
+                __builtin_prefetch(next + k * LANES + line, 0, 2);
 #pragma GCC unroll 12
         for (int i = 0; i < n; i++) {
             vec factor = splat(a[i * row + k * step]);
@@ -39,15 +43,6 @@ INLINE void microkernel(int n, float *out, const float *start, int64_t out_strid
     }
 }
 
-#define CACHE_LINE (64 / (int64_t)sizeof(float)) /* elements */
-
-/* Has elements [first, last) come into the L2 cache. */
-INLINE void prefetch(const float *from, int64_t first, int64_t last)
-{
-    for (int64_t i = first / CACHE_LINE * CACHE_LINE; i < last; i += CACHE_LINE)
-        __builtin_prefetch(from + i, 0, 2);
-}
-
 /* The same for any number of rows, in evenly sized calls of at most MOST_ROWS rows. next: what is to be read like b after
  * that, which comes into the cache meanwhile; NULL for nothing. */
 INLINE void multiply_rows(int64_t rows, float *out, const float *start, int64_t out_stride, vec keep0, vec keep1,
@@ -55,12 +50,11 @@ INLINE void multiply_rows(int64_t rows, float *out, const float *start, int64_t 
 {
     for (int64_t i = 0, turns = (rows + MOST_ROWS - 1) / MOST_ROWS, n; turns > 0; i += n, turns--) {
         n = (rows - i + turns - 1) / turns;
-        if (next)
-            prefetch(next, i * depth / rows * LANES, (i + n) * depth / rows * LANES);
         float *to = out + i * out_stride;
         const float *from = start ? start + i * out_stride : NULL, *factors = a + i * row;
+        const float *then = next && turns == 1 ? next : NULL;
 #define CASE(rows) \
-    case rows: microkernel(rows, to, from, out_stride, keep0, keep1, factors, row, step, b, depth); break;
+    case rows: microkernel(rows, to, from, out_stride, keep0, keep1, factors, row, step, b, depth, then); break;
         switch (n) {
 #if WIDE == 16
             CASE(12) CASE(11) CASE(10) CASE(9) CASE(8) CASE(7)

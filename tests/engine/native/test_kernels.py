@@ -108,15 +108,34 @@ def test_a_product_with_its_gate_has_the_same_bits(
     if form == "8 bits":
         held = kernels.pack(quantize(weight))
     elif form == "packed":
-        x, held = x.float(), kernels.pack(weight)
+        held = kernels.pack(weight.to(dtype))
     else:
         held = weight[: 64 * panels - 10 if form == "odd" else None].to(dtype)
     expected = kernels.gate(kernels.linear(x, held))
     torch.testing.assert_close(kernels.gated_linear(x, held), expected, atol=0, rtol=0)
 
 
+@settings(max_examples=60, deadline=None)
+@given(
+    rows=st.one_of(st.integers(1, 20), st.integers(1, 300)), panels=st.integers(1, 9), pairs=st.integers(1, 700),
+    bias=st.booleans(), seed=st.integers(0, 99),
+)  # fmt: skip
+def test_products_in_sixteen_bits_are_rounded_once(
+    kernels: Kernels, rows: int, panels: int, pairs: int, bias: bool, seed: int
+) -> None:
+    """By our own kernel, where the CPU has its instructions. Sums in float32 are close to exact ones."""
+    x, weight = normal(rows, 2 * pairs, seed=seed).bfloat16(), normal(32 * panels, 2 * pairs, seed=seed + 1).bfloat16()
+    added = normal(32 * panels, seed=seed + 2).bfloat16() if bias else None
+    packed = kernels.pack(weight)
+    assert kernels.runs(torch.bfloat16) == (isinstance(packed, torch.Tensor) and packed.dim() == 4)
+    exact = TorchArithmetic().linear(x.double(), weight, added)
+    found = kernels.linear(x, packed, added).double()
+    torch.testing.assert_close(found, exact, atol=1e-4 * pairs**0.5, rtol=2**-8)
+
+
 @pytest.mark.skipif(not onednn.has_bfloat16(), reason="a CPU whose bfloat16 oneDNN does not multiply")
 def test_sixteen_bit_matrices_are_packed(kernels: Kernels) -> None:
+    """Those that do not make whole panels, and all where our kernels do not multiply them, by oneDNN."""
     x, weight, bias = (normal(*shape).bfloat16() for shape in ((70, 40), (48, 40), (48,)))
     packed = kernels.pack(weight)
     assert packed.is_mkldnn

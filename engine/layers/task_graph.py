@@ -1,0 +1,139 @@
+"""A pass over all layers of a stage in one native call: tasks over tiles of rows, without a barrier between kernels."""
+
+import ctypes
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from headrace.core.runtime.progress import PassProgress
+from headrace.core.types.kv.geometry import ceil_div
+from headrace.engine.attention.native import NativePass
+from headrace.engine.attention.paged import AttentionSpan
+from headrace.engine.kv.pool import KVPool
+from headrace.engine.layers.base import Rotary
+from headrace.engine.layers.dense_mlp import DenseMlp
+from headrace.engine.layers.grouped_attention import GroupedAttention
+from headrace.engine.layers.layer import Layer
+from headrace.engine.model.config import ModelSpec
+from headrace.engine.native.kernel_calls import STEP, BatchRecord, Kernels, LayerRecord, StackRecord, is_packed
+
+TILE_ROWS = (64, 48, 32)  # most rows of a tile: more read the weights less often, fewer leave threads less to wait for
+TILES_PER_THREAD = 4  # at least: those behind a tile that is held up are what the other threads have to do
+LANES = 32  # rows of a head that attention computes at a time
+
+
+class TaskGraph:
+    """Layers that are computed by headrace_run_graph(), see engine/native/graph.c. Bits are those of the kernels, layer
+    by layer."""
+
+    def __init__(self, kernels: Kernels, layers: Sequence[Layer], spec: ModelSpec, dtype: torch.dtype) -> None:
+        """layers: for which takes() is true."""
+        self._kernels, self._dtype, self._spec = kernels, dtype, spec
+        self._kept: list[Tensor] = []  # whose addresses are in the records
+        self._layers = (LayerRecord * len(layers))(*map(self._record, layers))
+        mlp = layers[0].mlp
+        assert isinstance(mlp, DenseMlp)
+        columns = mlp.gate_up.weight
+        assert isinstance(columns, Tensor)
+        inner = columns.numel() // spec.hidden_size // 2
+        address = ctypes.addressof(self._layers)
+        self._stack = StackRecord(address, len(layers), spec.hidden_size, inner, spec.norm_eps)
+        self.seed = 0
+        """For tests: with another number tasks are taken in a random order, and held up."""
+
+    @staticmethod
+    def takes(kernels: Kernels, layers: Sequence[Layer], pool: KVPool, dtype: torch.dtype) -> bool:
+        """Whether these layers may be computed so: dense ones with grouped-query attention, whose weights our kernels
+        have packed, of one shard, over a pool in the dtype of the computation."""
+        if not layers or not kernels.runs(dtype) or pool.tensor.dtype != dtype:
+            return False
+        return (dtype == torch.float32 or pool.geometry.head_dim % STEP == 0) and all(map(_is_plain, layers))
+
+    def tile_rows(self, spans: Sequence[AttentionSpan]) -> int:
+        """Rows of a tile of a pass; 0 for a pass that is to be computed kernel by kernel: of too few rows for the
+        threads, or with a tile that would keep one thread busy when the others are done, such as single rows over many
+        positions."""
+        threads, rows = torch.get_num_threads(), sum(span.count for span in spans)
+        if threads == 1:
+            return TILE_ROWS[0]
+        fitting = (size for size in TILE_ROWS if ceil_div(rows, size) >= TILES_PER_THREAD * threads)
+        for size in fitting:
+            tiles = np.add.reduceat(self._costs(spans), np.arange(0, rows, size))
+            if tiles.max() * 2 * threads <= tiles.sum():
+                return size
+        return 0
+
+    def run(
+        self, hidden: Tensor, rotary: Rotary, attention: NativePass, tile_rows: int, progress: PassProgress
+    ) -> None:
+        """Run the layers over hidden states [tokens, hidden size], in place. tile_rows: not 0. Raises MemoryError."""
+        terms, scoring = attention.terms(self._spec.heads)
+        rows, heads = len(hidden), self._spec.heads + 2 * self._spec.kv_heads
+        joined = hidden.new_empty(rows, heads * self._spec.head_dim)
+        cos, sin = rotary.cos.contiguous(), rotary.sin.contiguous()
+        batch = BatchRecord(
+            attention=ctypes.pointer(terms),
+            scoring=ctypes.pointer(scoring),
+            rows=rows,
+            hidden=hidden.data_ptr(),
+            joined=joined.data_ptr(),
+            cos=cos.data_ptr(),
+            sin=sin.data_ptr(),
+            tile_rows=tile_rows,
+            progress=progress.address,
+            seed=self.seed,
+        )
+        self._kernels.run_layers(self._dtype, self._stack, batch)
+
+    def _costs(self, spans: Sequence[AttentionSpan]) -> NDArray[np.float64]:
+        """What each row of a pass costs, in multiplications of a layer."""
+        spec, inner = self._spec, self._stack.inner
+        counts = np.array([span.count for span in spans])
+        ends = np.array([span.start for span in spans]) + counts
+        lanes = -(-counts * (spec.heads // spec.kv_heads) // LANES) * LANES  # some of which have no row
+        attention = 2.0 * spec.kv_heads * spec.head_dim * ends * lanes / counts
+        attended = (2 * spec.heads + 2 * spec.kv_heads) * spec.head_dim
+        return np.repeat(attention + spec.hidden_size * (attended + 3.0 * inner), counts)
+
+    def _record(self, layer: Layer) -> LayerRecord:
+        block, mlp = layer.attention, layer.mlp
+        assert isinstance(block, GroupedAttention)
+        assert isinstance(mlp, DenseMlp)
+        return LayerRecord(
+            *map(
+                self._address,
+                (
+                    layer.input_norm,
+                    block.qkv.weight,
+                    block.qkv.bias,
+                    block.rules.q_norm,
+                    block.rules.k_norm,
+                    block.output.weight,
+                    block.output.bias,
+                    layer.post_norm,
+                    mlp.gate_up.weight,
+                    mlp.down.weight,
+                ),
+            )
+        )
+
+    def _address(self, weight: object) -> int | None:
+        if weight is None:
+            return None
+        assert isinstance(weight, Tensor)
+        self._kept.append(weight.to(self._dtype).contiguous())
+        return self._kept[-1].data_ptr()
+
+
+def _is_plain(layer: Layer) -> bool:
+    block, mlp = layer.attention, layer.mlp
+    if not isinstance(block, GroupedAttention) or not isinstance(mlp, DenseMlp) or block.shards > 1:
+        return False
+    gate_up = mlp.gate_up.weight
+    weights = (block.qkv.weight, block.output.weight, gate_up, mlp.down.weight)
+    if not all(isinstance(weight, Tensor) and is_packed(weight) for weight in weights):
+        return False
+    return isinstance(gate_up, Tensor) and len(gate_up) % 2 == 0  # no panel has columns of both
