@@ -20,7 +20,9 @@ from headrace.engine.layers.layer import Layer
 from headrace.engine.model.config import ModelSpec
 from headrace.engine.native.kernel_calls import STEP, BatchRecord, Kernels, LayerRecord, StackRecord, is_packed
 
-TILE_ROWS = (64, 48, 32)  # most rows of a tile: more read the weights less often, fewer leave threads less to wait for
+TILE_ROWS = (128, 96, 64, 48, 32)
+"""Most rows of a tile: more read keys, values and weights less often, fewer leave threads less to wait for."""
+
 TILES_PER_THREAD = 4  # at least: those behind a tile that is held up are what the other threads have to do
 LANES = 32  # rows of a head that attention computes at a time
 

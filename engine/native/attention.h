@@ -58,6 +58,8 @@ struct scoring {
     const float *sinks; /* NULL, or [heads]: one more score of each head, times log2(e), that has no value */
 };
 
+static inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
+
 /* Index of a position's key or value. */
 static inline int64_t row_index(const struct pass *pass, const struct rows *rows, const struct span *span, int64_t layer,
                                 int64_t head, int64_t position)
@@ -69,8 +71,22 @@ static inline int64_t row_index(const struct pass *pass, const struct rows *rows
 /* How many positions from this one on, up to `count`, have their keys one after the other in the same page. */
 static inline int64_t run_length(const struct pass *pass, int64_t position, int64_t count)
 {
-    const int64_t left = pass->page_size - position % pass->page_size;
-    return left < count ? left : count;
+    return least(pass->page_size - position % pass->page_size, count);
+}
+
+/* Brings keys and values of positions [from, after), of so many bytes an element, into the L2 cache. */
+static inline void prefetch_rows(const struct pass *pass, const struct span *span, int64_t layer, int64_t head,
+                                 int64_t from, int64_t after, int64_t bytes)
+{
+    const struct rows *pools[] = {&pass->keys, &pass->values};
+    for (int64_t run; from < after; from += run) {
+        run = run_length(pass, from, after - from);
+        for (int i = 0; i < 2 && pools[i]->memory; i++) {
+            const int64_t index = row_index(pass, pools[i], span, layer, head, from);
+            for (int64_t line = 0; line < run * pools[i]->width * bytes; line += 64)
+                __builtin_prefetch((const char *)pools[i]->memory + index * bytes + line, 0, 2);
+        }
+    }
 }
 
 /* One past the last position that a row of an item attends to; lanes behind the rows are as the last one. */

@@ -55,7 +55,7 @@ static void pack_queries(const struct pass *pass, int64_t rows, const bfloat16 *
         for (int64_t d = 0; d < width; d += 32) {
             pairs r[WIDE];
             for (int i = 0; i < WIDE; i++) {
-                const int64_t row = v * WIDE + i < rows ? v * WIDE + i : rows - 1;
+                const int64_t row = least(v * WIDE + i, rows - 1);
                 r[i] = load_row(query + row / group * query_stride + row % group * width, d, width);
             }
             transpose(r);
@@ -111,7 +111,7 @@ static void unpack_outputs(const struct pass *pass, int64_t rows, const float *s
         }
         const vec share = 1.0f / sum;
         for (int64_t d = 0; d < width; d += 32) {
-            const int64_t here = width - d < 32 ? width - d : 32;
+            const int64_t here = least(width - d, 32);
             pairs r[WIDE] = {};
             for (int64_t i = 0; i < here / 2; i++) {
                 const float *part = from + (d + 2 * i) * LANES;
@@ -139,7 +139,7 @@ static void attend_segment(const struct pass *pass, const struct item *item, int
     const struct span *span = &pass->spans[item->span];
     const int64_t width = pass->keys.width, vectors = (item->count * pass->group + WIDE - 1) / WIDE;
     const int64_t panels = (vectors + VECTORS - 1) / VECTORS, after = (segment + 1) * pass->segment;
-    const int64_t last = own->ends[vectors * WIDE - 1], end = after < last ? after : last, begin = own->begins[0];
+    const int64_t end = least(after, own->ends[vectors * WIDE - 1]), begin = own->begins[0];
 
     memset(own->now.outputs, 0, panels * width * LANES * sizeof(float));
     memset(own->now.sums, 0, panels * LANES * sizeof(float));
@@ -156,14 +156,16 @@ static void attend_segment(const struct pass *pass, const struct item *item, int
             }
     }
     for (int64_t from = segment * pass->segment; from < end; from += TILE) {
-        const int64_t count = end - from < TILE ? end - from : TILE;
+        const int64_t count = least(end - from, TILE);
         if (from + count <= begin)
             continue;
         prepare_tile(pass, span, layer, item->head, from, count, begin, own);
-        for (int64_t panel = 0; panel < panels; panel++) {
+        for (int64_t panel = 0, ahead = from + TILE, part; panel < panels; panel++, ahead = part) {
+            part = least(end, from + TILE + (panel + 1) * TILE / panels); /* of the next tile */
+            prefetch_rows(pass, span, layer, item->head, ahead, part, sizeof(bfloat16));
             const int32_t *ends = own->ends + panel * LANES, *begins = own->begins + panel * LANES;
-            const int64_t seen = ends[LANES - 1] - from < count ? ends[LANES - 1] - from : count;
-            const int64_t n = vectors - panel * VECTORS < VECTORS ? vectors - panel * VECTORS : VECTORS;
+            const int64_t seen = least(ends[LANES - 1] - from, count);
+            const int64_t n = least(vectors - panel * VECTORS, VECTORS);
             const int masked = from + (seen + STEP - 1) / STEP * STEP > ends[0] || begins[LANES - 1] > from;
             if (seen > 0 && begins[0] < from + seen)
                 attend_panel(n, masked, own, panel, width, from, seen, scale);

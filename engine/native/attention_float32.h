@@ -179,22 +179,24 @@ static void attend_segment(const struct pass *pass, const struct scoring *scorin
 {
     const struct span *span = &pass->spans[item->span];
     const int64_t width = pass->values.width, panels = (item->count * pass->group + LANES - 1) / LANES;
-    const int64_t last = end_of(pass, item, item->count * pass->group), after = (segment + 1) * pass->segment;
-    const int64_t end = after < last ? after : last, begin = begin_of(pass, item, 0);
+    const int64_t end = least((segment + 1) * pass->segment, end_of(pass, item, item->count * pass->group));
+    const int64_t begin = begin_of(pass, item, 0);
 
     memset(scratch->now.outputs, 0, panels * width * LANES * sizeof(float));
     memset(scratch->now.sums, 0, panels * LANES * sizeof(float));
     for (int64_t r = 0; r < panels * LANES; r++)
         scratch->now.maxima[r] = -1e30f;
     for (int64_t from = segment * pass->segment; from < end; from += TILE) {
-        int64_t count = end - from < TILE ? end - from : TILE;
+        const int64_t count = least(end - from, TILE);
         if (from + count <= begin)
             continue;
         gather_tile(pass, span, layer, item->head, from, count, begin, scratch);
-        for (int64_t panel = 0; panel < panels; panel++) {
+        for (int64_t panel = 0, ahead = from + TILE, part; panel < panels; panel++, ahead = part) {
+            part = least(end, from + TILE + (panel + 1) * TILE / panels); /* of the next tile */
+            prefetch_rows(pass, span, layer, item->head, ahead, part, item_bytes(pass->dtype));
             const struct ranges *ranges = scratch->ranges + panel * 2;
             const int32_t first_end = ranges[0].ends[0], last_end = ranges[1].ends[WIDE - 1];
-            const int64_t visible = last_end - from < count ? last_end - from : count;
+            const int64_t visible = least(last_end - from, count);
             if (visible > 0 && ranges[0].begins[0] < from + visible)
                 attend_tile(pass, scoring, scratch, panel, from, visible, ranges,
                             from + visible > first_end || ranges[1].begins[WIDE - 1] > from);

@@ -115,7 +115,7 @@ static void work(struct run *run, int thread, char *memory)
         random = &seed;
     for (int turns = 0, left = 1;; turns++) {
         const uint32_t seen = atomic_load(&run->rounds);
-        int64_t state;
+        int64_t state = 0;
         struct tile *tile = find_tile(run, &state, &left, random);
         if (!left)
             return;

@@ -37,6 +37,7 @@ INLINE void multiply_panels(const int dtype, const struct product *of, int64_t p
                             const void *next)
 {
     const int64_t depth = of->depth;
+    (void)panels; /* 1 in float32 */
     const void *own = at(of->packed, panel * depth * LANES, dtype);
     const void *bias = of->bias ? at(of->bias, panel * LANES, dtype) : NULL;
 #if HAS_BFLOAT16

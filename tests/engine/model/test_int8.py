@@ -57,10 +57,10 @@ def test_kernels_and_torch_compute_the_same_model(
 ) -> None:
     folder, tokens = saved("llama").folder, random_tokens(90)
     native = make_runner(folder, quantize="int8")
-    assert isinstance(native._decoder._layers[0].attention._qkv.weight, PackedInt8)
+    assert isinstance(native._decoder._layers[0].attention.qkv.weight, PackedInt8)
     monkeypatch.setattr(headrace.engine.runner, "load_kernels", lambda **_: None)
     plain = make_runner(folder, quantize="int8")
-    assert type(plain._decoder._layers[0].attention._qkv.weight) is Int8Weight
+    assert type(plain._decoder._layers[0].attention.qkv.weight) is Int8Weight
     # Sums in another order round a few activations to a neighbouring number.
     assert divergence(logprobs_of(native, tokens), logprobs_of(plain, tokens)) < 1e-3
 
@@ -127,7 +127,7 @@ def test_a_q8_file_computes_what_its_weights_say(q8_file: Path) -> None:
         runner = make_runner(str(q8_file), quantize=quantize)
         sampled = run_chunks(runner, Prompt(1, tokens, PAGES, 16).chunks(64))
         if quantize == "int8":
-            weights = [layer.attention._qkv.weight for layer in runner._decoder._layers[2:5]]
+            weights = [layer.attention.qkv.weight for layer in runner._decoder._layers[2:5]]
             assert [isinstance(weight, PackedInt8) and weight.record.block for weight in weights] == [32, 64, 32]
         hidden = runner.forward([Prompt(2, tokens, PAGES, 16).row(0, len(tokens))])
         return sampled.token, torch.log_softmax(runner._decoder.logits(hidden[-1:])[0], 0)

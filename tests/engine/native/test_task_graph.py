@@ -116,7 +116,8 @@ def test_few_rows_for_many_threads_are_computed_kernel_by_kernel(folders: dict[s
     with threads(4):
         assert rows((0, 1)) == rows((0, 400)) == 0
         assert rows((0, 512)) == 32
-        assert rows((0, 5000)) == rows(*[(0, 100)] * 50) == 64
+        assert rows((0, 1100)) == 64
+        assert rows((0, 5000)) == rows(*[(0, 100)] * 50) == task_graph.TILE_ROWS[0]
         single = [(8000, 1)] * 32  # of which one tile would take longer than all the others
         assert rows(*single, (0, 2048)) == 0
 

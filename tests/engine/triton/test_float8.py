@@ -44,11 +44,11 @@ def weights_of(decoder: Any) -> Iterator[object]:
         if isinstance(attention, LatentAttentionBlock):
             yield from (attention._first, attention._query_b, attention._output)
         else:
-            yield from (attention._qkv.weight, attention._output.weight)
+            yield from (attention.qkv.weight, attention.output.weight)
         if isinstance(layer.mlp, moe.MoeMlp):
             yield from (layer.mlp._experts._gate_up, layer.mlp._experts._down)
         else:
-            yield from (layer.mlp._gate_up.weight, layer.mlp._down.weight)
+            yield from (layer.mlp.gate_up.weight, layer.mlp.down.weight)
 
 
 def make(folder: Path, arithmetic: TorchArithmetic, monkeypatch: pytest.MonkeyPatch, *, float8: bool) -> ModelRunner:
