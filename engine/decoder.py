@@ -28,6 +28,11 @@ class Decoder(Protocol):
         ...
 
     @property
+    def cancels(self) -> bool:
+        """A pass ends soon after progress.cancel(), with hidden states and KV of no use."""
+        ...
+
+    @property
     def expert_rows(self) -> ExpertRows | None:
         """Counters of the experts of this stage's layers; None where they have none."""
         ...

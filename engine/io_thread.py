@@ -26,6 +26,7 @@ from headrace.core.messages.orders import (
     AdmitPeer,
     AnyOrder,
     BeginEpoch,
+    CancelForward,
     CancelReceive,
     CancelSend,
     CloseKvFile,
@@ -175,6 +176,8 @@ class StageIoThread(threading.Thread):
             case Forward():
                 self._planned = order.seq
                 self._inbox.put_nowait(order)
+            case CancelForward():
+                self._progress.cancel(order.forward)
             case SendChunk() if order.after > self._computed:
                 self._held.append(order)
             case SendChunk() | AdmitPeer() | DropPeer() | CancelSend():

@@ -108,6 +108,7 @@ class StageLoop:
             self._links.post_receive(order)
 
     def _execute(self, plan: Forward) -> None:
+        self._runner.progress.begin(plan.seq)
         if plan.rows:
             self._compute(plan)
         else:

@@ -99,6 +99,11 @@ class Runner(Protocol):
         ...
 
     @property
+    def cancels(self) -> bool:
+        """A pass ends soon after progress.cancel(), with hidden states and KV of no use."""
+        ...
+
+    @property
     def adapters(self) -> Mapping[str, str]:
         """Fingerprints of LoRA adapters that rows may go through, by the name of --lora."""
         ...
@@ -187,7 +192,7 @@ class ModelRunner:
         self._decoder = _make_decoder(plan, checkpoint, loading, precision, arithmetic, kernels, exchanges, tp)
         loading.end()
         self.expert_rows = self._decoder.expert_rows
-        self.progress = self._decoder.progress
+        self.progress, self.cancels = self._decoder.progress, self._decoder.cancels
         self.fingerprint = fingerprint(spec, checkpoint, terms.model.quantize, terms.length)
         self.adapters: Mapping[str, str] = {adapter.name: adapter.fingerprint for adapter in terms.adapters}
         self.vocab_size = spec.vocab_size

@@ -262,6 +262,7 @@ def _ready(
         host=memory.host,
         nixl=memory.nixl,
         unreachable_gpus=memory.unreachable_gpus,
+        cancels=runner.cancels,
         same_bits=runner.same_bits,
         computation=computation_of(config.model, config.engine),
         memory=memory.pool_memory,

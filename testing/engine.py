@@ -14,6 +14,7 @@ import msgspec
 
 from headrace.core.config import SchedulerConfig
 from headrace.core.messages.orders import (
+    CancelForward,
     CancelReceive,
     CancelSend,
     CloseKvFile,
@@ -191,6 +192,9 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True):
     states: bool = False
     """Requests have states, in slots of the pool."""
 
+    cancels: bool = False
+    """Stages end a pass when it is cancelled, with KV of no use."""
+
 
 class SimulatedPipeline:
     """The stages of one replica of an engine."""
@@ -247,6 +251,7 @@ class SimulatedPipeline:
                     vocab_size=VOCABULARY,
                     host_pages=options.host_pages,
                     disk_pages=options.disk_pages,
+                    cancels=options.cancels and self.exchange is None,
                 )
             )
             if stage.tiers is not None and options.disk_pages:
@@ -287,7 +292,8 @@ class SimulatedStage:
         self._outbox = Channel(pipeline.world, 0.001)
         self._queue: deque[Forward] = deque()
         self._waiting_sends: list[SendChunk] = []  # wait for the Forward that computes their pages
-        self._busy = False
+        self._running: Forward | None = None
+        self._cancelled_plans: set[int] = set()
         self._cancelled: set[int] = set()
         self._cancel_asked: set[int] = set()
         self._sending: Counter[int] = Counter()
@@ -314,6 +320,10 @@ class SimulatedStage:
                     self.pipeline.exchange.ordered(self.pipeline.replica, order)
                 self._queue.append(order)
                 self.compute()
+            case CancelForward():
+                self._cancelled_plans.add(order.forward)
+                if self._running is not None and self._running.seq == order.forward:
+                    self._computed(self._running, 0.0)
             case SendChunk() if order.after and order.after not in self.pipeline.computed[self.index]:
                 self._waiting_sends.append(order)
             case SendChunk():
@@ -340,11 +350,12 @@ class SimulatedStage:
 
     def compute(self) -> None:
         """Start the next Forward, unless one is running or its input is missing."""
-        if not self._queue or self._busy or not self._can_start(self._queue[0]):
+        if not self._queue or self._running is not None or not self._can_start(self._queue[0]):
             return
-        self._busy = True
-        order = self._queue.popleft()
+        self._running = order = self._queue.popleft()
         seconds = self.pipeline.options.token_s * sum(row.count for row in order.rows)
+        if order.seq in self._cancelled_plans:
+            seconds = 0.0
 
         def run() -> None:
             self.pipeline.world.after(seconds or IDLE_S, lambda: self._computed(order, seconds))
@@ -411,10 +422,11 @@ class SimulatedStage:
         return upstream and all(self.pipeline.token_of(row) is not None for row in order.rows)
 
     def _computed(self, order: Forward, seconds: float) -> None:
-        if self.pipeline.dead:
-            return
-        self._busy = False
-        states = [(row, self._run(row)) for row in order.rows]
+        if self.pipeline.dead or self._running is not order:
+            return  # it was cancelled
+        self._running = None
+        cancelled = order.seq in self._cancelled_plans
+        states = [(row, self._spoil(row) if cancelled else self._run(row)) for row in order.rows]
         samples: list[SampledToken] = []
         nonfinite: list[int] = []
         for row, state in states if self.index == self.pipeline.last else ():
@@ -454,6 +466,13 @@ class SimulatedStage:
             self.pool[pages[position // size]][position % size] = state
         self.states.update((slot, state) for slot in (row.slot, row.checkpoint) if slot >= 0)
         return state
+
+    def _spoil(self, row: PlanRow) -> int:
+        """What a cancelled pass leaves in the pages of a row."""
+        for position in range(row.start, row.start + row.count):
+            self.pool[unpack(row.pages)[position // self.page_size]][position % self.page_size] = MISMATCH
+        self.states.update((slot, MISMATCH) for slot in (row.slot, row.checkpoint) if slot >= 0)
+        return MISMATCH
 
     def _start_sending(self, order: SendChunk) -> None:
         if order.request not in self._cancelled:

@@ -210,6 +210,7 @@ class Simulation:
             disk_pages=disk_pages,
             tier_faults=scenario.tier_faults,
             states=scenario.states,
+            cancels=scenario.seed % 4 > 0,
         )
         return SimulatedServer(self._world, name, config, options, self._report)
 

@@ -110,6 +110,14 @@ class Forward(Order, frozen=True, kw_only=True):
     """What lockstep replicas do alike in this pass, the Forwards of one seq; None where replicas share nothing."""
 
 
+class CancelForward(Order, frozen=True, kw_only=True):
+    """Nobody needs what a Forward computes any more: its layers need not be run to the end. PlanDone answers it all the
+    same. Only for stages that can (StageReady.cancels)."""
+
+    forward: int
+    """seq of the Forward."""
+
+
 class SendChunk(Order, frozen=True, kw_only=True):
     """Send the KV of positions [start, start + count) of a request to a peer."""
 
@@ -292,6 +300,7 @@ class ShutdownStage(Order, frozen=True, kw_only=True):
 AnyOrder = (
     BeginEpoch
     | Forward
+    | CancelForward
     | SendChunk
     | CancelSend
     | ReleaseRequest

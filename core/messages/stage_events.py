@@ -82,6 +82,8 @@ class StageReady(StageEvent, frozen=True, kw_only=True):
     """(a, b, c) of the a·l² + b·l + c seconds that a prompt of l tokens takes here; None where it was not measured."""
     backends: tuple[str, ...] = (ZMQ,)
     """Transfer backends that work here, best first."""
+    cancels: bool = False
+    """A pass ends soon after CancelForward."""
     host: str = ""
     """Token of the host's shared memory; "" where there is none."""
     nixl: str = ""

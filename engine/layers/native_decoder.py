@@ -75,6 +75,9 @@ class NativeDecoder:
         """
         shard = shard or whole_model(spec)
         self.progress = PassProgress()
+        # Other ranks would wait for one that is through with a pass, and a GPU has queued its layers.
+        self.cancels = device == "cpu" and tp.size == 1 and not exchanges
+        """See Decoder."""
         """Layers that were begun, in all passes."""
         self._spec = spec
         self._precision = precision
@@ -246,6 +249,8 @@ class NativeDecoder:
         norm, eps = self._arithmetic.norm, self._spec.norm_eps
         delta: Tensor | Stream | None = None
         for index, layer in enumerate(self._layers):
+            if self.cancels and self.progress.cancelled:
+                return
             self.progress.step()
             normed = norm(hidden, delta, layer.input_norm, eps)
             attended = layer.attention.post(index, normed, rotary, attention, groups, hidden)

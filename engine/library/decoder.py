@@ -69,6 +69,8 @@ class LibraryDecoder:
         ConfigError for weights that do not fit the model, LinkBroken when another shard is gone."""
         assert spec.library is not None
         self.progress = PassProgress()
+        self.cancels = False
+        """See Decoder."""
         library = spec.library
         self._spec, self._arithmetic = spec, arithmetic
         self._make_work = choose_work(kernels, arithmetic)

@@ -91,10 +91,17 @@ static struct tile *find_tile(struct run *run, int64_t *state, int *left, uint64
     return found;
 }
 
+static int cancelled(const struct run *run)
+{
+    return atomic_load_explicit((_Atomic int64_t *)&run->batch->progress[1], memory_order_relaxed) != 0;
+}
+
 static void run_round(const struct run *run, const struct tile *tile, int64_t round, char *memory)
 {
     if (round > 0)
         run->tasks->finish(run->stack, run->batch, tile->rows, round - 1, memory);
+    if (cancelled(run))
+        return;
     if (round < run->stack->count)
         run->tasks->project(run->stack, run->batch, tile->rows, round, memory);
 }
@@ -107,7 +114,8 @@ static void sleep_until_done(struct run *run, uint32_t seen)
     atomic_fetch_sub(&run->sleepers, 1);
 }
 
-/* What each thread does: rounds of tiles until all are done. */
+/* What each thread does: rounds of tiles until all are done, or nobody needs them any more. A thread that sleeps then is
+ * woken by the end of a round, which another one is in. */
 static void work(struct run *run, int thread, char *memory)
 {
     uint64_t seed = 0x9e3779b97f4a7c15u * (uint64_t)(run->batch->seed + thread + 1), *random = NULL;
@@ -117,7 +125,7 @@ static void work(struct run *run, int thread, char *memory)
         const uint32_t seen = atomic_load(&run->rounds);
         int64_t state = 0;
         struct tile *tile = find_tile(run, &state, &left, random);
-        if (!left)
+        if (!left || cancelled(run))
             return;
         if (!tile) {
             if (turns < SPINS)

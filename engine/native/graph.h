@@ -32,7 +32,7 @@ struct batch {
     void *joined;            /* [rows, (heads + 2 * kv_heads) * width]: working memory */
     const float *cos, *sin;  /* [rows, width], see rotate() */
     int64_t tile_rows;       /* of a task, at most */
-    int64_t *progress;       /* counts layers that were begun */
+    int64_t *progress;       /* counts layers that were begun, and whether the pass was cancelled meanwhile */
     int64_t seed;            /* 0, or tasks are taken at random, and held up: for tests */
 };
 

@@ -100,6 +100,8 @@ class StubRunner:
         self.pool = KVPool(self.geometry, memory.kv_pages, device, allocate)
         self.expert_rows: ExpertRows | None = None
         self.progress = PassProgress()
+        self.cancels = tp.size == 1 and not exchanges
+        """See Runner: others would wait for this rank."""
         self._first, self._last = part.first, part.last
         self._tp = tp
         self._share = len(layers) / spec.layers * len(shard.heads) / spec.heads
@@ -222,10 +224,10 @@ class StubRunner:
         until = started + due_s - self._overslept_s
         if (left := until - time.perf_counter()) > LONG_SLEEP_S:
             for _ in range(self.geometry.layers):
-                time.sleep(left / self.geometry.layers)
+                self.progress.sleep(left / self.geometry.layers)
                 self.progress.step()
         elif left > 0:
-            time.sleep(left)
+            self.progress.sleep(left)
         self.progress.step()
         self._overslept_s = min(max(0.0, time.perf_counter() - until), due_s)
 

@@ -1,17 +1,18 @@
-"""Open prompts: their pieces are computed in short passes while there is nothing else to compute, so that their KV is
-in the prefix cache when they are committed.
+"""Open prompts: their pieces are computed in passes of their own while there is nothing else to compute, so that their
+KV is in the prefix cache when they are committed.
 
-    passes of others   ├─── 512 ───┤├─ 230 ─┤                     ▼ arrives      ├─── 512 ───┤
-    passes of pieces                         ├ 128 ┤├ 128 ┤├ 128 ┤├ 128 ┤          waits for one short pass at most
+    passes of others   ├─── 512 ───┤├─ 230 ─┤                          ▼ arrives ├─── 512 ───┤
+    passes of pieces                         ├─── 512 ───┤├─── 512 ─── ╳ is cancelled
+         … where stages cannot cancel one    ├ 128 ┤├ 128 ┤├ 128 ┤├ 128 ┤ others wait for one of them at most
 
 A piece is a request without a token: it ends when its whole pages are computed. It keeps no pages between its passes:
 they are in the prefix cache, where others may take them, and its next pass begins behind those that are left there.
 """
 
+from headrace.core.messages.orders import CancelForward
 from headrace.core.messages.replies import Progress
 from headrace.core.types.requests.outcomes import DISCARDED
 from headrace.scheduler.batching.starting import LOOKED_AT
-from headrace.scheduler.costs.short_passes import short_pass
 from headrace.scheduler.lifecycle.completion import Completion
 from headrace.scheduler.requests.phase import Phase
 from headrace.scheduler.requests.record import Request
@@ -20,7 +21,7 @@ from headrace.scheduler.state.state import State
 
 
 class OpenPieces:
-    """Chooses the pieces of the next short pass of a replica, and leases their pages."""
+    """Chooses the pieces of the next pass of a replica, and leases their pages."""
 
     def __init__(self, state: State, replica: Replica, completion: Completion) -> None:
         self._state = state
@@ -35,11 +36,22 @@ class OpenPieces:
         queues = replica.queues
         return bool(queues.open) and not queues.runnable and next(replica.plans.of_first_stage(), None) is None
 
-    def divide(self, slots: int, now: float) -> list[tuple[Request, int]]:
-        """Pieces and the tokens that each has in a short pass, at most slots of them, which are started. Those that
-        have nothing left to compute end."""
+    @property
+    def pass_tokens(self) -> int:
+        """Tokens of the next pass."""
+        return self._replica.piece_passes.tokens(cancels=self._state.engine.cancels)
+
+    def give_way(self) -> None:
+        """Cancel the passes of pieces that are under way: there is something else to compute."""
+        for plan in self._replica.plans:
+            if plan.gives_way and not plan.cancelled:
+                plan.cancel()
+                self._replica.order(CancelForward(seq=self._state.out.next_seq(), forward=plan.seq))
+
+    def divide(self, left: int, slots: int, now: float) -> list[tuple[Request, int]]:
+        """Pieces and the tokens that each has in a pass of left tokens and slots rows at most, which are started. Those
+        that have nothing left to compute end."""
         queues, before = self._replica.queues, self._replica.cache.version
-        left = short_pass(self._state.config)
         chosen: list[tuple[Request, int]] = []
         over: list[tuple[Request, int]] = []  # with the positions that are cached
         looked_at = LOOKED_AT if self._refused != (before, len(queues.open)) else 0
@@ -66,7 +78,7 @@ class OpenPieces:
 
     def finish(self, request: Request, now: float) -> None:
         """No more of a piece is planned: it ends at once, or with the pass that it is in."""
-        request.target = request.planned
+        request.target = request.computed
         if request.phase is Phase.WAITING:
             self._completion.complete(request, DISCARDED, now)
 

@@ -31,7 +31,6 @@ from headrace.scheduler.batching.open_prompts import OpenPieces
 from headrace.scheduler.batching.prefill_shares import PrefillShares, next_chunk
 from headrace.scheduler.batching.starting import Starter
 from headrace.scheduler.costs.cost_model import CostModel
-from headrace.scheduler.costs.short_passes import short_pass
 from headrace.scheduler.decode.fetch import RemoteFetch
 from headrace.scheduler.decode.generation import TokenGeneration
 from headrace.scheduler.lifecycle.preemption import Preemption
@@ -101,6 +100,8 @@ class Planner:
 
     def plan(self, now: float) -> None:
         """Order the next forward pass, if there is anything to compute and a credit left."""
+        if self._replica.queues.runnable:
+            self._open.give_way()
         if self._due(now):
             batch = self.draft(now)
         elif self.may_open:
@@ -128,23 +129,22 @@ class Planner:
 
     @property
     def may_open(self) -> bool:
-        """Whether a short pass of open prompts may be ordered now."""
+        """Whether a pass of open prompts may be ordered now."""
         return self._state.may_plan(len(self._replica.plans)) and self._open.may_run
 
     def draft_open(self, now: float) -> BatchBuilder:
-        """The rows of a short pass of open prompts. They give their pages up when it is done."""
-        config = self._state.config
-        batch = BatchBuilder(short_pass(config), config.max_running)
-        for request, count in self._open.divide(batch.slots, now):
+        """The rows of a pass of open prompts. They give their pages up when it is done."""
+        batch = BatchBuilder(self._open.pass_tokens, self._state.config.max_running, pieces=True)
+        for request, count in self._open.divide(batch.budget, batch.slots, now):
             self._prefill(batch, request, count)
             self._replica.queues.preempt(request)
-            self._state.metrics.counters.add("open_tokens_total", count)
         return batch
 
     def order(self, batch: BatchBuilder, seq: int, agreement: Agreement | None, now: float) -> Plan:
         """Order the forward pass with these rows, under the number seq."""
         state, replica, metrics = self._state, self._replica, self._state.metrics
         plan = batch.build(seq)
+        plan.gives_way = plan.pieces and state.engine.cancels
         replica.order(Forward(seq=seq, rows=tuple(batch.rows), agreement=agreement))
         if not replica.plans:
             state.deadlines.set(PlanTimer(replica.index), now + state.config.stage_timeout_s)

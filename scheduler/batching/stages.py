@@ -114,13 +114,23 @@ class StageGroup:
         metrics.computed(event.stage, event.duration_s, now, plan.tokens, plan.decode_rows)
         if not plan.rows:
             return  # it was idle in this pass
+        if plan.pieces:
+            replica.piece_passes.ended(cancelled=plan.cancelled)
+            metrics.counters.add("open_passes_total", labels=("cancelled" if plan.cancelled else "computed",))
+            metrics.counters.add("open_tokens_total", plan.tokens)
+        if plan.cancelled:
+            self._generation.plan_cancelled(plan, now)
+            return
         metrics.rate.observe(plan.tokens, event.duration_s)
         self._learn(replica, plan, event, now)
         metrics.histograms.observe("plan_duration_seconds", event.duration_s)
         self._generation.plan_done(plan, event, now)
 
     def _learn(self, replica: Replica, plan: Plan, event: PlanDone, now: float) -> None:
-        """Refine the cost model by a plan that mostly prefills: decode rows cost what it says nothing of."""
+        """Refine the cost model by a plan that mostly prefills: decode rows cost what it says nothing of, and one that
+        was cancelled is not computed to its end."""
+        if plan.cancelled:
+            return
         place = self._state.config.layout.place(event.stage)
         if place.shard == 0 and plan.decode_rows * PREFILL_PER_DECODE_ROW <= plan.tokens:
             replica.costs.observe(place.stage, plan.load, event.duration_s, now)
@@ -237,6 +247,7 @@ class StageGroup:
         state.engine.start(
             vocab_size=state.config.vocab_size or min(stage.vocab_size for stage in stages),
             costs=tuple(costs) if state.config.chunking == "dynamic" else (),
+            cancels=all(stage.cancels for stage in stages),
             offering=tuple(rank for rank, stage in sorted(self._up.items()) if stage.offers is not None),
         )
         state.out.add(BeginEpoch(seq=state.out.next_seq(), epoch=self._epoch))

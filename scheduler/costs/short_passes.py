@@ -1,8 +1,8 @@
-"""Lengths of the passes in which pieces of open prompts are computed: short, so that others wait for little."""
+"""Lengths of the passes in which pieces of open prompts are computed, so that others wait for little."""
 
 from headrace.core.config import SchedulerConfig
 
-SHORT = 4  # a pass of pieces has so much less tokens than others may have
+SHORT = 4  # a short pass has so much less tokens than others may have
 
 
 def open_target(config: SchedulerConfig, tokens: int) -> int:
@@ -13,6 +13,23 @@ def open_target(config: SchedulerConfig, tokens: int) -> int:
     return max(0, tokens - 1) // size * size if keeps else 0
 
 
-def short_pass(config: SchedulerConfig) -> int:
-    """Tokens of a pass that holds pieces of open prompts."""
-    return max(config.page_size, config.chunk_tokens // SHORT // config.page_size * config.page_size)
+class PiecePasses:
+    """How many tokens a pass with pieces of open prompts may have.
+
+    Others wait for the end of one that cannot be cancelled, so those are short. Those that can be are as long as any,
+    and half as long when one was cancelled: what it has computed is lost, and a prompt that comes again and again would
+    let nothing of an open one be computed.
+    """
+
+    def __init__(self, config: SchedulerConfig) -> None:
+        size = config.page_size
+        self._short = max(size, config.chunk_tokens // SHORT // size * size)
+        self._next = self._long = max(size, config.chunk_tokens // size * size)
+
+    def tokens(self, *, cancels: bool) -> int:
+        """Of the next pass. cancels: it can be cancelled."""
+        return self._next if cancels else self._short
+
+    def ended(self, *, cancelled: bool) -> None:
+        """A pass was computed, or cancelled."""
+        self._next = max(self._short, self._next // 2) if cancelled else min(self._long, self._next * 2)

@@ -48,6 +48,19 @@ class TokenGeneration:
         for request, chunk in plan.sends:
             self._handoff.reached(request, chunk, now)
 
+    def plan_cancelled(self, plan: Plan, now: float) -> None:
+        """The stages are through with a plan of pieces that was cancelled: those begin again where they were, or end
+        where no more of them is wanted."""
+        for row in plan.rows:
+            request = row.request
+            self._state.of(request).plans.leave(row)
+            if request.ended:
+                self._completion.release_if_safe(request)
+            elif request.target <= request.computed:
+                self._completion.complete(request, DISCARDED, now)
+            else:
+                self._preemption.requeue_if_due(request, now)
+
     def accept_token(self, request: Request, sampled: SampledToken, now: float, given_reason: str = "") -> None:
         """Take in the next token of a request that is decoded here. given_reason: why the prefill server says that the
         request ends with it, "" if it does not."""

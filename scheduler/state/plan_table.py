@@ -36,6 +36,15 @@ class Plan:
     """What its rows cost."""
 
     decode_rows: int = 0
+    pieces: bool = False
+    """It computes pieces of open prompts, and nothing else."""
+
+    gives_way: bool = False
+    """It is cancelled when there is something else to compute, which therefore does not wait for it."""
+
+    cancelled: bool = False
+    """What it computes is not used."""
+
     begun: float = 0.0
     """Time at which the last stage had nothing to do before it: its order, or the end of the plan before."""
 
@@ -48,11 +57,16 @@ class Plan:
     sends: list[tuple[Request, int]] = field(default_factory=list)
     """Chunks, by request and number, that the stages send as soon as they have computed it."""
 
+    def cancel(self) -> None:
+        """What it computes is not used, and takes no time."""
+        self.cancelled, self.tokens, self.load = True, 0, NOTHING
+
 
 class BatchBuilder:
     """The rows of the next plan."""
 
-    def __init__(self, budget: int, slots: int) -> None:
+    def __init__(self, budget: int, slots: int, *, pieces: bool = False) -> None:
+        self._pieces = pieces
         self.budget = budget
         """Tokens that may be added."""
 
@@ -82,7 +96,8 @@ class BatchBuilder:
     def build(self, seq: int) -> Plan:
         """The plan with these rows."""
         load = self._load
-        return Plan(seq=seq, tokens=load.tokens, rows=tuple(self._planned), load=load, decode_rows=self._decode_rows)
+        rows, decode_rows = tuple(self._planned), self._decode_rows
+        return Plan(seq=seq, tokens=load.tokens, rows=rows, load=load, decode_rows=decode_rows, pieces=self._pieces)
 
 
 class PlanTable:

@@ -22,6 +22,7 @@ from headrace.core.types.requests.images import ImageInput
 from headrace.scheduler.costs.backlog import rank_of
 from headrace.scheduler.costs.cost_model import CostModel, Load
 from headrace.scheduler.costs.decoding_load import DecodingLoad
+from headrace.scheduler.costs.short_passes import PiecePasses
 from headrace.scheduler.kv.cache_events import CacheEventLog
 from headrace.scheduler.kv.copy_table import CopyTable
 from headrace.scheduler.kv.kv_cache import KvCache
@@ -96,6 +97,9 @@ class Replica:
         self.predictor = TtftPredictor(config, self.costs, self.queues.backlog, self.queues.policy, self.plans)
         self.decoding = DecodingLoad()
         """The requests that decode, now and on average."""
+
+        self.piece_passes = PiecePasses(config)
+        """How long passes with pieces of open prompts are."""
 
         self.held = HeldPages(self.cache, config.hold_percent)
         self.moves: dict[int, Request] = {}

@@ -39,6 +39,9 @@ class EngineStatus:
         self.vocab_size = config.vocab_size
         """Token ids are below this; 0 while it is not known."""
 
+        self.cancels = False
+        """Every stage ends a pass soon that is cancelled."""
+
         self.costs: tuple[Cost, ...] = ()
         """What computing takes each stage; empty when all chunks of a prompt have one length."""
 
@@ -48,9 +51,10 @@ class EngineStatus:
         self.silent_until: dict[int, float] = {}
         """When a stage was last known not to answer, by rank: what peers say to it is not read then."""
 
-    def start(self, vocab_size: int, costs: tuple[Cost, ...], offering: tuple[int, ...]) -> None:
+    def start(self, vocab_size: int, costs: tuple[Cost, ...], offering: tuple[int, ...], *, cancels: bool) -> None:
         """Every stage is up."""
         self.offering = offering
+        self.cancels = cancels
         self.ready = True
         self.vocab_size = vocab_size
         self.costs = costs

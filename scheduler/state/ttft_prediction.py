@@ -136,8 +136,9 @@ class TtftPredictor:
 
     def _running_s(self, now: float) -> float:
         """Seconds until the plans in flight are done, as the slowest stage has them."""
-        seconds = sum(self._costs.load_s(plan.load) + self._costs.last_pass_s(plan.tokens) for plan in self._plans)
-        first = self._plans.oldest
+        plans = [plan for plan in self._plans if not plan.gives_way]
+        seconds = sum(self._costs.load_s(plan.load) + self._costs.last_pass_s(plan.tokens) for plan in plans)
+        first = plans[0] if plans else None
         if first is None:
             return 0.0
         first_s = self._costs.load_s(first.load) + self._costs.last_pass_s(first.tokens)

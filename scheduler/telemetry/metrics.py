@@ -155,6 +155,13 @@ CATALOG = (
     MetricSpec("prompt_tokens_total", "counter", "Prompt tokens of the requests that were started.", (), ((),)),
     MetricSpec("cached_tokens_total", "counter", "Prompt tokens found in the prefix cache.", (), ((),)),
     MetricSpec(
+        "open_passes_total",
+        "counter",
+        "Passes with pieces of open prompts, by how they ended: computed, or cancelled since others came.",
+        ("end",),
+        (("computed",), ("cancelled",)),
+    ),
+    MetricSpec(
         "open_tokens_total",
         "counter",
         "Tokens of open prompts that were computed; no prompt tokens of requests.",

@@ -116,6 +116,23 @@ def test_a_text_in_pieces_is_the_text_sent_whole(http: httpx.Client, server: Ser
     assert server.total("headrace_open_tokens_total") > 0
 
 
+def test_a_long_pass_of_an_open_prompt_gives_way_to_others() -> None:
+    """More than a second of computing is cancelled for a prompt of some milliseconds, and done afterwards."""
+    slow = ("--model", "stub:layers=4,us_per_token=600", "--max-model-len", "4096", "--chunk-tokens", "2048")
+    with serving("--role", "prefill", *slow) as server, httpx.Client(base_url=server.url, timeout=60) as http:
+        body = {"open": True, "prompt_token_ids": list(range(3, 203)) * 10}
+        path = f"/v1/prefill/{ok(http.post('/v1/prefill', json=body))['id']}"
+        wait_until(lambda: server.total("headrace_plans_total") > 0, 10, "a pass is under way")
+        started = time.monotonic()
+        ok(http.post("/v1/prefill", json={"prompt_token_ids": list(range(103, 123)), "handoff": "none"}))
+        assert time.monotonic() - started < 0.8
+        wait_until(lambda: server.metrics()['headrace_open_passes_total{end="cancelled"}'] == 1, 10, "it is counted")
+        computed = settled(http, path)["computed"]
+        assert server.total("headrace_open_tokens_total") == computed, "none of what was cancelled"
+        answer = ok(http.post(f"{path}/commit", json={"handoff": "none"}))
+        assert answer["usage"]["cached_tokens"] == computed
+
+
 def test_the_example_streams_a_document(server: Server, tmp_path: Path) -> None:
     document = tmp_path / "report.txt"
     document.write_text(gold.tokenizer().decode(gold.story_ids()[:300]))

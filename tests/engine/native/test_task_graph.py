@@ -3,6 +3,7 @@
 import contextlib
 from collections.abc import Iterator
 from pathlib import Path
+from threading import Timer
 from unittest.mock import patch
 
 import numpy as np
@@ -104,6 +105,34 @@ def test_layers_are_counted(folders: dict[str, Path]) -> None:
         before = runner.progress.steps
         computed(runner, [[prompt.row(0, 200)]], used)
         assert runner.progress.steps == before + SIZES["num_hidden_layers"]
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_a_pass_that_is_cancelled_ends_and_leaves_the_next_one_as_it_is(folders: dict[str, Path], whole: bool) -> None:
+    """By the graph, and kernel by kernel; before it begins, and while threads compute that are held up at random."""
+    runner = make_runner(folders["llama"], cpuinfo=cpuinfo("avx2"))
+    tasks, progress = tasks_of(runner), runner.progress
+    assert runner.cancels
+    prompt = Prompt(1, random_tokens(200), list(range(13)), PAGE_SIZE)
+    plans = [[prompt.row(0, 200)]]
+    used = tasks if whole else None
+    expected = computed(runner, plans, used)
+    progress.begin(1)
+    progress.cancel(1)
+    before = progress.steps
+    computed(runner, plans, used)
+    assert progress.steps == before
+    with threads(3), patch.object(task_graph, "TILE_ROWS", (8,)), patch.object(task_graph, "TILES_PER_THREAD", 0):
+        for number in range(2, 12):
+            tasks.seed = number
+            progress.begin(number)
+            timer = Timer(0.002 * number, progress.cancel, (number,))
+            timer.start()
+            computed(runner, plans, used)
+            timer.join()
+            progress.begin(0)
+            for one, other in zip(computed(runner, plans, used), expected, strict=True):
+                assert_same_bits(one, other)
 
 
 def test_few_rows_for_many_threads_are_computed_kernel_by_kernel(folders: dict[str, Path]) -> None:

@@ -1,4 +1,5 @@
-"""Pieces of open prompts: what they compute, and that nobody else waits for them longer than for one short pass."""
+"""Pieces of open prompts: what they compute, and that nobody else waits for them longer than for one short pass, or for
+one to be cancelled."""
 
 import heapq
 from dataclasses import dataclass, field
@@ -10,19 +11,19 @@ from hypothesis import strategies as st
 
 from headrace.core.config.scheduler import Policy
 from headrace.core.messages.frontend import Abort, Drain, Submit
-from headrace.core.messages.orders import Forward
+from headrace.core.messages.orders import CancelForward, Forward
 from headrace.core.messages.replies import Drained, Progress, RequestFinished, Tokens
 from headrace.core.messages.stage_events import PlanDone, SampledToken, StageReady
-from headrace.core.types.packed import pack
+from headrace.core.types.packed import pack, unpack
 from headrace.core.types.requests.request import Discard, SamplingParams
 from headrace.core.types.requests.terms import RequestTerms
-from headrace.scheduler.costs.short_passes import short_pass
+from headrace.scheduler.costs.short_passes import PiecePasses
 from headrace.scheduler.scheduler import Effect, Scheduler
 from headrace.testing.scenario import POLICIES
 from tests.scheduler.bench import config, geometry
 
 CHUNK, PAGE = 64, 4
-PASS_S, TOKEN_S = 0.002, 0.001
+PASS_S, TOKEN_S, CANCEL_S = 0.002, 0.001, 0.0005
 NAMES = ("alice", "bob")
 
 
@@ -37,6 +38,7 @@ class Engine:
     passes: list[tuple[Forward, float]] = field(default_factory=list)
     """Every pass, and when it was done."""
 
+    cancelled: list[Forward] = field(default_factory=list)
     ended: dict[str, float] = field(default_factory=dict)
 
     def handle(self, *events: Any) -> None:
@@ -79,12 +81,23 @@ class Engine:
                 begun = max(self.now, self.done_at[-1][0] if self.done_at else 0.0)
                 tokens = sum(row.count for row in effect.rows)
                 self.done_at.append((begun + PASS_S + TOKEN_S * tokens, effect))
+            elif isinstance(effect, CancelForward):
+                self._cancel(effect.forward)
             elif isinstance(effect, RequestFinished):
                 self.ended[effect.rid] = self.now
 
+    def _cancel(self, seq: int) -> None:
+        """The pass ends now, or after the one before it, and those behind it come sooner."""
+        place = next(place for place, (_, forward) in enumerate(self.done_at) if forward.seq == seq)
+        at, forward = self.done_at[place]
+        ends = max(self.now, self.done_at[place - 1][0] if place else 0.0) + CANCEL_S
+        self.cancelled.append(forward)
+        later = [(end - (at - ends), each) for end, each in self.done_at[place + 1 :]]
+        self.done_at[place:] = [(ends, forward), *later]
 
-def engine(**changes: Any) -> Engine:
-    """A server with one stage that is up."""
+
+def engine(*, cancels: bool = False, **changes: Any) -> Engine:
+    """A server with one stage that is up. cancels: it can cancel passes."""
     given = {
         "chunk_tokens": CHUNK,
         "kv_pages": 500,
@@ -97,8 +110,17 @@ def engine(**changes: Any) -> Engine:
     } | changes
     made = Engine(Scheduler(config(**given)))
     pages = int(given["kv_pages"])
-    up = StageReady(stage=0, geometry=geometry(PAGE), fingerprint="f", data_port=1, kv_pages=pages, vocab_size=1000)
-    made.handle(up)
+    made.handle(
+        StageReady(
+            stage=0,
+            geometry=geometry(PAGE),
+            fingerprint="f",
+            data_port=1,
+            kv_pages=pages,
+            vocab_size=1000,
+            cancels=cancels,
+        )
+    )
     return made
 
 
@@ -221,13 +243,63 @@ def test_nothing_is_computed_that_would_not_be_kept(changes: dict[str, Any]) -> 
     assert not made.passes
 
 
+def test_a_pass_that_can_be_cancelled_is_as_long_as_any_and_gives_way() -> None:
+    made = engine(cancels=True, pipeline_depth=1)
+    made.handle(piece("a", 200))
+    assert made.done_at[0][0] == pytest.approx(PASS_S + CHUNK * TOKEN_S)
+    made.now = 0.03
+    made.handle(other("b", 20, 2))
+    assert [sum(row.count for row in forward.rows) for _, forward in made.done_at] == [CHUNK, 20]
+    made.run()
+    assert made.ended["b"] == pytest.approx(0.03 + CANCEL_S + PASS_S + 20 * TOKEN_S)
+    assert len(made.cancelled) == 1
+    assert counts(made) == [[64], [20], [32], [64], [64], [36]], (
+        "half as long as the one that was cancelled, and again as long"
+    )
+    assert [row.start for forward, _ in made.passes for row in forward.rows] == [0, 0, 0, 32, 96, 160]
+    assert made.scheduler.cached_tokens(prompt(200)) == 196
+    totals = {
+        sample.labels: sample.value
+        for sample in made.scheduler.statistics(1.0).samples
+        if sample.name == "open_passes_total"
+    }
+    assert totals == {("computed",): 4, ("cancelled",): 1}
+
+
+def test_what_is_cancelled_again_and_again_is_computed_in_shorter_passes() -> None:
+    made = engine(cancels=True)
+    made.run([(0.0, piece("a", 200)), *((0.05 * at, other(f"b{at}", 8, 100 + at)) for at in range(60))])
+    assert len(made.ended) == 61
+    assert made.ended["a"] < 1, "though a long pass takes more time than there is between two prompts"
+
+
+def test_a_piece_that_is_wanted_no_more_ends_with_a_pass_that_is_cancelled() -> None:
+    made = engine(cancels=True)
+    made.handle(piece("a", 200))
+    made.handle(Abort(rid="a", finish=True))
+    made.handle(other("b", 20, 2))
+    made.run()
+    assert made.ended["a"] < made.ended["b"]
+    assert counts(made) == [[64], [20]]
+
+
+def test_nobody_is_expected_to_wait_for_what_gives_way() -> None:
+    made, without = engine(cancels=True, pipeline_depth=1), engine(cancels=True, pipeline_depth=1)
+    made.handle(piece("a", 200))
+    for one in (made, without):
+        one.handle(other("first", 64, 7))
+    assert made.scheduler.load(0.0) == without.scheduler.load(0.0)
+
+
 ARRIVALS = st.lists(st.tuples(st.integers(0, 1500), st.integers(1, 4), st.sampled_from(NAMES)), min_size=1, max_size=8)
 PIECES = st.lists(st.tuples(st.integers(0, 1500), st.integers(1, 300)), min_size=1, max_size=8)
 
 
-def finish_times(arrivals: list[Any], pieces: list[Any], policy: Policy, depth: int) -> tuple[list[float], list[float]]:
+def finish_times(
+    arrivals: list[Any], pieces: list[Any], policy: Policy, depth: int, *, cancels: bool
+) -> tuple[list[float], list[float]]:
     """When each of the prompts has ended, in the order of their arrival, and when each of their passes was done."""
-    made = engine(policy=policy, pipeline_depth=depth, policy_reserve=0.0)
+    made = engine(cancels=cancels, policy=policy, pipeline_depth=depth, policy_reserve=0.0)
     prompts = [
         (at / 1000, other(f"r{number}", CHUNK * chunks, 100 + number, tenant=name))
         for number, (at, chunks, name) in enumerate(arrivals)
@@ -238,24 +310,29 @@ def finish_times(arrivals: list[Any], pieces: list[Any], policy: Policy, depth: 
     ]
     made.run(prompts + opened)
     assert len(made.ended) == len(prompts) + len(opened)
-    passes = [(sum(row.count for row in forward.rows), at) for forward, at in made.passes]
-    assert {tokens for tokens, _ in passes if tokens > short_pass(made.scheduler._state.config)} <= {CHUNK}
-    return [made.ended[f"r{number}"] for number in range(len(prompts))], [
-        at for tokens, at in passes if tokens == CHUNK
-    ]
+    of_pieces = [(sum(row.count for row in forward.rows), at) for forward, at in made.passes if is_of_pieces(forward)]
+    others = [at for forward, at in made.passes if not is_of_pieces(forward)]
+    passes = PiecePasses(made.scheduler._state.config)
+    assert all(tokens <= passes.tokens(cancels=cancels) for tokens, _ in of_pieces)
+    return [made.ended[f"r{number}"] for number in range(len(prompts))], others
+
+
+def is_of_pieces(forward: Forward) -> bool:
+    """The prompts of others have other tokens than pieces, whose ids begin at 200."""
+    return unpack(forward.rows[0].tokens)[0] >= 200
 
 
 @settings(max_examples=60, deadline=None)
-@given(ARRIVALS, PIECES, st.sampled_from(POLICIES), st.integers(0, 2))
+@given(ARRIVALS, PIECES, st.sampled_from(POLICIES), st.integers(0, 2), st.booleans())
 def test_nobody_waits_longer_than_for_one_short_pass(
-    arrivals: list[Any], pieces: list[Any], policy: Policy, depth: int
+    arrivals: list[Any], pieces: list[Any], policy: Policy, depth: int, cancels: bool
 ) -> None:
-    """The n-th pass of others is done at most one short pass later than without any piece; first come, first served,
-    where the order cannot change, each first token comes at most so much later. Passes of others are full, so that a
-    delay does not change what is in them."""
-    late_s = PASS_S + CHUNK // 4 * TOKEN_S + 1e-9
-    ended, passes = finish_times(arrivals, pieces, policy, depth)
-    alone, passes_alone = finish_times(arrivals, [], policy, depth)
+    """The n-th pass of others is done at most one short pass later than without any piece, or as much as it takes to
+    cancel one where the stages can; first come, first served, where the order cannot change, each first token comes at
+    most so much later. Passes of others are full, so that a delay does not change what is in them."""
+    late_s = (CANCEL_S if cancels else PASS_S + CHUNK // 4 * TOKEN_S) + 1e-9
+    ended, passes = finish_times(arrivals, pieces, policy, depth, cancels=cancels)
+    alone, passes_alone = finish_times(arrivals, [], policy, depth, cancels=cancels)
     assert all(at <= before + late_s for at, before in zip(passes, passes_alone, strict=True))
     if policy == "fcfs":
         assert all(at <= before + late_s for at, before in zip(ended, alone, strict=True))
