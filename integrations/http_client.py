@@ -18,6 +18,7 @@ a task of its own.
 import asyncio
 import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
+from functools import cache
 from typing import Any
 
 import httpx
@@ -91,6 +92,7 @@ def bearer(api_key: str) -> dict[str, str]:
     return {"Authorization": f"Bearer {api_key}"} if api_key else {}
 
 
+@cache  # reading them takes longer than all else that a client needs
 def trusted_certificates() -> ssl.SSLContext:
     """Authorities of the machine (OpenSSL's paths, SSL_CERT_FILE, SSL_CERT_DIR), and those that httpx brings."""
     context = httpx.create_ssl_context(trust_env=False)

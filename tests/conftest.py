@@ -2,7 +2,9 @@
 
 import os
 import signal
+import ssl
 from collections.abc import Iterator
+from functools import cache
 
 import pytest
 from hypothesis import settings
@@ -25,6 +27,14 @@ def pytest_configure(config: pytest.Config) -> None:
     kind = config.getoption("cpu")
     if kind is not None:
         os.environ[CPUINFO_VARIABLE] = cpuinfo(other_kind() if kind == "other" else kind)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def certificates_are_read_once() -> Iterator[None]:
+    """httpx reads those of the machine for every client and every request without one, which takes 40 ms."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ssl, "create_default_context", cache(ssl.create_default_context))
+        yield
 
 
 @pytest.fixture(autouse=True)
