@@ -12,6 +12,7 @@ from typing import Annotated, Any
 import msgspec
 
 from headrace.core.types.errors import HeadraceError, invalid
+from headrace.core.types.requests.kv_hints import KvHintsEnvelope
 from headrace.gateway.metrics import RecomputeReason
 from headrace.server.http.ranges import Priority, TokenId
 
@@ -46,6 +47,9 @@ class GatewayBody(msgspec.Struct, kw_only=True):
     truncate_prompt_tokens: int | None = None
     cache_salt: str | None = None
     priority: Priority | None = None
+    kv_hints: KvHintsEnvelope | None = None
+    session_id: str | None = None
+    prompt_cache_key: str | None = None
     kv_transfer_params: GatewayParams | None = None
 
     @property

@@ -149,6 +149,8 @@ class Front:
             jobs=len(prompts) * (body.n or 1),
             cache_salt=body.cache_salt or "",
             priority=body.priority or 0,
+            session_id=body.session_id or body.prompt_cache_key or "",
+            kv_hints=body.kv_hints,
             context=record.context,
         )
 

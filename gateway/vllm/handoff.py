@@ -20,11 +20,13 @@ from headrace.core.types.errors import TOO_LONG, ErrorInfo, HeadraceError, inval
 from headrace.core.types.kv.geometry import ceil_div
 from headrace.core.types.packed import pack, prompt_hash
 from headrace.core.types.requests.adapters import MAX_SALT_CHARS
+from headrace.core.types.requests.kv_hints import KvHintsEnvelope
 from headrace.core.types.requests.remote_prefill import PrefillDecision, RemoteForecast
 from headrace.core.types.requests.request import SamplingParams, Timing, Usage
 from headrace.core.types.requests.terms import RequestTerms
 from headrace.gateway.vllm.kv_loads import KvLoads
 from headrace.peer.commands import Loaded, LoadKv, TicketRef
+from headrace.server.api.request.terms import session_digest
 from headrace.server.frontend.generation.prefill_failover import PrefillFailover
 from headrace.server.frontend.request.generation_request import GenerationRequest, GenerationResult
 from headrace.server.frontend.request.request_context import CallSpan, RequestContext
@@ -58,6 +60,10 @@ class HandoffPrompt(msgspec.Struct, frozen=True, kw_only=True):
     """Times that the decode engine will read it: equal prompts in the body × n."""
     cache_salt: str = ""
     priority: int = 0
+    session_id: str = ""
+    """Name of the conversation, "" for none."""
+    kv_hints: KvHintsEnvelope | None = None
+    """What is to become of the KV in the prefill server's cache."""
     context: RequestContext = RequestContext("")
 
 
@@ -137,7 +143,10 @@ class Handoffs:
             rid=f"gw-{secrets.token_hex(16)}",
             prompt=prompt.tokens,
             sampling=SAMPLING,
-            terms=RequestTerms(cache_salt=_salt(prompt.cache_salt), priority=prompt.priority),
+            terms=RequestTerms(
+                cache_salt=_salt(prompt.cache_salt), priority=prompt.priority, session=session_digest(prompt.session_id)
+            ),
+            kv_hints=prompt.kv_hints,
             context=prompt.context,
         )
 
@@ -186,7 +195,7 @@ class Handoffs:
             prompt_hash=prompt_hash(pack(request.prompt)),
         )
         span = CallSpan(request.context, server.url, self._clock, lambda _span: None)
-        async with self._prefills.prefill_call(choice, _body(request, ticket), span) as call:
+        async with self._prefills.prefill_call(choice, _body(request, ticket, server), span) as call:
             load = self._loads.begin(command)
             self._leased[ticket] = self._pages_for(command.tokens)
             began = self._clock.now()
@@ -238,7 +247,7 @@ def _ignore(_progress: PrefillProgress) -> None:
     """A gateway reports no progress."""
 
 
-def _body(request: GenerationRequest, ticket: str) -> PrefillRequest:
+def _body(request: GenerationRequest, ticket: str, server: PrefillServer) -> PrefillRequest:
     """Body of POST /v1/prefill: what it samples is not looked at."""
     return PrefillRequest(
         rid=request.rid,
@@ -249,6 +258,8 @@ def _body(request: GenerationRequest, ticket: str) -> PrefillRequest:
         ignore_eos=True,
         priority=request.terms.priority,
         cache_salt=request.terms.cache_salt or None,
+        kv_hints=request.kv_hints if server.knows_hints else None,
+        session_id=(request.terms.session or None) if server.knows_session_id else None,
     )
 
 

@@ -7,6 +7,7 @@ dropped: what has no counterpart, and would change the answer, is refused by its
     sampling_options, stop_conditions            sampling_params
     output_options                               logprobs
     routing, extra_args.nvext                    priority, dp_rank, cache_salt
+    agent_context                                session_id
     prefill_result.disaggregated_params          what the prefill worker said: kv_transfer_params
 """
 
@@ -179,6 +180,8 @@ def _routing(request: Fields) -> dict[str, Any]:
         found["data_parallel_rank"] = int(rank)
     if salt := routing.get("cache_salt") or _extension(request).get("cache_salt"):
         found["cache_salt"] = salt
+    if session := (request.get("agent_context") or {}).get("session_id"):
+        found["session_id"] = session
     return found
 
 

@@ -153,18 +153,23 @@ class Site:
         return next(float(line.rpartition(" ")[2]) for line in lines if line.startswith(f"headrace_{series} "))
 
 
-def scripted_prefill() -> ScriptedEngine:
+def scripted_prefill(more: dict[str, Any]) -> ScriptedEngine:
     server = ScriptedEngine()
-    server.answers = {"/v1/handoff": (200, HANDOFF), "/v1/prefill": (200, {})}
+    server.answers = {"/v1/handoff": (200, HANDOFF | more), "/v1/prefill": (200, {})}
     return server
 
 
 @asynccontextmanager
 async def gateway_site(
-    monkeypatch: pytest.MonkeyPatch, *, servers: int = 1, start: bool = True, **changes: Any
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    servers: int = 1,
+    start: bool = True,
+    handoff: dict[str, Any] | None = None,
+    **changes: Any,
 ) -> AsyncIterator[Site]:
-    """A gateway that is ready, unless start is False."""
-    decode, prefills = ScriptedEngine(), [scripted_prefill() for _ in range(servers)]
+    """A gateway that is ready, unless start is False. handoff: what its prefill servers say besides."""
+    decode, prefills = ScriptedEngine(), [scripted_prefill(handoff or {}) for _ in range(servers)]
     decode.answers["/tokenize"] = (200, {"tokens": [5, 6, 7], "count": 3, "max_model_len": 4096})
     host, port = decode.side_channel
     config = GatewayConfig(

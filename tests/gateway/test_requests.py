@@ -9,11 +9,14 @@ import pytest
 from headrace.core.types.packed import pack, prompt_hash
 from headrace.gateway.vllm import routes
 from headrace.peer.commands import AnyResult, LoadKv, ReleaseLoad
+from headrace.server.api.request.terms import session_digest
 from tests.gateway.site import failing, gateway_site
 from tests.server.fakes import in_loop
 
 IDS = [3, 1, 4, 1, 5]
 CHAT = "/v1/chat/completions"
+RETAIN = {"action_id": "a1", "action_type": "retain", "action_version": "1", "payload": {"seconds": 60}}
+HINTS = {"protocol_version": "1", "message_id": "m1", "actions": [RETAIN]}
 MESSAGES = [{"role": "user", "content": "hi"}]
 
 
@@ -36,6 +39,20 @@ async def test_ids_are_computed_loaded_and_offered(monkeypatch: pytest.MonkeyPat
         assert await site.count('kv_pages{state="leased"}') == 1
         site.gateway._parts.handoffs.released(load.id)  # type: ignore[union-attr]
         assert await site.count('kv_pages{state="leased"}') == 0
+
+
+@pytest.mark.parametrize("known", [True, False])
+@in_loop
+async def test_what_is_said_of_a_conversations_kv_comes_to_servers_that_know_it(
+    monkeypatch: pytest.MonkeyPatch, known: bool
+) -> None:
+    async with gateway_site(monkeypatch, handoff={"kv_hints": True, "session_id": True} if known else {}) as site:
+        await site.post(prompt=IDS, session_id="s1", prompt_cache_key="another", kv_hints=HINTS)
+        await site.post(prompt=IDS, prompt_cache_key="s1")
+        first, second = await site.posted(2)
+        assert [prompt.get("kv_hints") for prompt in (first, second)] == [HINTS if known else None, None]
+        name = session_digest("s1") if known else None
+        assert [prompt.get("session_id") for prompt in (first, second)] == [name, name]
 
 
 @in_loop

@@ -133,6 +133,8 @@ def test_where_and_when_a_prompt_is_computed() -> None:
         body = make(request(routing=routing), CONTEXT)
         found = read(body)
         assert (found.priority, found.data_parallel_rank, found.cache_salt) == (-7, 2, "s")
+    named = read(generate_body(request(agent_context={"session_id": "s1", "session_type_id": "a"}), CONTEXT))
+    assert named.session_id == "s1"
     bare = generate_body(request(routing=None, extra_args={"nvext": {"cache_salt": "t"}}), CONTEXT)
     assert bare["cache_salt"] == "t"
     assert "priority" not in bare
@@ -168,10 +170,12 @@ def test_a_prompt_without_a_handoff_is_the_decode_servers_to_place(given: dict[s
 
 
 def test_the_body_for_a_gateway() -> None:
-    made = gateway_body(request(n=3, routing={"priority": 2, "cache_salt": "s", "dp_rank": 0}))
+    routing = {"priority": 2, "cache_salt": "s", "dp_rank": 0}
+    made = gateway_body(request(n=3, routing=routing, agent_context={"session_id": "s1"}))
     body = msgspec.json.decode(msgspec.json.encode(made), type=GatewayCompletion)
     require_remote_decode(body)
     assert (body.token_ids(), body.n, body.priority, body.cache_salt) == ([[5, 6, 7]], 3, -2, "s")
+    assert body.session_id == "s1"
     assert body.recompute_reason() is None
     with pytest.raises(HeadraceError):
         gateway_body(request(multi_modal_data={"image": ["data:,"]}))
