@@ -27,7 +27,9 @@ class Case(NamedTuple):
     latent: bool = False
 
 
-CASES = [Case(ours), Case(minimal), Case(ours_with_a_latent, latent=True)]
+CASES: list[Any] = [
+    Case(ours), Case(minimal), pytest.param(Case(ours_with_a_latent, latent=True), marks=pytest.mark.full),
+]  # fmt: skip
 if OTHER:
     CASES = [Case(command(OTHER))]
     if os.environ.get("HEADRACE_PEER_COMPONENTS"):

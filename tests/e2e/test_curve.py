@@ -18,6 +18,7 @@ def keys(folder: Path) -> tuple[tuple[str, ...], tuple[str, ...]]:
     return prefill, ("--curve-key", str(peer_secret), "--curve-server-key", str(public))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("model", both(us_per_token=50))
 def test_encrypted_texts_are_the_models_own(tmp_path: Path, model: Model) -> None:
     common = (*model.flags, "--transfer-backends", "zmq")

@@ -123,6 +123,7 @@ def test_a_stage_that_dies_is_named() -> None:
         assert "stage 0" in shown.lines[-1]
 
 
+@pytest.mark.full
 def test_a_port_that_is_taken_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         monkeypatch.setattr("headrace.server.launch.local_server.free_port", lambda: listener.getsockname()[1])

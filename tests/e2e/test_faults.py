@@ -5,6 +5,7 @@ import re
 import signal
 import threading
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -27,6 +28,13 @@ STATEFUL = pytest.param(stub(1000, f"{SIZES},states=1"), id="stub-states", marks
 def model(request: pytest.FixtureRequest) -> Model:
     made: Model = request.param
     return msgspec.structs.replace(made, flags=(*made.flags, "--chunk-tokens", "256"))
+
+
+@pytest.fixture(scope="module")
+def servers(model: Model) -> Iterator[tuple[Server, Server]]:
+    """A pair for tests that leave it as it was."""
+    with pair(model.flags, model.flags) as both:
+        yield both
 
 
 def body(prompt: tuple[int, ...], **more: Any) -> dict[str, Any]:
@@ -162,7 +170,8 @@ def test_stage_killed_fails_requests_and_comes_back(model: Model) -> None:
         assert answer.json()["choices"][0]["text"] == model.greedy_text(prompt[:100], TOKENS)
 
 
-@pytest.mark.parametrize("sig", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("sig", [signal.SIGTERM, signal.SIGINT])
 def test_signal_drains(model: Model, sig: int) -> None:
     """Not ready at once, work in flight finishes, exit 0, nothing left behind."""
     prompt = model.story()[:1500]
@@ -183,36 +192,39 @@ def test_signal_drains(model: Model, sig: int) -> None:
     server.close()
 
 
-def test_garbage_at_the_control_endpoint_and_data_sockets_disturbs_no_session(model: Model) -> None:
+def test_first_token_that_ends_the_request_moves_no_pages(model: Model, servers: tuple[Server, Server]) -> None:
+    """The first requests of these servers, which have sent nothing before."""
+    prompt = model.story()[:400]
+    prefill, decode = servers
+    answer = decode.post("/v1/completions", body(prompt, max_tokens=1)).json()
+    assert answer["choices"][0]["text"] == model.greedy_text(prompt, 1)
+    assert answer["choices"][0]["finish_reason"] == "length"
+    first = model.greedy(prompt[:100], 1)[0]
+    answer = decode.post("/v1/completions", body(prompt[:100], stop_token_ids=[first])).json()
+    assert answer["choices"][0] | {"finish_reason": "stop", "text": ""} == answer["choices"][0]
+    assert prefill.total("headrace_bytes_sent_total") == 0
+    for server in (prefill, decode):
+        wait_until(lambda server=server: settled(server), 30, "pools empty")
+
+
+def test_garbage_at_the_control_endpoint_and_data_sockets_disturbs_no_session(
+    model: Model, servers: tuple[Server, Server]
+) -> None:
     random.seed(2)
     prompt = model.story()[:600]
-    with pair(model.flags, model.flags) as (prefill, decode):
-        ports = re.findall(r"(?:control endpoint|data)\s+tcp://127.0.0.1:(\d+)", prefill.log)
-        assert len(ports) == 2
-        with zmq.Context() as context:
-            for port in ports:
-                with context.socket(zmq.DEALER) as raw:
-                    raw.linger = 0
-                    raw.connect(f"tcp://127.0.0.1:{port}")
-                    for size in (0, 1, 7, 300, 70_000):
-                        raw.send_multipart([random.randbytes(size), random.randbytes(size)])
-                        raw.send(random.randbytes(size))
-                    answer = decode.post("/v1/completions", body(prompt))
-                    assert answer.json()["choices"][0]["text"] == model.greedy_text(prompt, TOKENS)
-        malformed = sum(v for k, v in prefill.metrics().items() if k.startswith("headrace_malformed_frames_total"))
-        assert malformed > 0
-        wait_until(lambda: settled(prefill), 30, "pools empty")
-
-
-def test_first_token_that_ends_the_request_moves_no_pages(model: Model) -> None:
-    prompt = model.story()[:400]
-    with pair(model.flags, model.flags) as (prefill, decode):
-        answer = decode.post("/v1/completions", body(prompt, max_tokens=1)).json()
-        assert answer["choices"][0]["text"] == model.greedy_text(prompt, 1)
-        assert answer["choices"][0]["finish_reason"] == "length"
-        first = model.greedy(prompt[:100], 1)[0]
-        answer = decode.post("/v1/completions", body(prompt[:100], stop_token_ids=[first])).json()
-        assert answer["choices"][0] | {"finish_reason": "stop", "text": ""} == answer["choices"][0]
-        assert prefill.total("headrace_bytes_sent_total") == 0
-        for server in (prefill, decode):
-            wait_until(lambda server=server: settled(server), 30, "pools empty")
+    prefill, decode = servers
+    ports = re.findall(r"(?:control endpoint|data)\s+tcp://127.0.0.1:(\d+)", prefill.log)
+    assert len(ports) == 2
+    with zmq.Context() as context:
+        for port in ports:
+            with context.socket(zmq.DEALER) as raw:
+                raw.linger = 0
+                raw.connect(f"tcp://127.0.0.1:{port}")
+                for size in (0, 1, 7, 300, 70_000):
+                    raw.send_multipart([random.randbytes(size), random.randbytes(size)])
+                    raw.send(random.randbytes(size))
+                answer = decode.post("/v1/completions", body(prompt))
+                assert answer.json()["choices"][0]["text"] == model.greedy_text(prompt, TOKENS)
+    malformed = sum(v for k, v in prefill.metrics().items() if k.startswith("headrace_malformed_frames_total"))
+    assert malformed > 0
+    wait_until(lambda: settled(prefill), 30, "pools empty")

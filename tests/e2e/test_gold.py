@@ -1,7 +1,5 @@
 """Texts through prefill → decode are those of transformers, for lengths around page and chunk edges."""
 
-from typing import Any
-
 import pytest
 
 from tests.e2e import gold
@@ -9,6 +7,7 @@ from tests.e2e.harness import Server, pages_in_use, pair, serving, wait_until
 from tests.e2e.texts import check_together
 
 LENGTHS = (1, 15, 16, 17, 63, 64, 65, 1000)
+SHORT = (1, 16, 17, 64, 65)
 LONG = 5200
 TOKENS = 8
 
@@ -23,17 +22,18 @@ def check(server: Server, lengths: tuple[int, ...]) -> None:
 GEOMETRIES = [(16, 16, 64), (64, 64, 512), (16, 64, 2048), (64, 16, 64), (16, 16, 512), (64, 64, 2048)]
 
 
-def sample(*always: tuple[int, int, int]) -> list[Any]:
-    """All geometries; those not named only in the full run."""
-    return [pytest.param(*each, marks=() if each in always else pytest.mark.full) for each in GEOMETRIES]
+def test_handed_over_texts_equal_transformers() -> None:
+    hand_over(16, 64, 32, SHORT)
 
 
-@pytest.mark.parametrize(("page", "peer_page", "chunk"), sample((16, 64, 2048)))
-def test_handed_over_texts_equal_transformers(page: int, peer_page: int, chunk: int) -> None:
+@pytest.mark.full
+@pytest.mark.parametrize(("page", "peer_page", "chunk"), GEOMETRIES)
+def test_texts_of_many_lengths_equal_transformers(page: int, peer_page: int, chunk: int) -> None:
     hand_over(page, peer_page, chunk, LENGTHS)
 
 
-@pytest.mark.parametrize(("page", "peer_page", "chunk"), sample())
+@pytest.mark.full
+@pytest.mark.parametrize(("page", "peer_page", "chunk"), GEOMETRIES)
 def test_a_long_prompt_handed_over_equals_transformers(page: int, peer_page: int, chunk: int) -> None:
     hand_over(page, peer_page, chunk, (LONG,))
 

@@ -46,6 +46,7 @@ def streamed(server: Server, texts: list[str]) -> None:
         texts.extend(line for line in response.iter_lines() if line)
 
 
+@pytest.mark.full
 def test_signals_that_mean_nothing_change_nothing_and_a_hangup_drains() -> None:
     """Sent to all processes of a server, as a service manager may do it."""
     with closing(Server(*STUB)) as server:

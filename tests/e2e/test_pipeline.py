@@ -50,7 +50,7 @@ def test_texts_are_those_of_one_stage(stages: str) -> None:
 @pytest.mark.parametrize("model", both(us_per_token=50))
 @pytest.mark.parametrize(
     ("prefill", "decode"),
-    [pytest.param("2", "2", marks=pytest.mark.full), pytest.param("2", "1", marks=pytest.mark.full), ("1", "3")],
+    [("1", "2"), *(pytest.param(*each, marks=pytest.mark.full) for each in (("2", "2"), ("2", "1"), ("1", "3")))],
 )
 def test_prefill_at_one_degree_and_decode_at_another(model: Model, prefill: str, decode: str) -> None:
     flags = (*FLAGS, *model.flags)

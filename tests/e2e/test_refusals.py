@@ -15,7 +15,7 @@ FLAGS = ("--role", "prefill", "--model", MODEL, "--threads", "1", "--chunk-token
 LONG = int(LONG_S / 0.00032)  # tokens
 
 
-@pytest.fixture(scope="module", params=[1, 2])
+@pytest.fixture(scope="module", params=[1, pytest.param(2, marks=pytest.mark.full)])
 def server(request: pytest.FixtureRequest) -> Iterator[Server]:
     """A server whose cost model has seen some passes."""
     with serving(*FLAGS, "--pp", str(request.param)) as started:

@@ -26,7 +26,7 @@ def body(prompt: tuple[int, ...]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("pp", "tp"), [pytest.param("1", "2", marks=FULL), ("2", "2"), pytest.param("1", "4", marks=FULL)]
+    ("pp", "tp"), [("1", "2"), pytest.param("2", "2", marks=FULL), pytest.param("1", "4", marks=FULL)]
 )
 def test_texts_are_those_of_one_rank(pp: str, tp: str) -> None:
     with serving("--role", "colocated", "--pp", pp, "--tp", tp, *MODEL.flags, *FLAGS) as server:

@@ -148,6 +148,7 @@ def test_only_requests_that_are_sampled_have_spans(servers: tuple[Server, Server
     assert (root.service, root.parent) == ("there", "")
 
 
+@pytest.mark.full
 def test_a_collector_that_refuses_or_hangs_costs_spans_only(servers: tuple[Server, Server], receiver: Receiver) -> None:
     _, decode = servers
     receiver.mode = "refuse"

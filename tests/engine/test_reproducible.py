@@ -81,7 +81,7 @@ cuts = st.lists(st.one_of(st.integers(1, 2), st.integers(1, 200)), min_size=1, m
 
 @pytest.mark.parametrize("wide", WIDTHS)
 @pytest.mark.parametrize("emulated", [False, True])
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(
     chunks=cuts, others=st.lists(st.tuples(st.integers(0, 200), st.integers(1, 70)), max_size=3),
     page_size=st.sampled_from([4, 16, 64]), group=st.sampled_from([1, 3, 7]), width=st.sampled_from([16, 64, 80]),
@@ -265,7 +265,7 @@ def cases() -> list[Any]:
 
 
 @pytest.mark.parametrize(("name", "mla", "dtype", "quantize", "kind"), cases())
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=5, deadline=None)
 @given(data=st.data())
 def test_a_prompt_does_not_depend_on_chunks_batches_and_stages(
     saved: Callable[[str], Saved], name: str, mla: str, dtype: str, quantize: str, kind: str, data: st.DataObject

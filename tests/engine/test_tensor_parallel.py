@@ -307,6 +307,7 @@ def test_8_bits_stay_close_to_one_rank(reshaped: Models, name: str) -> None:
     assert float((expected.exp() * (expected - found.logprobs[0])).sum()) < 0.1
 
 
+@pytest.mark.full
 def test_the_bundled_model_writes_the_same_on_two_shards() -> None:
     """Nine query heads and three KV heads: three with one, six with two."""
     prompts = [Prompt(index, [(31 * index + 7 * token) % 4000 + 20 for token in range(60 + 9 * index)],

@@ -132,7 +132,7 @@ def _is_stage(process: psutil.Process) -> bool:
         return False
 
 
-@pytest.mark.parametrize("seconds", [pytest.param(6, id="short"), pytest.param(90, id="long", marks=pytest.mark.full)])
+@pytest.mark.parametrize("seconds", [pytest.param(3, id="short"), pytest.param(90, id="long", marks=pytest.mark.full)])
 def test_a_server_under_fire_serves_on(seconds: float) -> None:
     with everything() as (server, target, stage_port), zmq_context() as context:
         found = re.search(r"data   tcp://127\.0\.0\.1:(\d+)", server.log)

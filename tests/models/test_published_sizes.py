@@ -148,6 +148,7 @@ def test_check_says_what_a_model_takes(name: str, tmp_path: Path, capsys: pytest
     assert "the weights take" in capsys.readouterr().err
 
 
+@pytest.mark.full
 def test_deepseek_v3_in_float8_on_eight_gpus(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """141 GB each, of H200, are 131 GiB."""
     publish(tmp_path, MODELS["DeepSeek-V3"])

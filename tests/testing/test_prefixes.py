@@ -9,13 +9,13 @@ from headrace.testing.simulator import simulate
 
 def test_prefixes_go_in_all_directions_and_damage_nothing() -> None:
     outcomes: Counter[str] = Counter()
-    for seed in range(90_000, 90_100):
+    for seed in range(90_000, 90_060):
         changes: dict[str, Any] = {"prefills": 2} if seed % 2 else {"dp": 1 + seed % 4 // 2, "small": seed % 8 == 0}
         scenario = Scenario(seed, "pair", 8, prefixes=8, lost_peer=0.4, crash=0.15, stall=0.02, **changes)
         report = simulate(scenario)
         assert report.violations == [], f"seed {seed}: {report.violations[:3]}"
         outcomes.update(report.outcomes)
-    assert outcomes["decode:fetched"] > 8  # most give way: a server may have a single metadata row
+    assert outcomes["decode:fetched"] > 4  # most give way: a server may have a single metadata row
     assert outcomes["prefill:fetched"] > 20
     assert outcomes["prefill:not_cached"] > 0
     assert outcomes["decode:handoff"] > 0
@@ -23,7 +23,7 @@ def test_prefixes_go_in_all_directions_and_damage_nothing() -> None:
 
 def test_turns_come_back_or_not_and_damage_nothing() -> None:
     outcomes: Counter[str] = Counter()
-    for seed in range(91_000, 91_030):
+    for seed in range(91_000, 91_020):
         changes: dict[str, Any] = {"prefills": 2} if seed % 2 else {"dp": 1 + seed % 4 // 2, "small": seed % 8 == 0}
         changes |= {"has_nan_token": seed % 3 == 0, "abandon": 0.1, "prefixes": 1, "returns": 0.9}
         report = simulate(Scenario(seed, "pair", 12, lost_peer=0.3, crash=0.1, stall=0.02, **changes))

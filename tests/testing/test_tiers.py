@@ -9,7 +9,7 @@ from headrace.testing.scenario import Scenario, Shape
 from headrace.testing.server import SimulationReport
 from headrace.testing.simulator import simulate
 
-BATCH = 30
+BATCH = 20
 
 
 def run(shape: Shape, first: int, count: int = BATCH, **changes: Any) -> Counter[str]:

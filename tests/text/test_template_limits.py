@@ -89,7 +89,7 @@ import resource, sys, time
 from headrace.text import template_limits
 from headrace.text.chat_template import REFUSALS, ChatTemplate
 from tests.text.test_template_limits import LARGE
-template_limits.CPU_SECONDS = 0.2
+template_limits.CPU_SECONDS = 0.1
 for name in sys.argv[1:]:
     resource.setrlimit(resource.RLIMIT_AS, (4 << 30, 4 << 30))
     began = time.process_time()

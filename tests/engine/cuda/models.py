@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeGuard
 from unittest.mock import patch
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -69,6 +70,12 @@ MODELS = {
     "qwen3-30b-a3b": Model(QWEN3_30B_A3B),
     "deepseek-v3-tp8": Model(DEEPSEEK_V3, first=3, shards=8),
 }  # fmt: skip
+
+
+WIDTHS = [
+    pytest.param(name, marks=() if name in ("llama-3.1-8b", "qwen3-30b-a3b") else pytest.mark.full) for name in MODELS
+]
+"""Parameters: a dense model and one with experts, and all of them in the full run."""
 
 
 class _Weights:

@@ -35,7 +35,10 @@ def flashinfer() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("batch", BATCHES)
-@pytest.mark.parametrize("name", ["llama-3.1-8b", "llama-3.3-70b-tp4", "qwen3-30b-a3b"])
+@pytest.mark.parametrize(
+    "name",
+    ["llama-3.1-8b", *(pytest.param(name, marks=pytest.mark.full) for name in ("llama-3.3-70b-tp4", "qwen3-30b-a3b"))],
+)
 def test_keys_and_values_are_read_where_they_are(gpu: FakeGpu, tmp_path: Path, name: str, batch: str) -> None:
     """A launch of each layer less than with torch's kernel, the gather, and its bytes."""
     budget = BUDGETS[name][batch]

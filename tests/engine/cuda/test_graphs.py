@@ -18,7 +18,7 @@ from headrace.engine.layers.native_decoder import NativeDecoder
 from headrace.engine.model.graph_sizes import graph_sizes
 from headrace.engine.runner import ModelRunner
 from tests.engine.cuda.fake_gpu import FakeGpu
-from tests.engine.cuda.models import LONGEST, MODELS, fake_runner, incoming, row
+from tests.engine.cuda.models import LONGEST, MODELS, WIDTHS, fake_runner, incoming, row
 
 LAYERS = 2
 DECODING = [row(request, 800 + request, 1, first_page=request * 60) for request in range(1, 9)]
@@ -42,7 +42,7 @@ def few(made: ModelRunner, tokens: int = 16) -> None:
     assert graphs_of(made) is not None
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", WIDTHS)
 @pytest.mark.parametrize(
     "batch", [pytest.param(batch, marks=[pytest.mark.full] * batch.endswith(" tokens")) for batch in BATCHES]
 )
@@ -119,7 +119,7 @@ def test_layers_that_wait_have_none(gpu: FakeGpu, tmp_path: Path, caplog: pytest
     assert "without CUDA graphs: RuntimeError: operation not permitted when stream is capturing" in caplog.text
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", WIDTHS)
 def test_memory_of_graphs_is_estimated_from_above(gpu: FakeGpu, tmp_path: Path, name: str) -> None:
     """Beside that of the graphs themselves, which nothing here has."""
     with fake_runner(gpu, tmp_path, name) as made:

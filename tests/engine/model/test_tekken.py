@@ -16,7 +16,7 @@ from tokenizers import Tokenizer as Backend
 
 from headrace.core.types.errors import ConfigError
 from headrace.engine.model.source import ModelSource
-from headrace.engine.model.tokenizer_store import convert, load_record
+from headrace.engine.model.tokenizer_store import convert
 from headrace.text.tokenizer import Tokenizer
 from tests.engine.model.test_tokenizer_store import TEXTS
 
@@ -115,10 +115,10 @@ def test_special_tokens_come_first(made: Tokenizer) -> None:
 def test_a_file_without_its_special_tokens_says_what_to_install(tmp_path: Path) -> None:
     write(tmp_path, special_tokens=None)
     with pytest.raises(ConfigError, match=r"its only tokenizer takes a package to read.*mistral-common"):
-        load_record(ModelSource("hf", tmp_path), "")
+        convert(ModelSource("hf", tmp_path))
 
 
 def test_a_malformed_file_is_refused_in_a_line(tmp_path: Path) -> None:
     write(tmp_path, vocab=[{"rank": 0}])
-    with pytest.raises(ConfigError, match=r"no tokenizer could be loaded from .*token_bytes"):
-        load_record(ModelSource("hf", tmp_path), "")
+    with pytest.raises(ConfigError, match="token_bytes"):
+        convert(ModelSource("hf", tmp_path))

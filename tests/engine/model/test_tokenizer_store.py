@@ -211,7 +211,7 @@ def test_models_without_a_usable_tokenizer_are_refused(tmp_path: Path) -> None:
         load_record(source, "")
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(ConfigError, match="no tokenizer could be loaded"):
-        load_record(source, "")
+        load_record(source, "")  # what the child process says
 
 
 def test_a_tokenizer_that_cannot_encode_every_text_is_refused(tmp_path: Path) -> None:
@@ -219,7 +219,7 @@ def test_a_tokenizer_that_cannot_encode_every_text_is_refused(tmp_path: Path) ->
     (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
     tokenizers.Tokenizer(models.WordLevel({"a": 0}, unk_token="<unk>")).save(str(tmp_path / "tokenizer.json"))
     with pytest.raises(ConfigError, match="it cannot encode every text: WordLevel error"):
-        load_record(ModelSource("hf", tmp_path), "")
+        convert(ModelSource("hf", tmp_path))
 
 
 def with_code(folder: Path) -> Path:
@@ -256,7 +256,7 @@ def test_code_that_is_not_needed_is_no_hindrance(folder: Path) -> None:
     """Models of known families often carry a copy of their class."""
     mark = with_code(folder)
     (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"}))
-    assert load_record(resolve_source(str(folder)), "").backend
+    assert convert(resolve_source(str(folder))).backend
     assert not mark.exists()
 
 
@@ -266,7 +266,7 @@ def test_a_folder_with_a_sentencepiece_model_alone_says_what_to_install(tmp_path
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
     (tmp_path / "tokenizer.model").write_bytes(b"\n\x0e\n\x05<unk>\x15\0\0\0\0\x18\x02")
     with pytest.raises(ConfigError, match=r"its only tokenizer is tokenizer\.model, .*: pip install sentencepiece"):
-        load_record(resolve_source(str(tmp_path)), "")
+        convert(resolve_source(str(tmp_path)))
 
 
 def test_the_template_of_a_processor_is_read_where_there_is_no_other(folder: Path) -> None:

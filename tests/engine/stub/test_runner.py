@@ -67,7 +67,7 @@ def generate(stages: Sequence[Runner], prompt: Sequence[int], count: int, pages:
 PROMPTS = st.lists(st.integers(0, 299), min_size=1, max_size=30)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(
     st.lists(PROMPTS, min_size=1, max_size=3), st.integers(1, 5), st.sampled_from(["float32", "bfloat16", "float16"]),
     st.lists(st.integers(1, 3), max_size=3), st.randoms(use_true_random=False),

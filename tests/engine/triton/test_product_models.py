@@ -53,7 +53,7 @@ EXPECTED = {"llama-bias": DENSE, "qwen3": DENSE, "qwen3-moe": {("heads", False),
 """Products by name, and whether they norm their rows: those of the first layer are normed, and those of experts."""
 
 
-@pytest.mark.parametrize("name", EXPECTED)
+@pytest.mark.parametrize("name", ["llama-bias", "qwen3-moe", pytest.param("qwen3", marks=pytest.mark.full)])
 def test_near_the_results_of_separate_steps(
     tmp_path: Path, modules: dict[str, ModuleType], monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
@@ -65,7 +65,9 @@ def test_near_the_results_of_separate_steps(
     assert (found - expected).abs().mean() < 0.02
 
 
-@pytest.mark.parametrize("missing", ["heads", "gated", "added"])
+@pytest.mark.parametrize(
+    "missing", ["gated", *(pytest.param(each, marks=pytest.mark.full) for each in ("heads", "added"))]
+)
 def test_each_product_goes_with_torchs_beside_it(
     tmp_path: Path, modules: dict[str, ModuleType], monkeypatch: pytest.MonkeyPatch, missing: str
 ) -> None:
