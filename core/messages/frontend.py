@@ -7,7 +7,7 @@ from headrace.core.types.kv.kv_files import KvFile
 from headrace.core.types.requests.constraint import Constraint
 from headrace.core.types.requests.images import ImageInput
 from headrace.core.types.requests.kv_hints import HintAction
-from headrace.core.types.requests.request import AnyRoute, DecodeHere, SamplingParams
+from headrace.core.types.requests.request import AnyRoute, DecodeHere, Discard, SamplingParams
 from headrace.core.types.requests.terms import RequestTerms
 
 
@@ -48,6 +48,12 @@ class Submit(FrontendRequest, frozen=True, kw_only=True):
     moved: bool = False
     """It was admitted before, and is fetched from another prefill server now: neither a full queue nor a drain refuses
     it."""
+
+
+def open_piece(rid: str, prompt: bytes, terms: RequestTerms) -> Submit:
+    """A piece of an open prompt that begins with these tokens."""
+    sampling = SamplingParams(max_tokens=1)
+    return Submit(rid=rid, prompt=prompt, sampling=sampling, route=Discard(), terms=terms, progress=True, open=True)
 
 
 class Abort(FrontendRequest, frozen=True, kw_only=True):

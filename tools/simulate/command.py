@@ -198,6 +198,7 @@ def _replay(
         siblings=point.siblings,
         hints=point.hints,
         returns=point.returns,
+        open=point.open,
         router=ROUTERS[point.router],
         time_scale=scale,
         fetch_tokens_s=around.fetch_rate,

@@ -6,7 +6,7 @@ separated by commas, every combination is replayed.
 
 import argparse
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import product
 from typing import Any, TypeVar
 
@@ -55,6 +55,10 @@ class Preset(msgspec.Struct, frozen=True):
 PRESETS: Mapping[str, Preset] = {"llama-3-70b-8xh100": Preset((3.3e-10, 35.7e-6, 8e-3), 2700 * 512, 5.7e7)}
 DEFAULT_PRESET = "llama-3-70b-8xh100"
 
+CONVERSATIONS = ("hints", "returns", "siblings", "open")
+PARTS: Mapping[str, tuple[str, ...]] = {"none": ()} | {part: (part,) for part in CONVERSATIONS} | {"all": CONVERSATIONS}
+"""What --parts names: the flags that are on, of those that make conversations cheaper."""
+
 HOST_PAGES = "host-pages"
 _SWITCH = dict.fromkeys(("on", "off"))
 _EXCLUDED = ("stage-timeout", "start-timeout", "dp", "tp")
@@ -94,6 +98,9 @@ class Point(msgspec.Struct, frozen=True, kw_only=True):
     returns: bool | None
     """Decode servers offer the KV of turns back; None: conversations are not looked for."""
 
+    open: bool | None
+    """Next turns are open prompts until they arrive; None: conversations are not looked for."""
+
     router: str
     remote: Remote | None
     """Of the decode servers; None: there are none."""
@@ -111,8 +118,10 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     ours.add_argument(
         "--replicas", metavar="N,N,...", default="1", help="servers; also a range such as 1..4 (default: 1)"
     )
-    ours.add_argument("--siblings", metavar="{on,off},...", default="off", help=_SIBLINGS_HELP)
+    ours.add_argument("--siblings", metavar="{on,off},...", help=_SIBLINGS_HELP)
     ours.add_argument("--hints", metavar="{" + ",".join(HINTS) + "},...", help=_HINTS_HELP)
+    ours.add_argument("--open", metavar="{on,off},...", help=_OPEN_HELP)
+    ours.add_argument("--parts", metavar="{" + ",".join(PARTS) + "},...", help=_PARTS_HELP)
     ours.add_argument("--router", metavar="NAME,...", default="score", help=_ROUTER_HELP)
     ours.add_argument(
         "--fetch-rate",
@@ -188,8 +197,15 @@ _SIBLINGS_HELP = (
 _HINTS_HELP = (
     "KV hints of the clients: none; oracle: what comes again is retained until then; real: every turn is retained for "
     "twice the pauses so far; lying: one of two tenants retains everything for ever; predicted: sessions "
-    "are named, and the server predicts when they go on. Adds tables by tenant and turn (without decode servers and "
-    "siblings)"
+    "are named, and the server predicts when they go on. Adds tables by tenant and turn"
+)
+_OPEN_HELP = (
+    "whether the prompts of next turns are open (POST /v1/prefill with open) and grow before they arrive, in eight "
+    "parts over the end of the pause before them. Adds a table by turn (with --remote: always)"
+)
+_PARTS_HELP = (
+    "replay with none of --hints, --returns, --siblings and --open on, with one of them, or with all, in place of "
+    "those flags; --hints says which hints (default: real). Adds a table by turn (returns, all: with --remote always)"
 )
 _RETURNS_HELP = (
     "whether decode servers offer the KV of each turn to the prefill server of its prompt, at --fetch-rate, as with "
@@ -230,19 +246,16 @@ def points(given: Mapping[str, Any], environ: Mapping[str, str], longest: int) -
         **settings,
         "router": _choices("--router", given["router"], ROUTERS),
         "replicas": _replicas(given["replicas"]),
-        "siblings": _choices("--siblings", given["siblings"], _SWITCH),
-        "returns": (None,) if given["returns"] is None else _choices("--returns", given["returns"], _SWITCH),
-        "hints": (None,) if given["hints"] is None else _choices("--hints", given["hints"], dict.fromkeys(HINTS)),
-        "remote": (None,) if given["remote"] is None else _choices("--remote", given["remote"], dict.fromkeys(REMOTES)),
+        "siblings": _optional(given, "siblings", _SWITCH),
+        "returns": _optional(given, "returns", _SWITCH),
+        "open": _optional(given, "open", _SWITCH),
+        "parts": _optional(given, "parts", PARTS),
+        "hints": _optional(given, "hints", dict.fromkeys(HINTS)),
+        "remote": _optional(given, "remote", dict.fromkeys(REMOTES)),
         "load": (None,) if given["load"] is None else _numbers("--load", given["load"]),
     }
     swept = [key for key, values in lists.items() if len(values) > 1]
-    if given["hints"] is not None and (given["remote"] is not None or given["siblings"] != "off"):
-        raise ConfigError(
-            "--hints is for replays without decode servers and siblings; leave --remote and --siblings out"
-        )
-    if given["returns"] is not None and given["remote"] != "always":
-        raise ConfigError("--returns is for decode servers that compute no prompt; add --remote always")
+    _check_parts(given, lists["parts"])
     found = []
     for values in product(*lists.values()):
         chosen = dict(zip(lists, values, strict=True))
@@ -254,15 +267,42 @@ def points(given: Mapping[str, Any], environ: Mapping[str, str], longest: int) -
                 scheduler=msgspec.structs.replace(fixed, **changed),
                 host_pages=chosen.get(HOST_PAGES, base.engine.host_pages),
                 replicas=chosen["replicas"],
-                siblings=chosen["siblings"] == "on",
-                hints=chosen["hints"],
-                returns=None if chosen["returns"] is None else chosen["returns"] == "on",
+                **_parts(chosen),
                 router=chosen["router"],
                 remote=chosen["remote"],
                 load=chosen["load"],
             )
         )
     return found
+
+
+def _check_parts(given: Mapping[str, Any], parts: Sequence[str | None]) -> None:
+    """Raises ConfigError for flags of conversations that do not go together, or not with the decode servers."""
+    for option in ("siblings", "returns", "open") if given["parts"] is not None else ():
+        if given[option] is not None:
+            raise ConfigError(f"--parts says where --{option} is on; leave --{option} out")
+    if given["returns"] is not None and given["remote"] != "always":
+        raise ConfigError("--returns is for decode servers that compute no prompt; add --remote always")
+    if given["open"] is not None and given["remote"] not in (None, "always"):
+        raise ConfigError("--open is for decode servers that compute no prompt; leave --remote out or at always")
+    if any("returns" in PARTS[name] for name in parts if name is not None) and given["remote"] != "always":
+        raise ConfigError("--parts returns and all are for decode servers that compute no prompt; add --remote always")
+    if given["parts"] is not None and given["remote"] not in (None, "always"):
+        raise ConfigError("--parts is for decode servers that compute no prompt; leave --remote out or at always")
+
+
+def _parts(chosen: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of a Point that are of conversations."""
+    if chosen["parts"] is None:
+        switches = {key: None if chosen[key] is None else chosen[key] == "on" for key in ("returns", "open")}
+        return {"siblings": chosen["siblings"] == "on", "hints": chosen["hints"], **switches}
+    on = PARTS[chosen["parts"]]
+    return {
+        "siblings": "siblings" in on,
+        "hints": (chosen["hints"] or "real") if "hints" in on else "none",
+        "returns": None if chosen["remote"] is None else "returns" in on,
+        "open": "open" in on,
+    }
 
 
 def parse_cost(option: str, text: str) -> Cost:
@@ -320,6 +360,11 @@ def _replicas(text: str) -> tuple[int, ...]:
 
 def _choices(option: str, text: str, known: Mapping[str, object]) -> tuple[str, ...]:
     return _distinct(option, [parse_choice(option, part.strip(), known) for part in text.split(",")])
+
+
+def _optional(given: Mapping[str, Any], key: str, known: Mapping[str, object]) -> tuple[str | None, ...]:
+    """The values of a flag, None where it was not given."""
+    return (None,) if given[key] is None else _choices(f"--{key}", given[key], known)
 
 
 def _numbers(option: str, text: str, *, single: bool = False) -> tuple[float, ...]:

@@ -8,7 +8,7 @@ import msgspec
 from headrace.scheduler.costs.chunking import Cost
 from headrace.tools.output import table
 from headrace.tools.simulate.objectives import CLASSES
-from headrace.tools.simulate.summary import ReplaySummary
+from headrace.tools.simulate.summary import MeanAndTail, ReplaySummary
 
 NOTHING = "-"
 MOST_TENANTS = 12  # columns; JSON has all
@@ -108,15 +108,19 @@ def _by_turn(report: ReplayReport, swept: Sequence[str]) -> str:
             f"{100 * row.summary.hits:.1f}",
             *(f"{100 * row.summary.tenant_hits[tenant]:.1f}" for tenant in tenants),
             f"{row.summary.busy_s:,.0f}",
-            *(_seconds(mean_s) for mean_s in row.summary.turns.values()),
+            *(_mean_and_tail(times) for times in row.summary.turns.values()),
             *([_taken(row.summary.offers)] if offers else []),
         ]
         for row in report.rows
     ]
     hits = ("hits", *(f"hits {tenant}" for tenant in tenants))
-    header = ["load", *swept, *hits, "engine s", *(f"turn {name}" for name in first.turns)]
+    header = ["load", *swept, *hits, "engine s", *(f"turn {name}, mean P99" for name in first.turns)]
     header += ["offers taken"] if offers else []
-    return f"\n\nHits in %, engine seconds, and mean time to first token by turn.\n\n{table([header, *rows])}"
+    return f"\n\nHits in %, engine seconds, and time to first token by turn.\n\n{table([header, *rows])}"
+
+
+def _mean_and_tail(times: MeanAndTail) -> str:
+    return f"{_seconds(times.mean_s)} {_seconds(times.p99_s):>6}"
 
 
 def _taken(offers: dict[str, int]) -> str:

@@ -1,7 +1,8 @@
 """What a replay comes to: time to first token by length, goodput, utilisation and cache hits."""
 
+import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import msgspec
 
@@ -89,8 +90,9 @@ class ReplaySummary(msgspec.Struct, frozen=True, kw_only=True):
     tenant_hits: dict[str, float] = {}
     """hits by tenant; empty where the trace has none."""
 
-    turns: dict[str, float | None] = {}
-    """Mean time to first token by turn of the conversation; empty where those were not looked for."""
+    turns: dict[str, MeanAndTail] = {}
+    """Time to first token by turn of the conversation, those after the first together, too; empty where turns were not
+    looked for."""
 
     offers: dict[str, int] = {}
     """KV of turns that decode servers have offered back: how much was taken and has come, and why the rest has not."""
@@ -165,16 +167,20 @@ def _hits_by_tenant(outcomes: Sequence[ReplayOutcome]) -> dict[str, float]:
     }
 
 
-def _by_turn(outcomes: Sequence[ReplayOutcome]) -> dict[str, float | None]:
-    """Mean seconds to the first token by turn."""
+def _by_turn(outcomes: Sequence[ReplayOutcome]) -> dict[str, MeanAndTail]:
+    """Seconds to the first token by turn."""
     if not any(outcome.turn for outcome in outcomes):
         return {}
-    times: dict[str, list[float]] = {name: [] for name in ("1", "2", "3", "4 to 7", "8 and later")}
-    for outcome in outcomes:
-        if outcome.first_token_s is not None:
-            name = str(outcome.turn) if outcome.turn < 4 else "4 to 7" if outcome.turn < 8 else "8 and later"
-            times[name].append(outcome.first_token_s)
-    return {name: sum(found) / len(found) if found else None for name, found in times.items()}
+    return {
+        name: _spread([outcome.first_token_s for outcome in outcomes if outcome.turn in turns])
+        for name, turns in _TURNS.items()
+    }
+
+
+_TURNS: Mapping[str, range] = {
+    "1": range(1, 2), "2": range(2, 3), "3": range(3, 4), "4 to 7": range(4, 8), "8 and later": range(8, sys.maxsize),
+    "2 and later": range(2, sys.maxsize),
+}  # fmt: skip
 
 
 def _is_good(outcome: ReplayOutcome, objective: Objective, cost: Cost, tpot_s: float | None) -> bool:

@@ -19,15 +19,12 @@ from headrace.core.types.errors import HeadraceError
 from headrace.server.frontend.open_prompts.open_prompts import OpenPrompt, common
 from headrace.server.frontend.prefix_moves import PrefixMoves
 from headrace.server.frontend.request.generation_request import GenerationRequest
+from headrace.server.routing.early_fetch import FETCH_S, FIRST_PAUSE_S, LONGEST_PAUSE_S, early_fetch
 from headrace.server.upstream.prefill_server import PrefillServer
 
 log = logging.getLogger(__name__)
 
-FIRST_PAUSE_S = 0.25
-LONGEST_PAUSE_S = 1.0
-FETCH_S = 10.0  # for the KV
 TRIES = 4  # that fail, one after the other; then it waits for the next change
-FEW_PAGES = 8  # less than that is fetched only where no more is computed for now
 
 
 class Computed(msgspec.Struct, frozen=True):
@@ -104,14 +101,12 @@ class EarlyKv:
         found = await self._look()
         if found is None or not found.server.knows_prefixes:
             return True
-        size = self._moves.page_size
-        tokens = self._prompt.tokens[: found.computed // size * size]
-        new = len(tokens) - common(self._here, tokens) // size * size
-        ended = found.sent - found.computed <= size
-        rests, self._seen = ended or found.computed == self._seen, found.computed
-        if new >= FEW_PAGES * size or (new > 0 and rests):
-            await self._fetch(found.server, tokens)
-        return ended
+        here = common(self._here, self._prompt.tokens)
+        due = early_fetch(found.sent, found.computed, self._seen, here, self._moves.page_size)
+        self._seen = found.computed
+        if due.tokens:
+            await self._fetch(found.server, self._prompt.tokens[: due.tokens])
+        return due.ended
 
     async def _fetch(self, server: PrefillServer, tokens: tuple[int, ...]) -> None:
         """Raises HeadraceError, TimeoutError."""

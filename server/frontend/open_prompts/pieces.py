@@ -1,9 +1,8 @@
 """Pieces of open prompts that this server computes."""
 
-from headrace.core.messages.frontend import Submit
+from headrace.core.messages.frontend import open_piece
 from headrace.core.messages.replies import Progress, RequestFinished
 from headrace.core.types.packed import pack
-from headrace.core.types.requests.request import Discard, SamplingParams
 from headrace.server.frontend.link.call import Call
 from headrace.server.frontend.link.scheduler_client import SchedulerClient
 from headrace.server.frontend.open_prompts.open_prompts import OnComputed, OpenPiece, OpenPrompt
@@ -17,15 +16,7 @@ class LocalPiece:
         self._client = client
         self._call: Call | None = None
         self._finished = False
-        self._submit = Submit(
-            rid=request.rid,
-            prompt=pack(request.prompt),
-            sampling=SamplingParams(max_tokens=1),
-            route=Discard(),
-            terms=request.terms,
-            progress=True,
-            open=True,
-        )
+        self._submit = open_piece(request.rid, pack(request.prompt), request.terms)
 
     async def run(self, on_computed: OnComputed) -> None:
         """Compute it to its end. Raises HeadraceError."""

@@ -5,11 +5,14 @@
 
     decoding ─► ended ─► its KV is offered to that prefill server ─► fetched from here, if it is taken (returns.py)
 
+    open prompt ─► its pieces are computed by the prefill server that it will go to; KV comes early (early_kv.py)
+
 Chosen, forecast and decided is by the code of decode servers (headrace.server.routing, core's remote_prefill).
 """
 
 import random
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Literal, get_args
 
 import msgspec
@@ -26,7 +29,7 @@ from headrace.core.types.kv.geometry import Geometry
 from headrace.core.types.packed import ITEM_BYTES, unpack
 from headrace.core.types.peers.session_terms import PeerTerms, PrefillTerms
 from headrace.core.types.requests.kv_return import MAX_OFFERS
-from headrace.core.types.requests.request import DecodeHere, FetchFrom, FirstToken, SamplingParams, SendTo
+from headrace.core.types.requests.request import DecodeHere, FetchFrom, FirstToken, SamplingParams
 from headrace.core.types.requests.reservation import Reservation
 from headrace.core.types.requests.terms import RequestTerms
 from headrace.scheduler.costs.chunking import Cost
@@ -34,10 +37,12 @@ from headrace.scheduler.scheduler import Effect, Scheduler
 from headrace.server.routing.replica_load import Sent
 from headrace.server.routing.replica_router import ReplicaRouter
 from headrace.testing.world import SchedulerDriver, World
+from headrace.tools.simulate.replay.early_kv import ReplayEarlyKv
 from headrace.tools.simulate.replay.pipeline import TOKEN, TimedHostTier, TimedPipeline
-from headrace.tools.simulate.replay.prefix_fetches import SAMPLING, HandedOver
+from headrace.tools.simulate.replay.prefix_fetches import HandedOver, ReplayFetches
 from headrace.tools.simulate.replay.replica import ReplayReplica
 from headrace.tools.simulate.replay.routing import REPORTED_S
+from headrace.tools.simulate.replay.terms import at_prefill, whose
 
 Remote = Literal["always", "never", "cost"]
 REMOTES: tuple[Remote, ...] = get_args(Remote)
@@ -66,6 +71,9 @@ class DecodeTier(msgspec.Struct, frozen=True, kw_only=True):
     returns: bool = False
     """They offer the KV of turns to the prefill servers of the prompts."""
 
+    open: bool = False
+    """They have open prompts."""
+
 
 class DecodedRequest(msgspec.Struct, gc=False):
     """One request at a decode server."""
@@ -73,6 +81,7 @@ class DecodedRequest(msgspec.Struct, gc=False):
     text: bytes
     """Packed tokens of the prompt, and of its answer where that is known."""
     prompt_tokens: int
+    terms: RequestTerms
     generated: int = 0
     sent: Sent | None = None
     """How the prefill server that is to compute it counts it; None: computed here."""
@@ -121,6 +130,9 @@ class ReplayDecodeServer:
             world, tier.costs, tier.fetch_tokens_s, copies, self._driver.handle, tier.read_s, self._sampled
         )
         self.pipeline.start(config.kv_pages, config.page_size, 0)
+        ranks = tuple(config.layout.ranks)
+        self._fetches = ReplayFetches(world, self.name, ranks, config.page_size, self._driver.handle)
+        self._opened: dict[str, ReplayEarlyKv] = {}
         geometry = Geometry("float32", 1, 1, 1, config.page_size)
         for prefill in self._numbers:
             self._router.paged(prefill, config.page_size)
@@ -132,6 +144,8 @@ class ReplayDecodeServer:
             self._driver.handle(PrefillUp(name=str(prefill), terms=terms))
             if tier.returns:
                 self._prefills[prefill].take_returns(self.name, self)
+            if tier.open:
+                self._fetches.connect(self._prefills[prefill].name, self._prefills[prefill])
 
     @property
     def open_requests(self) -> int:
@@ -148,29 +162,43 @@ class ReplayDecodeServer:
         terms = PeerTerms(session=peer, geometries=pools, window_bytes=1 << 30)
         self._driver.handle(PeerJoined(name=peer, terms=terms))
 
-    def hand_over(self, rid: str, prompt: bytes, peer: str, reservation: Reservation, handed_over: HandedOver) -> None:
+    def hand_over(self, submit: Submit, peer: str, reservation: Reservation, handed_over: HandedOver) -> None:
         """Send what is cached of a turn to a prefill server that has joined."""
-        self._handed_over[rid] = handed_over
+        self._handed_over[submit.rid] = handed_over
         self._driver.handle(PeerReserved(session=peer, reservation=reservation))
-        self._driver.handle(Submit(rid=rid, prompt=prompt, sampling=SAMPLING, route=SendTo(rid, cached=True)))
+        self._driver.handle(submit)
 
-    def submit(
-        self, rid: str, text: bytes, prompt_tokens: int, generated: int, tenant: str, slo_ttft_s: float | None
-    ) -> None:
-        """Take in a request that generates so many tokens. text: packed tokens of the prompt, and of its answer where
-        that is known."""
-        served = self._served[rid] = DecodedRequest(text, prompt_tokens)
+    def change(self, rid: str, prompt: bytes, terms: RequestTerms) -> None:
+        """The prompt of a request to come is opened, or has grown to these tokens. The prefill server is chosen when it
+        is opened."""
+        if rid not in self._opened:
+            self._hear_loads()
+            sent = self._router.choose(prompt, terms.prefix_salt, self._numbers, self._world.now)
+            self._router.done(sent)
+            prefill = self._prefills[sent.replica]
+            self._opened[rid] = ReplayEarlyKv(
+                self._world, rid, prefill, sent.replica, self._fetches, self._config.page_size, self._tier.handoff_s
+            )
+        self._opened[rid].change(prompt, terms)
+
+    def submit(self, rid: str, text: bytes, prompt_tokens: int, generated: int, terms: RequestTerms) -> None:
+        """Take in a request that generates so many tokens. It commits the open prompt of this name, if there is one.
+        text: packed tokens of the prompt, and of its answer where that is known."""
+        served = self._served[rid] = DecodedRequest(text, prompt_tokens, terms)
         prompt = text[: prompt_tokens * ITEM_BYTES]
         route: DecodeHere | FetchFrom = DecodeHere()
+        opened = self._opened.pop(rid, None)
+        if opened is not None:
+            opened.commit()
         if self._tier.remote != "never":
             now = self._world.now
             self._hear_loads()
-            sent = served.sent = self._router.choose(prompt, "", self._numbers, now)
+            numbers = self._numbers if opened is None else (opened.replica,)
+            sent = served.sent = self._router.choose(prompt, terms.prefix_salt, numbers, now)
             compare = self._tier.remote == "cost"
             forecast = self._router.forecast(sent, now) if compare else None
             route = FetchFrom(str(sent.replica), rid, forecast=forecast, compare=compare)
         sampling = SamplingParams(temperature=0.0, max_tokens=generated)
-        terms = RequestTerms(tenant=tenant, slo_ttft_s=slo_ttft_s)
         self._driver.handle(Submit(rid=rid, prompt=prompt, sampling=sampling, route=route, terms=terms))
 
     def _hear_loads(self) -> None:
@@ -182,10 +210,14 @@ class ReplayDecodeServer:
     def _perform(self, effects: list[Effect]) -> None:
         for effect in effects:
             match effect:
-                case PrepareReceive():
+                case PrepareReceive() if effect.ticket in self._served:
                     self._prepare(effect)
-                case AskReserve():
+                case PrepareReceive():
+                    self._fetches.prepare(effect)
+                case AskReserve() if effect.reservation.ticket in self._served:
                     self._post(effect.reservation)
+                case AskReserve():
+                    self._fetches.reserved(effect.reservation)
                 case Order():
                     self.pipeline.order(effect)
                 case PrefillDecided() if not effect.decision.remote:
@@ -193,6 +225,8 @@ class ReplayDecodeServer:
                 case Tokens():
                     self._served[effect.rid].generated += 1
                     self._tokens(effect.rid)
+                case RequestFinished() | RequestFailed() if self._fetches.ended(effect):
+                    pass
                 case RequestFinished() | RequestFailed() if effect.rid in self._handed_over:
                     self._handed_over.pop(effect.rid)(effect)
                 case RequestFinished():
@@ -228,9 +262,10 @@ class ReplayDecodeServer:
         self._router.posted(served.sent, self._world.now)
         prefill = self._prefills[served.sent.replica]
         prompt = served.text[: reservation.prompt_tokens * ITEM_BYTES]
+        arrived = partial(self._arrived, rid)
         self._world.at(
             self._world.now + self._tier.handoff_s,
-            lambda: prefill.compute(rid, prompt, self.name, reservation, lambda ended: self._arrived(rid, ended)),
+            lambda: prefill.compute(rid, prompt, at_prefill(served.terms), self.name, reservation, arrived),
         )
 
     def _arrived(self, rid: str, ended: RequestFinished | RequestFailed) -> None:
@@ -262,13 +297,14 @@ class ReplayDecodeServer:
     def _offer(self, served: DecodedRequest, prefill: ReplayReplica) -> None:
         """Offer the KV of a turn, as KvReturns does: what has filled a page since its prompt and is still here."""
         computed = served.text[: (served.prompt_tokens + served.generated) * ITEM_BYTES]  # but for the last token
-        cached = self._driver.scheduler.cached_tokens(computed)
+        terms = whose(served.terms)
+        cached = self._driver.scheduler.cached_tokens(computed, terms.prefix_salt)
         if self._offers >= MAX_OFFERS or cached <= served.prompt_tokens:
             return
         self._offers += 1
         self._world.at(
             self._world.now + self._tier.handoff_s,
-            lambda: prefill.returns.offer(self.name, computed[: cached * ITEM_BYTES], self._offered),
+            lambda: prefill.returns.offer(self.name, computed[: cached * ITEM_BYTES], terms, self._offered),
         )
 
     def _offered(self) -> None:

@@ -5,9 +5,10 @@
     StorePages   when the passes ordered before it are computed, and the stores before it are done ─► PagesStored
     LoadPages    when the loads before it are done ─────────────────────────────────────────────────► PagesLoaded
 
-A pass's times follow when it is ordered, as nothing that is ordered later can delay it.
+A pass that is cancelled ends soon after; those behind it begin then.
 """
 
+from collections import deque
 from collections.abc import Callable, Sequence
 
 from headrace.core.messages.orders import CancelSend, Forward, LoadPages, Order, PlanRow, SendChunk, StorePages
@@ -29,6 +30,7 @@ from headrace.tools.simulate.replay.costs import pass_seconds
 from headrace.tools.simulate.replay.workload import VOCABULARY
 
 TOKEN = 0  # what requests sample whose answer is not known
+CANCEL_S = 0.002  # in which a stage has given a pass up
 
 
 class TimedHostTier:
@@ -48,9 +50,9 @@ class TimedHostTier:
         self._stored_at = 0.0
         self._loaded_at = 0.0
 
-    def store(self, order: StorePages, computed_at: float) -> None:
-        """Copy pages out of the pool. computed_at: when the passes ordered before are computed."""
-        self._stored_at = max(self._world.now, computed_at, self._stored_at) + self._seconds(order.slots)
+    def store(self, order: StorePages) -> None:
+        """Copy pages out of the pool: the passes ordered before are computed."""
+        self._stored_at = max(self._world.now, self._stored_at) + self._seconds(order.slots)
         self._answer(self._stored_at, [PagesStored(stage=stage, seq=order.seq) for stage in self._stages])
 
     def load(self, order: LoadPages) -> None:
@@ -64,6 +66,27 @@ class TimedHostTier:
     def _answer(self, at: float, events: list[AnyStageEvent]) -> None:
         for event in events:
             self._world.at(at, lambda event=event: self._report(event))  # type: ignore[misc]
+
+
+class TimedPass:
+    """A forward pass on its way through the stages."""
+
+    def __init__(self, order: Forward, read_s: float) -> None:
+        """read_s: seconds that each stage takes for the KV that is read by requests that decode."""
+        self.order = order
+        self.read_s = read_s
+        self.cancelled = False
+        self.stage = 0
+        """Where it is, or waits for its turn."""
+
+        self.began_at: float | None = None
+        """When this stage has taken it up; None while it waits."""
+
+        self.seconds = 0.0
+        """That this stage takes."""
+
+        self.then: list[Callable[[], None]] = []
+        """What happens when the last stage is done with it."""
 
 
 class TimedPipeline:
@@ -89,9 +112,10 @@ class TimedPipeline:
         self._report = report
         self._read_s = read_s / len(costs)
         self._sampled = sampled
-        self._free_at = [0.0] * len(costs)
+        self._queues: list[deque[TimedPass]] = [deque() for _ in costs]  # of each stage; it computes the first
+        self._passes: dict[int, TimedPass] = {}  # by order number, those that are not through; the oldest first
+        self._to_send: deque[SendChunk] = deque()  # over a link that has a rate
         self._link_free_at = 0.0
-        self._done_at: dict[int, float] = {}  # by order number, of passes whose end is to come
         self.busy_s = [0.0] * len(costs)
         """Seconds of computing, by stage."""
 
@@ -125,39 +149,96 @@ class TimedPipeline:
             case CancelSend():
                 self._world.at(self._world.now, lambda: self._send_cancelled(order))
             case StorePages():
-                self._host.store(order, self._free_at[-1])
+                self._after(next(reversed(self._passes), -1), lambda: self._host.store(order))
             case LoadPages():
                 self._host.load(order)
             case _:
                 pass
 
+    def cancel(self, seq: int) -> None:
+        """Give a pass up, if it is not through: the stage that has it ends CANCEL_S later at the latest, and stages
+        behind it take no time. It reports that it is done, as every pass does, without tokens."""
+        found = self._passes.get(seq)
+        if found is None or found.cancelled:
+            return
+        found.cancelled = True
+        if found.began_at is not None:
+            seconds = min(found.seconds, self._world.now + CANCEL_S - found.began_at)
+            self.busy_s[found.stage] -= found.seconds - seconds
+            self._take(found, found.began_at, seconds)
+
     def _forward(self, order: Forward) -> None:
         self.plans += 1
-        at, last = self._world.now, len(self._costs) - 1
         read_s = self._read_s * sum(row.start for row in order.rows if row.generated) if self._read_s else 0.0
-        for stage, cost in enumerate(self._costs):
-            seconds = pass_seconds(cost, order.rows) + read_s
-            at = self._free_at[stage] = max(at, self._free_at[stage]) + seconds
-            self.busy_s[stage] += seconds
-            samples = self._samples(order) if stage == last else ()
-            event = PlanDone(stage=stage, seq=order.seq, duration_s=seconds, samples=samples)
-            self._world.at(at, lambda event=event: self._computed(event))  # type: ignore[misc]
-        self._done_at[order.seq] = at
+        self._passes[order.seq] = ordered = TimedPass(order, read_s)
+        self._arrive(ordered)
+
+    def _arrive(self, arrived: TimedPass) -> None:
+        """A pass has come to a stage, which takes it up when it is done with those before."""
+        queue = self._queues[arrived.stage]
+        queue.append(arrived)
+        if queue[0] is arrived:
+            self._begin(arrived)
+
+    def _begin(self, begun: TimedPass) -> None:
+        seconds = 0.0 if begun.cancelled else pass_seconds(self._costs[begun.stage], begun.order.rows) + begun.read_s
+        self.busy_s[begun.stage] += seconds
+        self._take(begun, self._world.now, seconds)
+
+    def _take(self, begun: TimedPass, began_at: float, seconds: float) -> None:
+        """A stage takes so long for a pass."""
+        begun.began_at, begun.seconds, stage = began_at, seconds, begun.stage
+        self._world.at(began_at + seconds, lambda: self._computed(begun, stage, seconds))
+
+    def _computed(self, ended: TimedPass, stage: int, seconds: float) -> None:
+        """A stage is done with a pass."""
+        if (ended.stage, ended.seconds) != (stage, seconds) or ended.began_at is None:
+            return  # it was cancelled, and has ended before
+        last = stage == len(self._costs) - 1
+        ended.began_at = None
+        queue = self._queues[stage]
+        queue.popleft()
+        if last:
+            del self._passes[ended.order.seq]
+            for action in ended.then:
+                action()
+            self._pump_link()
+        else:
+            ended.stage += 1
+            self._arrive(ended)
+        if queue:
+            self._begin(queue[0])
+        samples = self._samples(ended.order) if last and not ended.cancelled else ()
+        self._report(PlanDone(stage=stage, seq=ended.order.seq, duration_s=seconds, samples=samples))
 
     def _samples(self, order: Forward) -> tuple[SampledToken, ...]:
         rows = (row for row in order.rows if row.sample is not None)
         return tuple(SampledToken(row.request, self._sampled(row)) for row in rows)
 
-    def _computed(self, event: PlanDone) -> None:
-        if event.stage == len(self._costs) - 1:
-            del self._done_at[event.seq]
-        self._report(event)
+    def _after(self, seq: int, action: Callable[[], None]) -> None:
+        """Do this when a pass is through; at once if it is. It orders nothing."""
+        if (found := self._passes.get(seq)) is not None:
+            found.then.append(action)
+        else:
+            action()
 
     def _send(self, order: SendChunk) -> None:
-        """The chunk leaves when it is computed and the chunks before it have left."""
-        at = max(self._world.now, self._done_at.get(order.after, 0.0))
-        if self._fetch_tokens_s is not None:
-            at = self._link_free_at = max(at, self._link_free_at) + order.count / self._fetch_tokens_s
+        """The chunk leaves when it is computed and, over a link of some rate, the chunks before it have left."""
+        if self._fetch_tokens_s is None:
+            self._after(order.after, lambda: self._acknowledge_at(self._world.now, order))
+        else:
+            self._to_send.append(order)
+            self._pump_link()
+
+    def _pump_link(self) -> None:
+        """Send what is computed, in order."""
+        while self._to_send and self._to_send[0].after not in self._passes:
+            assert self._fetch_tokens_s is not None, "only then do chunks wait for each other"
+            order = self._to_send.popleft()
+            self._link_free_at = max(self._world.now, self._link_free_at) + order.count / self._fetch_tokens_s
+            self._acknowledge_at(self._link_free_at, order)
+
+    def _acknowledge_at(self, at: float, order: SendChunk) -> None:
         self._world.at(at, lambda: self._acknowledge(order))
 
     def _send_cancelled(self, order: CancelSend) -> None:

@@ -10,11 +10,14 @@ import msgspec
 from headrace.core.config import SchedulerConfig
 from headrace.core.messages.kv_events import KvEventMessage
 from headrace.core.types.errors import ErrorInfo
+from headrace.core.types.packed import ITEM_BYTES
+from headrace.core.types.requests.kv_hints import Retain
 from headrace.core.types.requests.terms import RequestTerms
 from headrace.scheduler.costs.chunking import Cost
 from headrace.testing.world import World
-from headrace.tools.simulate.replay.conversations import AnsweredTurn, answered, generated
+from headrace.tools.simulate.replay.conversations import AnsweredTurn, answered, conversations, generated
 from headrace.tools.simulate.replay.decode_server import DecodeTier, ReplayDecodeServer
+from headrace.tools.simulate.replay.growth import growths
 from headrace.tools.simulate.replay.hints import Hints, turns
 from headrace.tools.simulate.replay.replica import HostTier, ReplayReplica
 from headrace.tools.simulate.replay.routing import ReplayRouter, RouterFactory
@@ -22,6 +25,7 @@ from headrace.tools.simulate.replay.workload import TraceRequest, packed_tokens,
 
 REFUSED = 429
 STUCK = "not_ended"  # code of a request that no event can end any more
+OPEN_S = 300.0  # for which an open prompt lives and its KV is retained, as --open-seconds of servers says
 
 
 class ReplaySettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -61,6 +65,9 @@ class ReplaySettings(msgspec.Struct, frozen=True, kw_only=True):
     returns: bool | None = None
     """Decode servers offer the KV of turns back. None: conversations are not looked for, and answers are no part of
     the turns behind them."""
+
+    open: bool | None = None
+    """Next turns are open prompts, which grow until they arrive; None: conversations are not looked for."""
 
     latency_s: float = 0.0
     """Seconds until a request reaches the scheduler. What an answer takes to its client is little, and counted here."""
@@ -141,7 +148,12 @@ class Replay:
         self._outcomes: list[ReplayOutcome] = []
         self._turns = turns(requests, settings.hints, settings.time_scale) if settings.hints is not None else []
         self._answered: list[AnsweredTurn] = answered(requests) if settings.returns is not None else []
-        self._open = len(requests)
+        looked_for = settings.open, settings.hints, settings.returns
+        self._turn_numbers = (
+            [seen.turn for seen, _ in conversations(requests)] if looked_for != (None, None, None) else []
+        )
+        self._opened: dict[int, int] = {}  # requests that have an open prompt, and the server that has it
+        self._left = len(requests)
         self._last_token_at = 0.0
         followed = settings.replicas > 1 or settings.decode is not None
         scheduler = msgspec.structs.replace(settings.scheduler, kv_events=followed)
@@ -168,7 +180,10 @@ class Replay:
             self._router = settings.router(self._replicas, scheduler.page_size)
         if settings.decode is not None:
             tier = msgspec.structs.replace(
-                settings.decode, fetch_tokens_s=settings.fetch_tokens_s, returns=bool(settings.returns)
+                settings.decode,
+                fetch_tokens_s=settings.fetch_tokens_s,
+                returns=bool(settings.returns),
+                open=bool(settings.open),
             )
             self._decodes = [self._decode_server(number, tier) for number in range(tier.servers)]
 
@@ -179,7 +194,8 @@ class Replay:
     def run(self) -> ReplayResult:
         """Run until every request has ended."""
         self._await_arrival(0)
-        while self._open and self._world.step():
+        self._await_growth()
+        while self._left and self._world.step():
             pass
         for outcome in self._outcomes:
             if outcome.first_token_s is None and not outcome.error:
@@ -201,46 +217,79 @@ class Replay:
     def _arrive(self, number: int) -> None:
         request = self._requests[number]
         self._await_arrival(number + 1)
-        outcome = ReplayOutcome(request.tokens, self._world.now, tenant=request.tenant)
-        if self._turns:
-            outcome.tenant, outcome.turn = self._turns[number].tenant, self._turns[number].turn
-        if self._answered:
-            outcome.turn = self._answered[number].turn
+        outcome = ReplayOutcome(request.tokens, self._world.now, tenant=self._tenant(number))
+        if self._turn_numbers:
+            outcome.turn = self._turn_numbers[number]
         self._outcomes.append(outcome)
         self._send(number)
 
+    def _await_growth(self) -> None:
+        """Next turns are opened, and grow."""
+        if self._settings.open:
+            prompts = [turn.segments for turn in self._answered] or [request.segments for request in self._requests]
+            for number, steps in growths(self._requests, prompts).items():
+                for step in steps:
+                    at = step.at_s * self._settings.time_scale
+                    self._world.at(at, partial(self._grow, number, step.tokens))
+
+    def _grow(self, number: int, tokens: int) -> None:
+        """The client of a request to come opens its prompt, or appends to it."""
+        rid, prompt = str(number), self._text(number)[: tokens * ITEM_BYTES]
+        terms = msgspec.structs.replace(self._terms(number), slo_ttft_s=None, retain=Retain(seconds=OPEN_S))
+        server = self._opened.get(number)
+        if server is None:
+            server = self._opened[number] = self._choose_decode() if self._decodes else self._choose(rid, prompt, terms)
+            if self._router is not None:
+                self._router.answered(rid)
+        if self._decodes:
+            self._decodes[server].change(rid, prompt, terms)
+        else:
+            replica = self._replicas[server]
+            self._later(lambda: replica.open_prompts.change(rid, prompt, terms))
+
     def _send(self, number: int) -> None:
         """The client of a request sends it, for the first time or again."""
-        outcome = self._outcomes[number]
+        rid, text, terms, outcome = str(number), self._text(number), self._terms(number), self._outcomes[number]
+        opened = self._opened.get(number)
         if self._decodes:
-            self._send_to_decode(number)
+            request, chosen = self._requests[number], self._choose_decode() if opened is None else opened
+            self._decodes[chosen].submit(rid, text, request.tokens, generated(request), terms)
             return
-        tokens = prompt(self._requests[number])
-        if self._router is not None:
-            outcome.replica = self._router.choose(str(number), tokens, self._world.now)
-        replica, objective_s = self._replicas[outcome.replica], self._settings.objective_s
-        slo = None if objective_s is None else objective_s(outcome.tokens)
+        outcome.replica = self._choose(rid, text, terms, opened)
+        replica = self._replicas[outcome.replica]
+        self._later(lambda: replica.submit(rid, text, terms, outcome.attempts))
 
-        terms = RequestTerms(tenant=outcome.tenant, slo_ttft_s=slo)
-        if self._turns:  # tenants of servers have salts of their own
-            turn = self._turns[number]
-            terms = msgspec.structs.replace(terms, cache_salt=outcome.tenant, retain=turn.retain, session=turn.session)
+    def _choose(self, rid: str, prompt: bytes, terms: RequestTerms, opened: int | None = None) -> int:
+        """The server of a request; the one that has its open prompt, if one has."""
+        if self._router is None:
+            return 0
+        return self._router.choose(rid, prompt, self._world.now, terms.prefix_salt, opened)
 
-        def submit() -> None:
-            replica.submit(str(number), tokens, terms, outcome.attempts)
+    def _choose_decode(self) -> int:
+        """The decode server with the fewest open requests; of equal ones the first."""
+        return min(range(len(self._decodes)), key=lambda number: self._decodes[number].open_requests)
 
+    def _later(self, action: Callable[[], None]) -> None:
+        """What a client sends reaches the scheduler."""
         if self._settings.latency_s:
-            self._world.at(self._world.now + self._settings.latency_s, submit)
+            self._world.at(self._world.now + self._settings.latency_s, action)
         else:
-            submit()
+            action()
 
-    def _send_to_decode(self, number: int) -> None:
-        """To the decode server with the fewest open requests; of equal ones the first."""
-        request, objective_s = self._requests[number], self._settings.objective_s
-        slo = None if objective_s is None else objective_s(request.tokens)
-        server = min(self._decodes, key=lambda one: one.open_requests)
-        text = packed_tokens(self._answered[number].segments) if self._answered else prompt(request)
-        server.submit(str(number), text, request.tokens, generated(request), request.tenant, slo)
+    def _text(self, number: int) -> bytes:
+        """Packed tokens of a prompt, and of its answer where conversations have them."""
+        return packed_tokens(self._answered[number].segments) if self._answered else prompt(self._requests[number])
+
+    def _tenant(self, number: int) -> str:
+        return self._turns[number].tenant if self._turns else self._requests[number].tenant
+
+    def _terms(self, number: int) -> RequestTerms:
+        objective_s, tenant = self._settings.objective_s, self._tenant(number)
+        slo = None if objective_s is None else objective_s(self._requests[number].tokens)
+        if not self._turns:
+            return RequestTerms(tenant=tenant, slo_ttft_s=slo)
+        turn = self._turns[number]  # tenants of servers have salts of their own
+        return RequestTerms(tenant=tenant, slo_ttft_s=slo, cache_salt=tenant, retain=turn.retain, session=turn.session)
 
     def _token(self, rid: str) -> None:
         """A decode server has a token of a request."""
@@ -284,5 +333,5 @@ class Replay:
             self._world.at(self._world.now + wait_s, lambda: self._send(int(rid)))
             return
         outcome.cached_tokens, outcome.error = cached_tokens, "" if error is None else error.code
-        self._open -= 1
-        self._progress(len(self._requests) - self._open)
+        self._left -= 1
+        self._progress(len(self._requests) - self._left)

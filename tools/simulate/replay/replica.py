@@ -8,7 +8,7 @@ from headrace.core.messages.frontend import Submit
 from headrace.core.messages.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KvEventMessage, ReplicaKvEvent
 from headrace.core.messages.orders import Order, PrepareReceive
 from headrace.core.messages.peers import AskReserve, PeerJoined, PeerReserved
-from headrace.core.messages.replies import PrefixReply, RequestFailed, RequestFinished, Tokens
+from headrace.core.messages.replies import PrefixReply, Progress, RequestFailed, RequestFinished, Tokens
 from headrace.core.types.errors import ErrorInfo
 from headrace.core.types.kv.geometry import Geometry, ceil_div
 from headrace.core.types.packed import ITEM_BYTES, pack
@@ -22,6 +22,7 @@ from headrace.server.routing.replica_load import LoadReport
 from headrace.server.routing.score import Candidate
 from headrace.testing.world import SchedulerDriver, World
 from headrace.tools.simulate.replay.costs import row_seconds, slowest
+from headrace.tools.simulate.replay.open_prompts import ReplayOpenPrompts
 from headrace.tools.simulate.replay.pipeline import TimedHostTier, TimedPipeline
 from headrace.tools.simulate.replay.prefix_fetches import HandedOver, PrefixHolder, ReplayFetches
 from headrace.tools.simulate.replay.returns import ReplayReturns
@@ -64,6 +65,7 @@ class ReplayReplica:
     ) -> None:
         """fetch_tokens_s: as in TimedPipeline; None: KV is dropped when its prompt is computed."""
         self._world = world
+        self.name = name
         self._config = config
         self._cost = slowest(costs, config.chunk_tokens)
         self._hands_over = fetch_tokens_s is not None
@@ -78,6 +80,9 @@ class ReplayReplica:
         self._fetches = ReplayFetches(world, name, ranks, config.page_size, self._driver.handle)
         self.returns = ReplayReturns(world, config.page_size, self._fetches, self._driver.handle)
         """KV that decode servers offer back."""
+
+        self.open_prompts = ReplayOpenPrompts(world, config.page_size, self._driver.handle)
+        """Prompts that are to be submitted when they are complete."""
 
         self._work: dict[str, float] = {}  # predicted seconds of requests without a first token
         self._queued_s = 0.0
@@ -102,36 +107,39 @@ class ReplayReplica:
         """This decode server may offer KV from now on."""
         self._fetches.connect(name, server)
 
-    def cached_tokens(self, prompt: bytes) -> int:
+    def cached_tokens(self, prompt: bytes, salt: str) -> int:
         """Leading tokens of a prompt that its prefix cache has."""
-        return self._scheduler.cached_tokens(prompt)
+        return self._scheduler.cached_tokens(prompt, salt)
 
-    def hand_over(self, rid: str, prompt: bytes, peer: str, reservation: Reservation, handed_over: HandedOver) -> None:
-        """Send what is cached to a sibling that has joined. handed_over: as of compute()."""
-        self._handed_over[rid] = handed_over
+    def hand_over(self, submit: Submit, peer: str, reservation: Reservation, handed_over: HandedOver) -> None:
+        """Send what is cached to another server that has joined. handed_over: as of compute()."""
+        self._handed_over[submit.rid] = handed_over
         self._driver.handle(PeerReserved(session=peer, reservation=reservation))
-        self._driver.handle(Submit(rid=rid, prompt=prompt, sampling=ANSWERED, route=SendTo(rid, cached=True)))
+        self._driver.handle(submit)
 
-    def candidate(self, prompt: bytes) -> Candidate:
+    def candidate(self, prompt: bytes, salt: str) -> Candidate:
         """What a router that knows everything sees when this prompt arrives."""
-        return Candidate(self._queued_s, self._uncached_s(prompt))
+        return Candidate(self._queued_s, self._uncached_s(prompt, salt))
 
     def load(self) -> LoadReport:
         """What the server reports of its load."""
         return LoadReport(*self._scheduler.load(self._world.now))
 
     def submit(self, rid: str, prompt: bytes, terms: RequestTerms = NO_TERMS, attempt: int = 1) -> None:
-        """Take in a request, and the reservation of its peer if KV is handed over. attempt: 2 for the first retry."""
+        """Take in a request, and the reservation of its peer if KV is handed over. It commits the open prompt of this
+        name, if there is one. attempt: 2 for the first retry."""
         self._work[rid] = seconds = self._uncached_s(prompt, terms.prefix_salt)
         self._queued_s += seconds
-        self._bring(prompt, lambda: self._start(rid, prompt, terms, attempt))
+        self.open_prompts.commit(
+            rid, lambda: self._bring(prompt, terms, lambda: self._start(rid, prompt, terms, attempt))
+        )
 
-    def _bring(self, prompt: bytes, go_on: Callable[[], None]) -> None:
+    def _bring(self, prompt: bytes, terms: RequestTerms, go_on: Callable[[], None]) -> None:
         """Go on with a prompt when what siblings have of it has come."""
         if self._siblings is None:
             go_on()
         else:
-            self._siblings.bring(prompt, go_on)
+            self._siblings.bring(prompt, terms, go_on)
 
     def _start(self, rid: str, prompt: bytes, terms: RequestTerms, attempt: int) -> None:
         route = SendTo(rid) if self._hands_over else Discard()
@@ -143,15 +151,7 @@ class ReplayReplica:
                 ticket=rid, generation=attempt, prompt_tokens=tokens, cached_tokens=0, pages=pages, row=0
             )
             self._driver.handle(PeerReserved(session=PEER, reservation=reservation))
-        self._driver.handle(
-            Submit(
-                rid=rid,
-                prompt=prompt,
-                sampling=sampling,
-                route=route,
-                terms=terms,
-            )
-        )
+        self._driver.handle(Submit(rid=rid, prompt=prompt, sampling=sampling, route=route, terms=terms))
 
     def join(self, peer: str) -> None:
         """A decode server begins a session, which has its name."""
@@ -163,6 +163,7 @@ class ReplayReplica:
         self,
         rid: str,
         prompt: bytes,
+        terms: RequestTerms,
         peer: str,
         reservation: Reservation,
         handed_over: HandedOver,
@@ -171,10 +172,10 @@ class ReplayReplica:
         there, or it has failed."""
         self._handed_over[rid] = handed_over
         self._driver.handle(PeerReserved(session=peer, reservation=reservation))
-        submit = Submit(rid=rid, prompt=prompt, sampling=HANDED_OVER, route=SendTo(rid))
-        self._bring(prompt, lambda: self._driver.handle(submit))
+        submit = Submit(rid=rid, prompt=prompt, sampling=HANDED_OVER, route=SendTo(rid), terms=terms)
+        self._bring(prompt, terms, lambda: self._driver.handle(submit))
 
-    def _uncached_s(self, prompt: bytes, salt: str = "") -> float:
+    def _uncached_s(self, prompt: bytes, salt: str) -> float:
         cached = self._scheduler.cached_tokens(prompt, salt)
         return row_seconds(self._cost, cached, len(prompt) // ITEM_BYTES - cached)
 
@@ -193,7 +194,9 @@ class ReplayReplica:
                     self.returns.replied(effect)
                 case Order():
                     self.pipeline.order(effect)
-                case RequestFinished() | RequestFailed() if self._fetches.ended(effect):
+                case Progress():
+                    self.open_prompts.progressed(effect)
+                case RequestFinished() | RequestFailed() if self._serves_another(effect):
                     pass
                 case Tokens():
                     self._leave_queue(effect.rid)
@@ -207,6 +210,10 @@ class ReplayReplica:
                     self._ended(effect.rid, 0, effect.error)
                 case _:
                     pass
+
+    def _serves_another(self, end: RequestFinished | RequestFailed) -> bool:
+        """What has ended is no request of a client, but a fetch or a piece of an open prompt."""
+        return self._fetches.ended(end) or self.open_prompts.ended(end)
 
     def _leave_queue(self, rid: str) -> None:
         self._queued_s -= self._work.pop(rid, 0.0)

@@ -11,6 +11,7 @@ from headrace.core.messages.frontend import QueryPrefix
 from headrace.core.messages.replies import PrefixReply
 from headrace.core.types.packed import packed_length
 from headrace.core.types.requests.kv_return import FORGET_S, MAX_TAKEN, MOVE_S, ReturnReason, judge_return
+from headrace.core.types.requests.terms import RequestTerms
 from headrace.scheduler.scheduler import Event
 from headrace.server.routing.handoff_cost import HandoffCost
 from headrace.server.routing.prefix_choice import compute_s
@@ -28,21 +29,24 @@ class ReplayReturns:
         self._fetches = fetches
         self._handle = handle
         self._costs: dict[str, tuple[HandoffCost, float]] = {}  # by server, with when one was observed last
-        self._offers: dict[int, tuple[str, bytes, Callable[[], None]]] = {}  # by the token of what is asked
+        self._offers: dict[
+            int, tuple[str, bytes, RequestTerms, Callable[[], None]]
+        ] = {}  # by the token of the question
         self._number = 0
         self._moving = 0
         self.results: Counter[str] = Counter()
         """Offers by what became of them: taken (it has come), failed, or why it was not taken."""
 
-    def offer(self, server: str, tokens: bytes, ended: Callable[[], None]) -> None:
-        """A decode server offers the KV of these tokens, whole pages. ended: called when it has come or will not."""
+    def offer(self, server: str, tokens: bytes, terms: RequestTerms, ended: Callable[[], None]) -> None:
+        """A decode server offers the KV of these tokens, whole pages. terms: whose they are. ended: called when it has
+        come or will not."""
         self._number += 1
-        self._offers[self._number] = server, tokens, ended
-        self._handle(QueryPrefix(token=self._number, prompt=tokens))
+        self._offers[self._number] = server, tokens, terms, ended
+        self._handle(QueryPrefix(token=self._number, prompt=tokens, salt=terms.prefix_salt))
 
     def replied(self, here: PrefixReply) -> None:
         """The scheduler has said what it has of an offer."""
-        server, tokens, ended = self._offers.pop(here.token)
+        server, tokens, terms, ended = self._offers.pop(here.token)
         missing = packed_length(tokens) - here.cached
         reason = self._judge(server, packed_length(tokens), here)
         if reason != "taken":
@@ -61,7 +65,10 @@ class ReplayReturns:
                 self._costs[server] = cost, self._world.now
             ended()
 
-        self._world.at(began, lambda: self._fetches.fetch(server, tokens, MOVE_S, moved))
+        def fetch() -> None:
+            self._fetches.fetch(server, tokens, terms, MOVE_S, moved)
+
+        self._world.at(began, fetch)
 
     def _judge(self, server: str, offered: int, here: PrefixReply) -> ReturnReason:
         if self._moving >= MAX_TAKEN:

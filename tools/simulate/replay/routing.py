@@ -25,7 +25,7 @@ class ReplicaView(Protocol):
     def open_requests(self) -> int:
         """Requests without a first token."""
 
-    def candidate(self, prompt: bytes) -> Candidate:
+    def candidate(self, prompt: bytes, salt: str) -> Candidate:
         """Its queue, and what it would compute of this prompt, as they are now."""
 
     def load(self) -> LoadReport:
@@ -35,8 +35,8 @@ class ReplicaView(Protocol):
 class ReplayRouter(Protocol):
     """Chooses replicas, which are numbers from 0."""
 
-    def choose(self, rid: str, prompt: bytes, now: float) -> int:
-        """The replica that a request goes to."""
+    def choose(self, rid: str, prompt: bytes, now: float, salt: str = "", prefer: int | None = None) -> int:
+        """The replica that a request goes to: this one, if one is preferred."""
 
     def answered(self, rid: str) -> None:
         """A request has its first token or has ended."""
@@ -61,13 +61,14 @@ class ScoreRouter:
         self._reported_at = -REPORTED_S
         self._sent: dict[str, Sent] = {}
 
-    def choose(self, rid: str, prompt: bytes, now: float) -> int:
+    def choose(self, rid: str, prompt: bytes, now: float, salt: str = "", prefer: int | None = None) -> int:
         """The replica with the least score."""
         if now - self._reported_at >= REPORTED_S:
             self._reported_at = now
             for number, replica in enumerate(self._replicas):
                 self._router.reported(number, replica.load(), now, now)
-        sent = self._sent[rid] = self._router.choose(prompt, "", self._numbers, now)
+        numbers = self._numbers if prefer is None else (prefer,)
+        sent = self._sent[rid] = self._router.choose(prompt, salt, numbers, now)
         self._router.posted(sent, now)
         return sent.replica
 
@@ -97,17 +98,21 @@ class _Omniscient:
 class LeastLoaded(_Omniscient):
     """Fewest open requests, then the least work."""
 
-    def choose(self, rid: str, prompt: bytes, now: float) -> int:
+    def choose(self, rid: str, prompt: bytes, now: float, salt: str = "", prefer: int | None = None) -> int:
         """Of equal ones the first."""
-        return _first([(replica.open_requests, replica.candidate(prompt).queued_s) for replica in self._replicas])
+        if prefer is not None:
+            return prefer
+        return _first([(replica.open_requests, replica.candidate(prompt, salt).queued_s) for replica in self._replicas])
 
 
 class PrefixAffinity(_Omniscient):
     """Longest cached prefix that saves a tenth of the work of the shortest one, then the least work."""
 
-    def choose(self, rid: str, prompt: bytes, now: float) -> int:
+    def choose(self, rid: str, prompt: bytes, now: float, salt: str = "", prefer: int | None = None) -> int:
         """Of equal ones the first."""
-        candidates = [replica.candidate(prompt) for replica in self._replicas]
+        if prefer is not None:
+            return prefer
+        candidates = [replica.candidate(prompt, salt) for replica in self._replicas]
         most = max(candidate.uncached_s for candidate in candidates)
         bound = (1 - LEAST_SAVING) * most
         return _first(

@@ -220,7 +220,7 @@ class View(msgspec.Struct, frozen=True):
     queued_s: float
     uncached_s: float
 
-    def candidate(self, prompt: bytes) -> Candidate:
+    def candidate(self, prompt: bytes, salt: str) -> Candidate:
         return Candidate(self.queued_s, self.uncached_s)
 
     def load(self) -> LoadReport:
@@ -247,7 +247,7 @@ class Turns:
     def __init__(self, replicas: Sequence[Any], _page_size: int) -> None:
         self._replicas = len(replicas)
 
-    def choose(self, rid: str, _prompt: bytes, _now: float) -> int:
+    def choose(self, rid: str, prompt: bytes, now: float, salt: str = "", prefer: int | None = None) -> int:
         return int(rid) % self._replicas
 
     def answered(self, rid: str) -> None:
