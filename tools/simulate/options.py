@@ -36,7 +36,6 @@ TPOT_OBJECTIVE_S = 0.1
 OF_DECODE_SERVERS = (
     "decode-servers", "decode-chunk-tokens", "decode-cost", "read-rate", "handoff-s", "tpot-objective",
 )  # fmt: skip
-NEVER_S = 1e9  # of deadlines: modelled stages and peers do not fail
 
 
 class Preset(msgspec.Struct, frozen=True):
@@ -236,10 +235,6 @@ def points(given: Mapping[str, Any], environ: Mapping[str, str], longest: int) -
         page_size=page_size,
         max_model_len=longest + 2,
         vocab_size=0,
-        kv_events=False,
-        bootstrap_timeout_s=NEVER_S,
-        transfer_timeout_s=NEVER_S,
-        stage_timeout_s=NEVER_S,
     )
     settings = {setting.key: _listed(setting.key, given[setting.key]) for setting in REPLAYED if setting.key in given}
     lists: dict[str, tuple[Any, ...]] = {

@@ -87,6 +87,33 @@ def test_returns_have_hits_and_times_by_turn(tmp_path: Path, capsys: pytest.Capt
     assert shown[2].endswith(f"{on['summary']['offers']['taken']} of {sum(on['summary']['offers'].values())}")
 
 
+def test_parts_are_replayed_alone_and_together(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Two turns each of twelve sessions, on two prefill servers with one decode server."""
+    path = tmp_path / "trace.csv"
+    turns = [f"{20 * turn + number},{640 + 640 * turn},90,{number}" for turn in range(2) for number in range(12)]
+    path.write_text("\n".join(["arrival_s,input_tokens,output_tokens,session", *turns]))
+    flags = ("--remote", "always", "--replicas", "2", "--fetch-rate", "20000", "--chunk-tokens", "256")
+    rows = report(path, *flags, "--parts", "none,open,all")["rows"]
+    assert [row["swept"] for row in rows] == [{"parts": name} for name in ("none", "open", "all")]
+    none, opened, everything = (row["summary"] for row in rows)
+    assert opened["turns"]["2 and later"] == opened["turns"]["2"]
+    for some in (opened, everything):
+        assert some["hits"] > none["hits"] + 0.1
+        assert some["turns"]["2"]["mean_s"] < 0.7 * none["turns"]["2"]["mean_s"]
+    assert (none["offers"], sum(everything["offers"].values()) > 5) == ({}, True)
+    header, *lines = capsys.readouterr().out.split("by turn.")[1].splitlines()[2:]
+    assert "turn 2 and later, mean P99" in header
+    assert [line.split()[1] for line in lines] == ["none", "open", "all"]
+
+
+def test_parts_without_decode_servers(trace: Path) -> None:
+    rows = report(trace, "--parts", "none,hints,siblings,open", "--hints", "oracle", "--load", "0.5")["rows"]
+    assert {row["summary"]["decode"] for row in rows} == {None}
+    found = {row["swept"]["parts"]: row["summary"] for row in rows}
+    assert found["siblings"] == found["none"], "one server has no siblings"
+    assert found["open"]["turns"]["2 and later"]["mean_s"] < found["none"]["turns"]["2 and later"]["mean_s"]
+
+
 def test_without_a_load_the_times_are_those_of_the_trace(trace: Path) -> None:
     (row,) = report(trace)["rows"]
     assert 13 < row["summary"]["seconds"] < 16, "the last prompt comes after 13 s"
@@ -158,6 +185,15 @@ MISTAKES = [
     (["--returns", "on"], "--returns is for decode servers that compute no prompt; add --remote always"),
     (["--returns", "on", "--remote", "always,never"], "--returns is for decode servers that compute no prompt"),
     (["--returns", "yes", "--remote", "always"], "--returns: expected one of on, off, got 'yes'"),
+    (["--open", "always"], "--open: expected one of on, off, got 'always'"),
+    (
+        ["--open", "on", "--remote", "cost"],
+        "--open is for decode servers that compute no prompt; leave --remote out or",
+    ),
+    (["--parts", "none,some"], "--parts: expected one of none, hints, returns, siblings, open, all, got 'some'"),
+    (["--parts", "none,all"], "--parts returns and all are for decode servers that compute no prompt; add --remote"),
+    (["--parts", "none", "--remote", "never"], "--parts is for decode servers that compute no prompt"),
+    (["--parts", "none", "--siblings", "on"], "--parts says where --siblings is on; leave --siblings out"),
     (["--limit", "none"], "--limit: expected a whole number, at least 1, got 'none'"),
     (["--host-rate", "0"], "--host-rate: expected a number above 0, got '0'"),
     (["--fetch-rate", "-3"], "--fetch-rate: expected a number above 0, got '-3'"),

@@ -11,13 +11,23 @@ A pass that is cancelled ends soon after; those behind it begin then.
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from headrace.core.messages.orders import CancelSend, Forward, LoadPages, Order, PlanRow, SendChunk, StorePages
+from headrace.core.messages.orders import (
+    CancelReceive,
+    CancelSend,
+    Forward,
+    LoadPages,
+    Order,
+    PlanRow,
+    SendChunk,
+    StorePages,
+)
 from headrace.core.messages.stage_events import (
     AnyStageEvent,
     ChunkAcked,
     PagesLoaded,
     PagesStored,
     PlanDone,
+    ReceiveCancelled,
     SampledToken,
     SendCancelled,
     StageReady,
@@ -146,8 +156,8 @@ class TimedPipeline:
                 self._forward(order)
             case SendChunk():
                 self._send(order)
-            case CancelSend():
-                self._world.at(self._world.now, lambda: self._send_cancelled(order))
+            case CancelSend() | CancelReceive():
+                self._world.at(self._world.now, lambda: self._transfer_cancelled(order))
             case StorePages():
                 self._after(next(reversed(self._passes), -1), lambda: self._host.store(order))
             case LoadPages():
@@ -241,9 +251,10 @@ class TimedPipeline:
     def _acknowledge_at(self, at: float, order: SendChunk) -> None:
         self._world.at(at, lambda: self._acknowledge(order))
 
-    def _send_cancelled(self, order: CancelSend) -> None:
+    def _transfer_cancelled(self, order: CancelSend | CancelReceive) -> None:
+        answer = SendCancelled if isinstance(order, CancelSend) else ReceiveCancelled
         for stage in range(len(self._costs)):
-            self._report(SendCancelled(stage=stage, request=order.request))
+            self._report(answer(stage=stage, request=order.request))
 
     def _acknowledge(self, order: SendChunk) -> None:
         for stage in range(len(self._costs)):

@@ -25,6 +25,7 @@ from headrace.tools.simulate.replay.workload import TraceRequest, packed_tokens,
 
 REFUSED = 429
 STUCK = "not_ended"  # code of a request that no event can end any more
+NEVER_S = 1e9  # of deadlines: modelled stages and peers do not fail
 OPEN_S = 300.0  # for which an open prompt lives and its KV is retained, as --open-seconds of servers says
 
 
@@ -32,7 +33,7 @@ class ReplaySettings(msgspec.Struct, frozen=True, kw_only=True):
     """What a trace is replayed on."""
 
     scheduler: SchedulerConfig
-    """Of every replica. Its kv_pages are the pool."""
+    """Of every replica. Its kv_pages are the pool; its deadlines never pass."""
 
     costs: tuple[Cost, ...]
     """Of each stage."""
@@ -156,7 +157,13 @@ class Replay:
         self._left = len(requests)
         self._last_token_at = 0.0
         followed = settings.replicas > 1 or settings.decode is not None
-        scheduler = msgspec.structs.replace(settings.scheduler, kv_events=followed)
+        scheduler = self._scheduler = msgspec.structs.replace(
+            settings.scheduler,
+            kv_events=followed,
+            bootstrap_timeout_s=NEVER_S,
+            transfer_timeout_s=NEVER_S,
+            stage_timeout_s=NEVER_S,
+        )
         self._router: ReplayRouter | None = None
         self._decodes: list[ReplayDecodeServer] = []
         self._replicas = [
@@ -188,8 +195,8 @@ class Replay:
             self._decodes = [self._decode_server(number, tier) for number in range(tier.servers)]
 
     def _decode_server(self, number: int, tier: DecodeTier) -> ReplayDecodeServer:
-        scheduler = self._settings.scheduler
-        return ReplayDecodeServer(self._world, number, scheduler, tier, self._replicas, self._token, self._served)
+        config, replicas = self._scheduler, self._replicas
+        return ReplayDecodeServer(self._world, number, config, tier, replicas, self._token, self._served)
 
     def run(self) -> ReplayResult:
         """Run until every request has ended."""

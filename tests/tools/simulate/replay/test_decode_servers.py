@@ -6,20 +6,13 @@ from functools import cache
 
 import pytest
 
-from headrace.core.config import SchedulerConfig
 from headrace.core.types.errors import TOO_LONG
 from headrace.scheduler.costs.chunking import Cost
 from headrace.tools.simulate.replay.decode_server import DecodeTier, Remote
-from headrace.tools.simulate.replay.replay import Replay, ReplayResult, ReplaySettings
-from headrace.tools.simulate.replay.routing import ROUTERS
-from headrace.tools.simulate.replay.workload import PromptSegment, TraceRequest
-
-COST: Cost = (0.0, 0.001, 0.01)  # a millisecond a token, ten a pass
-NEVER_S = 1e9
-
-
-def request(at: float, tokens: int, text: int, generated: int = 1) -> TraceRequest:
-    return TraceRequest(at, (PromptSegment(text, tokens),), tokens, generated)
+from headrace.tools.simulate.replay.replay import ReplayResult
+from headrace.tools.simulate.replay.workload import TraceRequest
+from tests.tools.simulate.replay import replays
+from tests.tools.simulate.replay.replays import COST, request
 
 
 def replay(
@@ -33,24 +26,11 @@ def replay(
     fetch: float | None = None,
     read_s: float = 0.0,
 ) -> ReplayResult:
-    config = SchedulerConfig(
-        page_size=16,
-        kv_pages=4096,
-        max_model_len=16384,
-        chunk_tokens=512,
-        pipeline_depth=0,
-        max_queued_tokens=1 << 40,
-        bootstrap_timeout_s=NEVER_S,
-        transfer_timeout_s=NEVER_S,
-        stage_timeout_s=NEVER_S,
-    )
     tier = DecodeTier(
         remote=remote, costs=(decode_cost,), servers=servers, chunk_tokens=128, read_s=read_s, handoff_s=0.02
     )
-    settings = ReplaySettings(
-        scheduler=config, costs=(costs,), replicas=replicas, router=ROUTERS["score"], fetch_tokens_s=fetch, decode=tier
-    )
-    return Replay(settings, requests).run()
+    config = replays.config()
+    return replays.replay(requests, config, costs=(costs,), replicas=replicas, fetch_tokens_s=fetch, decode=tier)
 
 
 def test_a_handed_over_prompt_takes_pass_handoff_and_transfer_and_then_a_pass_a_token() -> None:

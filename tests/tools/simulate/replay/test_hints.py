@@ -4,12 +4,11 @@ from collections import Counter
 
 import pytest
 
-from headrace.core.config import SchedulerConfig
 from headrace.scheduler.costs.chunking import Cost
 from headrace.tools.simulate.replay.hints import LIAR, OTHERS, Hints, turns
-from headrace.tools.simulate.replay.replay import Replay, ReplayResult, ReplaySettings
-from headrace.tools.simulate.replay.routing import ROUTERS
+from headrace.tools.simulate.replay.replay import ReplayResult
 from headrace.tools.simulate.replay.workload import PromptSegment, TraceRequest
+from tests.tools.simulate.replay import replays
 
 BLOCK = 16
 COST: Cost = (0.0, 1e-3, 1e-3)
@@ -53,11 +52,8 @@ def conversations() -> list[TraceRequest]:
 
 
 def replayed(hints: Hints, pages: int = 120) -> ReplayResult:
-    config = SchedulerConfig(
-        page_size=BLOCK, kv_pages=pages, chunk_tokens=64, max_model_len=1024, eviction="lru", retain_percent=60
-    )
-    settings = ReplaySettings(scheduler=config, costs=(COST,), router=ROUTERS["score"], hints=hints)
-    return Replay(settings, conversations()).run()
+    config = replays.config(kv_pages=pages, chunk_tokens=64, pipeline_depth=1, eviction="lru", retain_percent=60)
+    return replays.replay(conversations(), config, costs=(COST,), hints=hints)
 
 
 def hits(result: ReplayResult) -> Counter[str]:

@@ -9,12 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace.core.config import SchedulerConfig
 from headrace.scheduler.costs.chunking import Cost
 from headrace.server.routing.replica_load import LoadReport
 from headrace.server.routing.score import Candidate
 from headrace.tools.simulate.replay.costs import offered_work, split_evenly
-from headrace.tools.simulate.replay.replay import Replay, ReplayOutcome, ReplayResult, ReplaySettings
+from headrace.tools.simulate.replay.replay import ReplayOutcome, ReplayResult
 from headrace.tools.simulate.replay.replica import HostTier
 from headrace.tools.simulate.replay.routing import (
     ROUTERS,
@@ -24,13 +23,10 @@ from headrace.tools.simulate.replay.routing import (
     ScoreRouter,
 )
 from headrace.tools.simulate.replay.workload import VOCABULARY, PromptSegment, TraceRequest, prompt
+from tests.tools.simulate.replay import replays
+from tests.tools.simulate.replay.replays import COST, PAGE, request
 
-COST: Cost = (0.0, 0.001, 0.01)  # a millisecond a token, ten a pass
-PAGE, CHUNK = 16, 64
-
-
-def request(at: float, tokens: int, text: int) -> TraceRequest:
-    return TraceRequest(at, (PromptSegment(text, tokens),), tokens)
+CHUNK = 64
 
 
 def replay(
@@ -48,26 +44,22 @@ def replay(
     siblings: bool = False,
     **changes: Any,
 ) -> ReplayResult:
-    config = SchedulerConfig(
-        page_size=PAGE, kv_pages=256, max_model_len=8192, chunk_tokens=CHUNK, pipeline_depth=0, policy="fcfs"
-    )
-    config = msgspec.structs.replace(config, **changes)
-    return Replay(
-        ReplaySettings(
-            scheduler=config,
-            costs=split_evenly(cost, config.stages),
-            replicas=replicas,
-            siblings=siblings,
-            router=router,
-            fetch_tokens_s=fetch,
-            host=host or HostTier(),
-            latency_s=latency,
-            time_scale=scale,
-            retries=retries,
-            objective_s=objective,
-        ),
+    limits = {"kv_pages": 256, "max_model_len": 8192, "chunk_tokens": CHUNK, "max_queued_tokens": 262144}
+    config = replays.config(**(limits | {"policy": "fcfs"} | changes))
+    return replays.replay(
         requests,
-    ).run()
+        config,
+        costs=split_evenly(cost, config.stages),
+        replicas=replicas,
+        siblings=siblings,
+        router=router,
+        fetch_tokens_s=fetch,
+        host=host or HostTier(),
+        latency_s=latency,
+        time_scale=scale,
+        retries=retries,
+        objective_s=objective,
+    )
 
 
 def times(result: ReplayResult) -> list[float]:

@@ -5,16 +5,14 @@ from collections.abc import Sequence
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace.core.config import SchedulerConfig
-from headrace.scheduler.costs.chunking import Cost
 from headrace.tools.simulate.replay.conversations import answered
 from headrace.tools.simulate.replay.decode_server import DecodeTier
-from headrace.tools.simulate.replay.replay import Replay, ReplayResult, ReplaySettings
-from headrace.tools.simulate.replay.routing import ROUTERS
+from headrace.tools.simulate.replay.replay import ReplayResult
 from headrace.tools.simulate.replay.workload import PromptSegment, TraceRequest, packed_tokens, prompt
+from tests.tools.simulate.replay import replays
+from tests.tools.simulate.replay.replays import COST, PAGE
 
-COST: Cost = (0.0, 0.001, 0.01)  # a millisecond a token, ten a pass
-PAGE, BLOCK, NEVER_S = 16, 64, 1e9
+BLOCK = 64
 
 
 def blocks(at: float, ids: Sequence[int], tokens: int, generated: int) -> TraceRequest:
@@ -26,27 +24,9 @@ def blocks(at: float, ids: Sequence[int], tokens: int, generated: int) -> TraceR
 def replay(
     requests: Sequence[TraceRequest], returns: bool, fetch: float | None = 10_000.0, pages: int = 4096, servers: int = 1
 ) -> ReplayResult:
-    config = SchedulerConfig(
-        page_size=PAGE,
-        kv_pages=pages,
-        max_model_len=16384,
-        chunk_tokens=512,
-        pipeline_depth=0,
-        max_queued_tokens=1 << 40,
-        bootstrap_timeout_s=NEVER_S,
-        transfer_timeout_s=NEVER_S,
-        stage_timeout_s=NEVER_S,
-    )
     tier = DecodeTier(remote="always", costs=(COST,), servers=servers, chunk_tokens=128, handoff_s=0.02)
-    asked = ReplaySettings(
-        scheduler=config,
-        costs=(COST,),
-        router=ROUTERS["score"],
-        fetch_tokens_s=fetch,
-        decode=tier,
-        returns=returns,
-    )
-    return Replay(asked, requests).run()
+    config = replays.config(kv_pages=pages)
+    return replays.replay(requests, config, fetch_tokens_s=fetch, decode=tier, returns=returns)
 
 
 TWO_TURNS = [
