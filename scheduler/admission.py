@@ -6,15 +6,15 @@ from headrace.core.messages.frontend import Submit
 from headrace.core.messages.peers import AskRenew
 from headrace.core.messages.replies import PrefillDecided, RequestFailed
 from headrace.core.types import refusals
-from headrace.core.types.errors import CANCELLED, NOT_CACHED, PREFILL_NEEDED, TICKET_IN_USE, TOO_LONG, ErrorInfo
+from headrace.core.types.errors import CANCELLED, PREFILL_NEEDED, TICKET_IN_USE, TOO_LONG, ErrorInfo
 from headrace.core.types.packed import ITEM_BYTES, packed_length, unpack
 from headrace.core.types.requests.remote_prefill import LocalForecast, decide, threshold_of
 from headrace.core.types.requests.request import DecodeHere, Discard, FetchFrom, SendTo
 from headrace.scheduler.costs.cost_model import Load
 from headrace.scheduler.costs.short_passes import open_target
-from headrace.scheduler.kv.kv_cache import Lease
 from headrace.scheduler.lifecycle.completion import release_ticket
 from headrace.scheduler.overload import Overload
+from headrace.scheduler.prefill.prefix_handover import PrefixHandover
 from headrace.scheduler.prefill.rendezvous import Rendezvous
 from headrace.scheduler.queues.deadlines import RequestTimer
 from headrace.scheduler.requests.parts import QueueEntry
@@ -28,9 +28,10 @@ from headrace.scheduler.telemetry.metrics import ADMISSION
 class Admission:
     """Checks new requests. A check costs no more than one pass over the prompt."""
 
-    def __init__(self, state: State, rendezvous: Rendezvous) -> None:
+    def __init__(self, state: State, rendezvous: Rendezvous, handover: PrefixHandover) -> None:
         self._state = state
         self._rendezvous = rendezvous
+        self._handover = handover
         self._overload = Overload(state)
         self._used_at: dict[str, float] = {}  # when a prompt was last compared and went there, by --prefill
 
@@ -51,14 +52,14 @@ class Admission:
         elif isinstance(submit.route, FetchFrom) or submit.open:
             self._admit(submit, replica, now)
         elif _from_cache(submit):
-            self._admit_cached(submit, replica, now)
+            self._handover.start(self._admit(submit, replica, now), now)
         else:
             self._admit_or_predict_late(submit, replica, cached, now)
 
     def _placed(self, submit: Submit, now: float) -> tuple[Submit, Binding]:
         """The request with the route by which its prompt costs least, if it is to be compared, and its replica."""
         route = submit.route
-        binding = self._most_cached(submit) if route.moves_cached else self._bind(submit)
+        binding = self._most_held(submit) if route.moves_cached else self._bind(submit)
         if not isinstance(route, FetchFrom) or not route.compare:
             return submit, binding
         here = replace(submit, route=DecodeHere())
@@ -98,26 +99,12 @@ class Admission:
             open_prompt=submit.open,
         )
 
-    def _most_cached(self, submit: Submit) -> Binding:
-        """The replica that has most of the tokens; as for a new request if none has any."""
-        found = [
-            replica.cache.resident_positions(submit.prompt, submit.terms.prefix_salt, submit.images)
-            for replica in self._state.replicas
-        ]
-        if not any(found):
-            return self._bind(submit)
-        return Binding(max(range(len(found)), key=found.__getitem__), max(found))
-
-    def _admit_cached(self, submit: Submit, replica: Replica, now: float) -> None:
-        """Lease what the prefix cache has of the tokens, to be handed over; refuse if that is not all of them."""
-        cache, salt, length = replica.cache, submit.terms.prefix_salt, packed_length(submit.prompt)
-        cached = cache.resident_positions(submit.prompt, salt, submit.images)
-        lease = cache.acquire(submit.prompt, salt, submit.images, whole=True) if cached == length else None
-        if lease is None:
-            text = f"the prefix cache has {cached} of the {length} tokens"
-            self._refuse(submit, ErrorInfo(code=NOT_CACHED, message=text, status=412, field="cached_only"))
-        else:
-            self._admit(submit, replica, now, cached, lease)
+    def _most_held(self, submit: Submit) -> Binding:
+        """The replica that has most of the tokens, tiers included; as for a new request if none has any."""
+        replicas = self._state.replicas
+        held = (one.cache.held(submit.prompt, submit.terms.prefix_salt, submit.images) for one in replicas)
+        found = [pool + in_tiers.total for pool, in_tiers in held]
+        return Binding(found.index(max(found)), None) if any(found) else self._bind(submit)
 
     def _admit_or_predict_late(self, submit: Submit, replica: Replica, cached: int | None, now: float) -> None:
         """The request is to be computed here: predict when, and refuse it if that is too late.
@@ -139,13 +126,10 @@ class Admission:
         request.predicted_ttft_s = prediction.ttft_s
         self._state.metrics.histograms.observe("predicted_ttft_seconds", prediction.ttft_s)
 
-    def _admit(
-        self, submit: Submit, replica: Replica, now: float, cached: int | None = None, lease: Lease | None = None
-    ) -> Request:
-        """cached: positions that the prefix cache has of the prompt; None: it was not looked up. lease: of all of them,
-        where nothing is to be computed."""
+    def _admit(self, submit: Submit, replica: Replica, now: float, cached: int | None = None) -> Request:
+        """cached: positions that the prefix cache has of the prompt; None: it was not looked up."""
         state, route = self._state, submit.route
-        early_prefill = lease is not None or self._held_for_later(submit) or self._optimistic(submit, replica)
+        early_prefill = _from_cache(submit) or self._held_for_later(submit) or self._optimistic(submit, replica)
         waits = isinstance(route, SendTo) and not early_prefill
         request = Request(
             submit=submit,
@@ -153,13 +137,11 @@ class Admission:
             serial=state.requests.new_serial(),
             arrived=now,
             token_limit=self._token_limit(submit),
-            phase=Phase.INFLIGHT if lease is not None else Phase.BOOTSTRAP if waits else Phase.WAITING,
+            phase=Phase.BOOTSTRAP if waits else Phase.WAITING,
             replica=replica.index,
             early_prefill=early_prefill,
             queued=QueueEntry() if cached is None else QueueEntry(cached, replica.cache.tree_version),
         )
-        if lease is not None:
-            request.found(lease)
         if request.open:
             request.target = open_target(state.config, request.length)
         state.requests.add(request)

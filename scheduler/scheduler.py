@@ -89,6 +89,7 @@ from headrace.scheduler.lifecycle.integrity import IdleCheck
 from headrace.scheduler.lifecycle.preemption import Preemption
 from headrace.scheduler.prefill.handoff import KvHandoff
 from headrace.scheduler.prefill.holding import HeldRequests
+from headrace.scheduler.prefill.prefix_handover import PrefixHandover
 from headrace.scheduler.prefill.rendezvous import Rendezvous
 from headrace.scheduler.queues.deadlines import (
     AnswerTimer,
@@ -126,7 +127,8 @@ class Scheduler:
         self._holding = HeldRequests(state, self._completion)
         self._handoff = KvHandoff(state, self._completion, self._holding)
         self._rendezvous = Rendezvous(state, self._completion, self._handoff)
-        self._admission = Admission(state, self._rendezvous)
+        self._handover = PrefixHandover(state, self._completion, self._handoff)
+        self._admission = Admission(state, self._rendezvous, self._handover)
         self._preemption = Preemption(state, self._completion)
         self._generation = TokenGeneration(state, self._completion, self._handoff, self._preemption)
         self._fetch = RemoteFetch(state, self._completion, self._generation)
@@ -139,7 +141,7 @@ class Scheduler:
         self._lockstep = LockstepPlanner(state, self._planners) if config.lockstep and config.dp > 1 else None
         self._turn = 0  # the replica that is planned first
         self._stages = StageGroup(state, self._completion, self._generation)
-        self._copies = [PageCopies(state, replica, self._completion) for replica in state.replicas]
+        self._copies = [PageCopies(state, replica, self._completion, self._handover) for replica in state.replicas]
         self._library = KvLibrary(state)
         self._tracing = Tracing(state)
         self._hints = KvHints(state)

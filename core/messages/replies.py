@@ -238,7 +238,10 @@ class PrefixReply(SchedulerReply, frozen=True, kw_only=True):
 
     token: int
     pool: PoolForecast
-    """Of the replica that has most of it."""
+    """Of the replica that has most of it, in its pool and its tiers."""
+
+    load_s: float = 0.0
+    """Predicted seconds of loading what is in tiers; 0 while nothing was loaded."""
 
     has_peer: bool = False
     """A peer from the host that was named has an open session."""

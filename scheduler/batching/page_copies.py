@@ -3,6 +3,7 @@
 pages leave the pool, or are written to disk ─► StorePages ─► every stage: PagesStored ─► the copy can be loaded
 a prompt continues in a tier ─► LoadPages ─► every stage: PagesLoaded ─► it is planned behind them
                                                    └─ failed: it waits again, and computes what was not loaded
+a prefix that is handed over does, likewise: it is sent then, and fails with a page of it
 slots are given up ─► DropPages
 """
 
@@ -15,6 +16,7 @@ from headrace.core.types.packed import pack, unpack
 from headrace.scheduler.kv.copy_table import PendingCopy
 from headrace.scheduler.kv.node import Node, PageLoad, StoringPages, root_of
 from headrace.scheduler.lifecycle.completion import Completion
+from headrace.scheduler.prefill.prefix_handover import PrefixHandover
 from headrace.scheduler.queues.deadlines import CopyTimer
 from headrace.scheduler.requests.phase import Phase
 from headrace.scheduler.requests.record import Request
@@ -27,10 +29,11 @@ ORDER_PAGES = 256  # pages of one order at most, so that a long copy is answered
 class PageCopies:
     """Orders the copies that a replica's prefix cache has begun, and ends them when each of its ranks has answered."""
 
-    def __init__(self, state: State, replica: Replica, completion: Completion) -> None:
+    def __init__(self, state: State, replica: Replica, completion: Completion, handover: PrefixHandover) -> None:
         self._state = state
         self._replica = replica
         self._completion = completion
+        self._handover = handover
 
     def order(self, now: float) -> None:
         """Order what the cache has decided on. Slots are dropped before they are used again."""
@@ -78,6 +81,7 @@ class PageCopies:
         if not pending.waiting:
             self._count_end("store", pending.copy.tier, len(pending.copy.nodes), len(pending.failed))
             self._replica.cache.copied(pending.copy, pending.failed)
+            self._handover.resume(self._replica, now)
 
     def _loaded(self, event: PagesLoaded, now: float) -> None:
         """A stage has loaded pages. Once every stage has, requests that wait for them go on."""
@@ -95,21 +99,26 @@ class PageCopies:
                 hits = (count - failed) * state.config.page_size
                 state.metrics.counters.add("kv_tier_hit_tokens_total", hits, (tier,))
                 self._replica.copies.measured(tier, count, (now - pending.began) * count / len(copy.nodes))
-        waiting = [
-            one for one in self._replica.queues.prefilling.values() if one.lease is not None and one.lease.load is copy
-        ]
+        loading = (*self._replica.queues.prefilling.values(), *self._replica.moves.values())
+        waiting = [one for one in loading if one.lease is not None and one.lease.load is copy]
         bad = copy.nodes[first] if pending.failed else None
         good = []
         for request in waiting:
             assert request.lease is not None, "just seen"
-            if bad is not None and any(node is bad for node in request.lease.path):
-                self._begin_again(request, now)
-            else:
+            good_pages = next((index for index, node in enumerate(request.lease.path) if node is bad), None)
+            if good_pages is None:
                 good.append(request)
+            elif request.from_cache:
+                self._handover.not_loaded(request, good_pages, now)
+            else:
+                self._begin_again(request, now)
         self._replica.cache.copied(copy, pending.failed)
         for request in good:
             assert request.lease is not None, "just seen"
             self._replica.cache.loaded(request.lease, request.tokens)
+            if request.from_cache:
+                self._handover.loaded(request, now)
+        self._handover.resume(self._replica, now)
 
     def restore(self) -> None:
         """Once every stage is up and has said what is on its disk: use what all of them have."""

@@ -86,7 +86,7 @@ class TokenGeneration:
         while not replica.cache.grow(request.lease, request.planned + 1):
             if self._completion.end_moves(replica, refusals.PAGES_NEEDED.error(), now):
                 continue
-            if queues.preempting or replica.moves:
+            if queues.preempting or replica.moves or replica.loads_for_none:
                 return False  # those free pages soon
             victim = queues.decoding[max(queues.decoding)]
             if victim is request and len(queues.decoding) == 1:

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from headrace.core.config import SchedulerConfig
-from headrace.core.types.kv.kv_tiers import PageHeader, Tier
+from headrace.core.types.kv.kv_tiers import TIERS, PageHeader, Tier, TierTokens
 from headrace.core.types.packed import unpack
 from headrace.scheduler.kv.node import PageCopy
 
@@ -87,6 +87,11 @@ class CopyTable:
         for tier in set(tiers):
             self._page_s[tier] = self._page_s.get(tier, 0.0) * (1 - FORGIVEN)
         return 0
+
+    def load_s(self, tokens: TierTokens, page_size: int) -> float:
+        """Predicted seconds of loading so many tokens; those of a tier that nothing was loaded from take none."""
+        counts = zip(TIERS, (tokens.host, tokens.disk, tokens.library), strict=True)
+        return sum(self._page_s.get(tier, 0.0) * count for tier, count in counts) / page_size
 
     def written(self, stage: int, count: int) -> None:
         """A stage has written so many bytes to its disk tier."""

@@ -94,7 +94,7 @@ class Lease:
             return NONE_LOADED
         own = set(map(id, self.path))
         tiers = Counter(tier for node, tier in zip(self.load.nodes, self.load.tiers, strict=True) if id(node) in own)
-        return TierTokens(*(tiers[tier] * page_size for tier in TIERS))
+        return _by_tier(tiers, page_size)
 
 
 @dataclass(slots=True, eq=False)
@@ -229,20 +229,19 @@ class KvCache:
         path = pages_of(self._known(tokens, salt, images, cacheable))
         return len(resumable(path) if self._slots.total else path) * self.page_size
 
-    def resident_positions(self, tokens: bytes | bytearray, salt: str, images: Sequence[ImageInput] = ()) -> int:
-        """Positions of packed tokens whose KV is in the pool now, the last token's among them: what acquire(whole=True)
-        would find. 0 where requests have states, which only checkpoints have."""
-        if self._slots.total:
-            return 0
-        return len(_loaded(pages_of(self._known(tokens, salt, images, whole=True)))) * self.page_size
+    def held(self, tokens: bytes | bytearray, salt: str, images: Sequence[ImageInput] = ()) -> tuple[int, TierTokens]:
+        """Positions of packed tokens that acquire_held() can lease, the last token's among them: those that the pool
+        has, and those behind them that the tiers have. None where requests have states, which only checkpoints have."""
+        return self._held([] if self._slots.total else self._known(tokens, salt, images, whole=True))
 
     def forecast(self, tokens: bytes | bytearray, salt: str) -> PoolForecast:
-        """What the pool has of packed tokens, and what may be expected of a turn with them."""
+        """What the pool and the tiers have of packed tokens, and what may be expected of a turn with them."""
         known = [] if self._slots.total else self._known(tokens, salt, whole=True)
-        cached = len(_loaded(pages_of(known)))
+        cached, in_tiers = self._held(known)
         turn = max(0, next_turn(known) - 1) if cached else 0
         return PoolForecast(
-            cached=cached * self.page_size,
+            cached=cached,
+            in_tiers=in_tiers,
             free=self.free,
             evictable=self.cached,
             turn_chance=self.chances.next_turn(turn, len(tokens) // ITEM_BYTES),
@@ -310,6 +309,17 @@ class KvCache:
         if computed and not whole:
             self.chances.began(turn, len(known) * self.page_size, length, again)
         return lease
+
+    def acquire_held(
+        self, tokens: bytes | bytearray, salt: str, images: Sequence[ImageInput] = (), tenant: str = ""
+    ) -> Lease | None:
+        """Lease the pages of packed tokens, whole ones that held() counts, to be handed over: those in tiers are loaded
+        whatever that takes. None where they do not fit, or more are being loaded than may be, now."""
+        known = self._known(tokens, salt, images, whole=True)
+        resident = len(pages_of(known))
+        if resident + len(self._further(known, resident, len)) < self.pages_for(len(tokens) // ITEM_BYTES):
+            return None
+        return self.acquire(tokens, salt, images, load=len, whole=True, tenant=tenant)
 
     def grow(self, lease: Lease, tokens: int) -> bool:
         """Add pages until the lease holds this many positions; False (and nothing added) when none can be had."""
@@ -543,6 +553,14 @@ class KvCache:
         full = (computed if cacheable is None else min(computed, cacheable)) // self.page_size
         return self._tree.find(self._keys(tokens, 0, full, None, salt, images), salt)
 
+    def _held(self, known: Sequence[Node]) -> tuple[int, TierTokens]:
+        """Positions of a path that are in the pool, and those behind them that are being loaded, or can be: no more
+        than may be at a time."""
+        pool = len(_loaded(pages_of(known)))
+        further = [] if self.tiers is None else self.tiers.loadable(known, pool)
+        tiers = Counter(map(nearest, further[: self.total // LOADING]))
+        return pool * self.page_size, _by_tier(tiers, self.page_size)
+
     def _new_tree(self, pages: int, host_pages: int, disk_pages: int, library_pages: int = 0) -> PrefixTree:
         held = host_pages + disk_pages + library_pages
         has_tiers = self._prefix_cache and held > 0 and not self._slots.total
@@ -636,6 +654,10 @@ class KvCache:
     def _page_key(self, tokens: bytes | bytearray, index: int, images: Sequence[ImageInput]) -> bytes:
         """What is on a full page."""
         return page_key(tokens, index * self.page_size, self.page_size, images)
+
+
+def _by_tier(pages: Counter[Tier], page_size: int) -> TierTokens:
+    return TierTokens(*(pages[tier] * page_size for tier in TIERS))
 
 
 def _loaded(path: Sequence[Node]) -> list[Node]:

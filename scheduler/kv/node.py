@@ -169,6 +169,11 @@ def load_of(node: Node) -> PageLoad | None:
     return None if node.copies is None else node.copies.load
 
 
+def in_use(node: Node) -> bool:
+    """Whether the path of a lease runs through the node; copies lock it beside."""
+    return node.locks > (0 if node.copies is None else node.copies.busy)
+
+
 def has_copy(node: Node) -> bool:
     """Whether the node has a page in the pool or a copy in a tier."""
     return node.page != NONE or (node.copies is not None and node.copies.any)

@@ -8,6 +8,7 @@ cache.
     come lacks pages                        the latest arrival ─► BOOTSTRAP, computed again once its peer has come
 """
 
+from headrace.core.types import refusals
 from headrace.core.types.packed import prompt_hash
 from headrace.core.types.requests.request import FetchFrom, SendTo
 from headrace.scheduler.lifecycle.completion import Completion
@@ -51,6 +52,9 @@ class Preemption:
         queues.look_up(first, now)
         lacking = replica.pages_lacking(first) - sum(map(_pages, queues.preempting.values()))
         if not 0 < lacking <= held.pages:
+            return
+        if replica.moves or replica.loads_for_none:  # those free pages soon
+            self._completion.end_moves(replica, refusals.PAGES_NEEDED.error(), now)
             return
         victims: list[Request] = []
         for request in sorted(filter(_repeatable, held), key=lambda request: request.arrival, reverse=True):

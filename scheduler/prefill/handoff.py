@@ -58,8 +58,7 @@ class KvHandoff:
         """The plan has computed the last of a prompt whose first token is known: send the rest."""
         request.result.plan, request.result.draft_tokens = plan.seq, sampled.draft
         self._state.enter(request, Phase.INFLIGHT, now)
-        for other in self._state.unacknowledged.add(request):
-            self._state.enter(other, Phase.BOOTSTRAP, now)
+        self._state.count_unacknowledged(request, now)
         if request.row is not None:
             send = self.send_all if request.early_prefill else self._send_last
             send(request, now)

@@ -175,12 +175,12 @@ class Rendezvous:
 
     def give_out_rows(self, now: float) -> None:
         """Give free metadata rows to requests that were started before their peer reserved, in the order of the
-        reservations, and send those that are computed."""
+        reservations, and send those whose KV is here."""
         state = self._state
         while state.awaiting_row and state.metadata_rows.free:
             request = state.awaiting_row.pop(next(iter(state.awaiting_row)))
             request.row = state.metadata_rows.allocate(1, request.arrival)[0]
-            if request.phase is Phase.INFLIGHT:
+            if request.phase is Phase.INFLIGHT and request.has_kv:
                 self._handoff.send_all(request, now)
 
     def _match(self, request: Request, event: PeerReserved, now: float) -> None:
@@ -214,8 +214,8 @@ class Rendezvous:
         elif request.arrival not in state.of(request).queues.preempting:
             state.of(request).queues.peer_came(request, now)
             state.awaiting_row[request.arrival] = request
-            for other in state.unacknowledged.add(request) if request.phase is Phase.INFLIGHT else ():
-                state.enter(other, Phase.BOOTSTRAP, now)
+            if request.phase is Phase.INFLIGHT:
+                state.count_unacknowledged(request, now)
         if request.submit.progress:
             total = request.prompt_tokens
             state.out.add(Progress(rid=request.rid, phase="bootstrapped", done=request.computed, total=total))

@@ -48,6 +48,7 @@ class Queues:
 
     policy: waiting ──RUNNING──► prefilling ──all planned──► decoding ──preempt()──► preempting ──requeue()──► policy
     to_fetch ───────FETCHING───────────────────────────────────▲
+    to_hand_over ───INFLIGHT
     open ───────────RUNNING──► preempting, for one short pass ──requeue()──► open
 
     Queues are keyed by arrival number. Only the methods below change them, and keep the counts right.
@@ -74,6 +75,9 @@ class Queues:
 
         self.open = open_prompts
         """Pieces of open prompts that wait. They are in none of the counts below."""
+
+        self.to_hand_over: dict[int, Request] = {}
+        """Phase WAITING, and its KV is in the prefix cache, tiers included: it is given its pages in no plan."""
 
         self.prefilling: dict[int, Request] = {}
         """Phase RUNNING and not wholly planned: has its pages, and may be paused for others."""
@@ -124,7 +128,7 @@ class Queues:
         """Take in a new request, in the phase that it has."""
         self._count(request, 1)
         self.unplanned += request.unplanned
-        if not request.to_fetch and request.queued.cache_version != self._cache.tree_version:
+        if not (request.to_fetch or request.from_cache) and request.queued.cache_version != self._cache.tree_version:
             self._look_up(request)
         self.recount(request)
         if request.phase is Phase.WAITING:
@@ -158,7 +162,7 @@ class Queues:
         self._count(request, -1)
         if left is Phase.WAITING and phase is Phase.RUNNING:
             self._computes(request).start(request)
-        elif left is Phase.WAITING:
+        elif self.to_hand_over.pop(request.arrival, None) is None and left is Phase.WAITING:
             (self.to_fetch if request in self.to_fetch else self._computes(request)).remove(request)
         elapsed = request.enter(phase, now)
         if request.ended:
@@ -290,19 +294,20 @@ class Queues:
         load = (squares, left)
         if load != self.load or load != self.backlog.total():
             yield f"{self.load} counted as to be computed, {self.backlog.total()} by rank, {Load(*load)} found"
-        listed = len(self.policy) + (0 if self.to_fetch is self.policy else len(self.to_fetch))
+        listed = len(self.policy) + (0 if self.to_fetch is self.policy else len(self.to_fetch)) + len(self.to_hand_over)
         if listed != (expected := counts[Phase.WAITING] + len(self.prefilling)):
             yield f"{listed} requests are ordered by the policy; {expected} wait or are half done"
         if len(self.open) != waiting_open:
             yield f"{len(self.open)} pieces of open prompts are ordered; {waiting_open} wait"
-        for queue in (self.prefilling, self.decoding, self.preempting):
+        for queue in (self.to_hand_over, self.prefilling, self.decoding, self.preempting):
             if queue and (unknown := queue.keys() - arrivals):
                 yield f"requests {unknown} are queued and not known"
 
     def _check_request(self, request: Request) -> list[str]:
         """What is wrong with the queues of one request. Runs after every event of a simulation."""
         phase, arrival, found = request.phase, request.arrival, []
-        ordered = request in self.policy or request in self.to_fetch or request in self.open
+        ordered = any(request in policy for policy in (self.policy, self.to_fetch, self.open))
+        ordered = ordered or arrival in self.to_hand_over
         prefilling, decoding, preempting = (
             arrival in self.prefilling, arrival in self.decoding, arrival in self.preempting)  # fmt: skip
         if ordered != (phase is Phase.WAITING or prefilling):
@@ -329,6 +334,9 @@ class Queues:
         self.backlog.move(old, entry.load, entry.rank, load)
 
     def _push(self, request: Request, now: float) -> None:
+        if request.from_cache:
+            self.to_hand_over[request.arrival] = request
+            return
         policy = self.to_fetch if request.to_fetch else self._computes(request)
         policy.push(request, self._work_s(request), now)
 

@@ -48,12 +48,14 @@ def status(state: State, requests: int, now: float) -> SchedulerStatus:
 
 
 def prefix(state: State, event: QueryPrefix) -> PrefixReply:
-    """What the prefix cache has of a prompt, at the replica that has most of it."""
-    pools = (replica.cache.forecast(event.prompt, event.salt) for replica in state.replicas)
+    """What the prefix cache has of a prompt, tiers included, at the replica that has most of it."""
+    pools = [replica.cache.forecast(event.prompt, event.salt) for replica in state.replicas]
+    most, pool = max(enumerate(pools), key=lambda each: each[1].held)
     cost = state.replicas[0].costs.per_token if state.costs_trusted else None
     return PrefixReply(
         token=event.token,
-        pool=max(pools, key=lambda pool: pool.cached),
+        pool=pool,
+        load_s=state.replicas[most].copies.load_s(pool.in_tiers, state.config.page_size),
         has_peer=state.peers.is_host(event.host),
         cost=cost,
     )

@@ -1,7 +1,7 @@
 """The phases of a request.
 
              BOOTSTRAP ─► WAITING ─► RUNNING ──► INFLIGHT ───► DONE     route SendTo
-                                                 INFLIGHT ───► DONE     route SendTo, found in the prefix cache
+                          WAITING ─────────────► INFLIGHT ───► DONE     route SendTo, from the prefix cache
                           WAITING ─► RUNNING ──► INFLIGHT ───► DONE     route SendTo, computed before its peer reserves
                           WAITING ─► RUNNING ──► DONE                   route Discard
                           WAITING ─► RUNNING ──► GENERATING ─► DONE     route DecodeHere
@@ -23,7 +23,7 @@ class Phase(Enum):
     BOOTSTRAP = "bootstrap"  # a peer has to reserve pages before it is computed
     WAITING = "waiting"  # may be started
     RUNNING = "running"  # has pages; the first token is not known
-    INFLIGHT = "inflight"  # computed; held for a peer, or not every stage's bytes are acknowledged
+    INFLIGHT = "inflight"  # computed, or cached; held for a peer, or not every stage's bytes are acknowledged
     FETCHING = "fetching"  # KV is coming from a prefill server
     GENERATING = "generating"  # decoding here
     DONE = "done"

@@ -153,6 +153,8 @@ class Request:
         self.since = self.arrived
         self.tokens = bytearray(self.submit.prompt)
         self.prompt_tokens = self.target = self.length
+        if self.from_cache:
+            self.planned = self.target
         if self.submit.traceparent:
             self.span_log = SpanLog()
 
@@ -249,7 +251,7 @@ class Request:
 
     @property
     def from_cache(self) -> bool:
-        """Its KV was in the prefix cache when it came, and is handed over without computing anything."""
+        """Its KV is in the prefix cache, tiers included, and is handed over without computing anything."""
         return isinstance(self.route, SendTo) and self.route.cached
 
     @property
@@ -376,10 +378,11 @@ class Request:
             return self.fetched.plus(HandoffStats(self.incoming.pages, self.incoming.bytes, self.incoming.chunks))
         return self.fetched
 
-    def found(self, lease: Lease) -> None:
+    def found(self, lease: Lease, page_size: int) -> None:
         """Its prompt is in the prefix cache, and this lease keeps it: nothing is left to compute."""
         self.lease = lease
-        self.planned = self.computed = self.cached_tokens = self.target
+        self.computed = self.cached_tokens = self.target
+        self.from_tiers = lease.from_tiers(page_size)
         self.result.first = self.make_first_token(0, None, PREFIX)
 
     def make_first_token(self, token: int, logprob: TokenLogprob | None, reason: str) -> FirstToken:

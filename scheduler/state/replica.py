@@ -26,6 +26,7 @@ from headrace.scheduler.costs.short_passes import PiecePasses
 from headrace.scheduler.kv.cache_events import CacheEventLog
 from headrace.scheduler.kv.copy_table import CopyTable
 from headrace.scheduler.kv.kv_cache import KvCache
+from headrace.scheduler.kv.node import PageLoad, in_use
 from headrace.scheduler.policies.policy import make_policy
 from headrace.scheduler.queues.held_pages import HeldPages
 from headrace.scheduler.queues.queues import QueuedShares, Queues
@@ -121,6 +122,12 @@ class Replica:
         """Requests whose next token comes later by so many seconds of work on a prompt: other prompts, and those that
         decode meanwhile."""
         return prediction.delayed + self.decoding.delayed(work_s, now)
+
+    @property
+    def loads_for_none(self) -> bool:
+        """Pages are being loaded that no request uses any more: they can be evicted as soon as they are."""
+        loads = (pending.copy for pending in self.copies.pending())
+        return any(isinstance(load, PageLoad) and not in_use(load.nodes[-1]) for load in loads)
 
     def pages_lacking(self, request: Request) -> int:
         """Pages neither free nor cached, of those that a request needs beside its prompt's cached ones, as it was

@@ -116,6 +116,11 @@ class State:
             replica.decoding.changed(replica.queues.requests[Phase.GENERATING], left is Phase.GENERATING, now)
         self.metrics.phase_left(request, left, since, now, self.peer_of(request))
 
+    def count_unacknowledged(self, request: Request, now: float) -> None:
+        """The KV of a request is here, and its peer has reserved. Others of the same owner may have to wait for it."""
+        for other in self.unacknowledged.add(request):
+            self.enter(other, Phase.BOOTSTRAP, now)
+
     def of(self, request: Request) -> Replica:
         """The replica that a request is bound to."""
         return self.replicas[request.replica]

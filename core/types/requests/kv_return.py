@@ -12,6 +12,8 @@ from typing import Literal, get_args
 
 import msgspec
 
+from headrace.core.types.kv.kv_tiers import NONE_LOADED, TierTokens
+
 ReturnReason = Literal["taken", "cached", "no_room", "not_worth_it", "busy", "no_session"]
 """Why an offer was taken or not: it is all cached here; no pages; the cost is above the saving; too many come in or the
 scheduler does not answer in time; no session of that host is open."""
@@ -49,6 +51,14 @@ class PoolForecast(msgspec.Struct, frozen=True):
 
     again_chance: float
     """Chance that a page is needed after it was evicted."""
+
+    in_tiers: TierTokens = NONE_LOADED
+    """Tokens that follow the cached ones and can be loaded from tiers."""
+
+    @property
+    def held(self) -> int:
+        """Leading tokens that the pool and the tiers have."""
+        return self.cached + self.in_tiers.total
 
 
 def judge_return(

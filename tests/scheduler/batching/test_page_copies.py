@@ -3,77 +3,13 @@
 from headrace.core.messages.kv_events import BlockRemoved, BlockStored
 from headrace.core.messages.orders import DropPages, Forward, LoadPages, Order, SendChunk, StorePages
 from headrace.core.messages.stage_events import (
-    PagesFound,
-    PagesLoaded,
     PagesLost,
-    PagesStored,
     StageFailed,
-    StageReady,
 )
-from headrace.core.types.kv.kv_tiers import PageHeader, TierTokens
-from headrace.core.types.packed import pack
+from headrace.core.types.kv.kv_tiers import TierTokens
 from headrace.core.types.requests.request import SendTo
-from headrace.scheduler.scheduler import Effect
-from tests.scheduler.bench import PAGE, Bench, geometry, ids, only
-
-FIRST, SECOND = list(range(100, 112)), list(range(200, 228))
-
-
-class TierBench(Bench):
-    """A pool of eight pages, and stages with tiers."""
-
-    def __init__(self, host: int = 32, disk: int = 0, **changes: object) -> None:
-        self.tier_pages = (host, disk)
-        super().__init__(kv_pages=8, chunk_tokens=64, disk_admission_turn=0, **changes)
-
-    def up(self) -> None:
-        host, disk = self.tier_pages
-        for stage in range(self.config.stages):
-            self.do(
-                StageReady(
-                    stage=stage,
-                    geometry=geometry(),
-                    fingerprint="f",
-                    data_port=1,
-                    kv_pages=8,
-                    vocab_size=1000,
-                    host_pages=host,
-                    disk_pages=disk,
-                )
-            )
-
-    def run(self, rid: str, tokens: list[int]) -> None:
-        """Compute a prompt to its end."""
-        self.submit(rid, tokens, max_tokens=1)
-        self.compute(1)
-
-    def stored(self, order: StorePages, failed: tuple[int, ...] = (), stage: int = 0, size: int = 0) -> list[Effect]:
-        return self.do(PagesStored(stage=stage, seq=order.seq, failed=pack(failed), written_bytes=size))
-
-    def loaded(self, order: LoadPages, failed: tuple[int, ...] = (), stage: int = 0) -> list[Effect]:
-        return self.do(PagesLoaded(stage=stage, seq=order.seq, failed=pack(failed)))
-
-    def found(self, headers: dict[int, PageHeader], stage: int = 0, last: bool = True) -> list[Effect]:
-        return self.do(PagesFound(stage=stage, slots=pack(headers), headers=tuple(headers.values()), last=last))
-
-    def displace(self) -> None:
-        """Compute FIRST, and then SECOND, which needs its pages."""
-        self.run("first", FIRST)
-        self.submit("second", SECOND, max_tokens=1)
-        assert self.plan() is None, "SECOND waits for FIRST's pages to be copied"
-        for stage in range(self.config.stages):
-            self.stored(self.last(StorePages), stage=stage)
-        self.compute(1)
-
-    def load_first(self, **fields: object) -> LoadPages:
-        """A request with FIRST's tokens and more, whose cached pages are being loaded."""
-        self.submit("again", [*FIRST, 1, 2], **{"max_tokens": 1, **fields})
-        while not self.all(LoadPages):
-            assert self.plan() is None
-            if not self.all(LoadPages):
-                for stage in range(self.config.stages):
-                    self.stored(self.last(StorePages), stage=stage)
-        return self.one(LoadPages)
+from tests.scheduler.bench import PAGE, ids, only
+from tests.scheduler.tier_bench import FIRST, SECOND, TierBench
 
 
 def test_pages_leave_for_the_host_tier_before_others_take_their_place() -> None:
