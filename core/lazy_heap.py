@@ -47,6 +47,10 @@ class LazyHeap(Generic[Id, Item]):
             heapq.heappop(self._heap)
         return None
 
+    def items(self) -> Iterator[Item]:
+        """The items, in no order, O(n)."""
+        return (entry[3] for entry in self._heap if self._is_current(entry))
+
     def ordered(self) -> Iterator[tuple[Key, Item]]:
         """Keys and items, smallest first, O(log n) each; they stay in the heap.
 

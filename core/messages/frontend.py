@@ -151,6 +151,9 @@ class QueryPrefix(FrontendRequest, frozen=True, kw_only=True):
     salt: str = ""
     """RequestTerms.prefix_salt"""
 
+    tenant: str = ""
+    """Who is to retain it."""
+
     host: str = ""
     """Of a server that may be a peer; "" for none."""
 

@@ -174,6 +174,9 @@ class RequestFinished(SchedulerReply, frozen=True, kw_only=True):
     retained: int = 0
     """Tokens whose KV is retained for as long as its terms asked for."""
 
+    demoted: int = 0
+    """Tokens whose KV goes to a tier, as its terms asked for, when its pages are free: those that it alone uses."""
+
 
 class RequestFailed(SchedulerReply, frozen=True, kw_only=True):
     """A request has failed."""

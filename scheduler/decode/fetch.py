@@ -117,6 +117,7 @@ class RemoteFetch:
             computed=False,
             whole=route.prefix,
             tenant=request.terms.tenant,
+            spare=route.spare,
         )
         lease = acquire()
         if lease is None and makes_way and self.make_way(replica, now):

@@ -84,6 +84,9 @@ class Lease:
     tenant: str = ""
     """Whose pages those are that it adds to the tree: the name of an API key, "" for none."""
 
+    to_retain: int = 0
+    """Pages of it that its tenant is to retain when it has ended: it has room for them."""
+
     ended: bool = False
     nonfinite: bool = False
     """Results computed from its pages were NaN or infinite: release() takes them out of the tree."""
@@ -234,14 +237,17 @@ class KvCache:
         has, and those behind them that the tiers have. None where requests have states, which only checkpoints have."""
         return self._held([] if self._slots.total else self._known(tokens, salt, images, whole=True))
 
-    def forecast(self, tokens: bytes | bytearray, salt: str) -> PoolForecast:
-        """What the pool and the tiers have of packed tokens, and what may be expected of a turn with them."""
+    def forecast(self, tokens: bytes | bytearray, salt: str, tenant: str = "") -> PoolForecast:
+        """What the pool and the tiers have of packed tokens, and what may be expected of a turn with them. tenant: who
+        is to retain them."""
         known = [] if self._slots.total else self._known(tokens, salt, whole=True)
         cached, in_tiers = self._held(known)
         turn = max(0, next_turn(known) - 1) if cached else 0
+        retainable = _retained(pages_of(known)) + self._tree.retention.room(tenant)
         return PoolForecast(
             cached=cached,
             in_tiers=in_tiers,
+            retainable=retainable * self.page_size,
             free=self.free,
             evictable=self.cached,
             turn_chance=self.chances.next_turn(turn, len(tokens) // ITEM_BYTES),
@@ -261,6 +267,7 @@ class KvCache:
         whole: bool = False,
         tenant: str = "",
         keep: int | None = None,
+        spare: bool = False,
     ) -> Lease | None:
         """Lease pages for packed tokens and extra positions behind them; None when they do not fit now. images: among
         the tokens.
@@ -270,7 +277,8 @@ class KvCache:
         loaded; Lease.load is set when some are. computed: what follows is computed here, so that it needs the state
         behind the pages that are found; False: states come with what follows. whole: pages that are found may be those
         of the last token, too, as nothing is computed from them. keep: see Lease. tenant: name of the API key that the
-        prompt came with, "" for none.
+        prompt came with, "" for none. spare: the tenant is to retain its pages: not more than it may, and no page that
+        is retained gives way.
         """
         length = len(tokens) // ITEM_BYTES
         known = self._known(tokens, salt, images, cacheable, whole=whole)
@@ -282,13 +290,16 @@ class KvCache:
             path = resumable(path)
         if self.tiers is not None and load is None:
             path = _loaded(path)  # the rest is being loaded
+        to_retain = self.pages_for(length) - _retained(path) if spare else 0
+        if to_retain and to_retain > self._unclaimed(tenant):
+            return None
         further = self._further(known, len(path), load)
         self._tree.lock(path)
         self._owners += 1
         slot = self._slots.take(self._owners)
         refused = self._slots.total and slot == NONE
         count = self.pages_for(length + extra) - len(path)
-        pages = None if refused else self._take(count, self._owners, wait=True, keep=further)
+        pages = None if refused else self._take(count, self._owners, wait=not spare, keep=further, spare=spare)
         if pages is None:
             if slot != NONE:
                 self._slots.give_back(slot, self._owners)
@@ -303,6 +314,7 @@ class KvCache:
         lease = Lease(
             self._owners, salt, images, table, path, len(path), loading, keep, turn, short, slot, tenant=tenant
         )
+        lease.to_retain = to_retain
         if self._slots.total and computed and path:
             lease.resume = self._slots.used(path[-1])
         self._leases[lease.owner] = lease
@@ -431,14 +443,14 @@ class KvCache:
         kept = self._tree.retain(path, until, priority)
         if self.tiers is None or kept < len(path):
             return kept
-        room = min(self._tree.retention.room(tenant), self.total // LOADING - self.tiers.loading)
+        room = min(self._unclaimed(tenant), self.total // LOADING - self.tiers.loading)
         nodes = self.tiers.loadable(known, len(path))[: max(0, room)]
         if not nodes:
             return kept
         self._owners += 1
         self._tree.lock(path)
         self.tiers.pin(nodes)
-        pages = self._take(len(nodes), self._owners)
+        pages = self._take(len(nodes), self._owners, spare=True)
         self.tiers.unpin(nodes)
         self._tree.unlock_unused(path)
         if pages is None:
@@ -448,18 +460,25 @@ class KvCache:
         return kept + self._tree.retain(nodes, until, priority)
 
     def demote(self, path: Sequence[Node]) -> int:
-        """Copy the last pages of resident() to the host tier, or else to disk, to leave the pool; up to one that others
-        use. Returns how many."""
+        """Copy the last pages of resident(), or of a lease that has ended, to the host tier, or else to disk, to leave
+        the pool; up to one that others use. Returns how many."""
         tiers = self.tiers
         if tiers is None:
             return 0
-        if tiers.slots("host").total:
-            return tiers.demote(path)
+        if tiers.slots("host").total and (count := tiers.demote(path)):
+            return count
         if not (tiers.disk_ready and tiers.may_write):
             return 0
-        count = self._tree.let_go(path)
-        tiers.archive(path, MAX_TURN, self.total // COPYING)
+        if count := self._tree.let_go(path):
+            tiers.archive(path, MAX_TURN, self.total // COPYING)
         return count
+
+    def demotable(self, lease: Lease) -> int:
+        """Pages that demote() would take if the lease ended now, and the host tier has room."""
+        tiers = self.tiers
+        if tiers is None or not (tiers.slots("host").total or (tiers.disk_ready and tiers.may_write)):
+            return 0
+        return len(self._tree.unused(lease.path, leases=1))
 
     def let_go(self, path: Sequence[Node]) -> int:
         """Have the last pages of resident(), or of a lease that has ended, leave the pool before all others, up to one
@@ -597,18 +616,27 @@ class KvCache:
             self._allocator.transfer(page, self._owners, TREE)
         return self.tiers.load(nodes, pages, used)
 
-    def _take(self, count: int, owner: int, wait: bool = False, keep: Sequence[Node] = ()) -> list[int] | None:
+    def _unclaimed(self, tenant: str) -> int:
+        """Pages more that a tenant may retain, beyond those that it is to retain when their leases have ended."""
+        claimed = sum(lease.to_retain for lease in self._leases.values() if lease.tenant == tenant)
+        return self._tree.retention.room(tenant) - claimed
+
+    def _take(
+        self, count: int, owner: int, wait: bool = False, keep: Sequence[Node] = (), spare: bool = False
+    ) -> list[int] | None:
         """Allocate count pages, evicting where needed; None when there are not that many. wait: pages that can be
-        copied to the host tier are not evicted before. keep: nodes whose copies are not given up for others."""
+        copied to the host tier are not evicted before. keep: nodes whose copies are not given up for others. spare:
+        pages that are retained stay."""
         if count <= 0:
             return []
-        if self.free + self.cached < count:
-            return None
         if self.free < count:
+            spared = self._tree.retention.unlocked if spare else 0
+            if self.free + self.cached - spared < count:
+                return None
             if wait and self._make_room(count, keep):
                 return None
             if self.free < count:
-                evicted = self._tree.evict(count - self.free)
+                evicted = self._tree.evict(count - self.free, spare)
                 self.chances.evicted(len(evicted))
                 self._allocator.release(evicted, TREE)
         return self._allocator.allocate(count, owner) if self.free >= count else None
@@ -663,3 +691,8 @@ def _by_tier(pages: Counter[Tier], page_size: int) -> TierTokens:
 def _loaded(path: Sequence[Node]) -> list[Node]:
     """The first nodes of a path, up to one whose page is being loaded."""
     return list(takewhile(lambda node: load_of(node) is None, path))
+
+
+def _retained(path: Sequence[Node]) -> int:
+    """How many pages of a path are retained, which are its first ones."""
+    return sum(node.retained is not None for node in path)

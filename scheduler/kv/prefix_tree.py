@@ -200,10 +200,10 @@ class PrefixTree:
                 self.unlocked += 1
                 self.retention.offer(node)
 
-    def evict(self, count: int) -> list[int]:
-        """Drop up to count unlocked leaves, lowest rank first, and return their pages."""
+    def evict(self, count: int, spare: bool = False) -> list[int]:
+        """Drop up to count unlocked leaves, lowest rank first, and return their pages. spare: none that is retained."""
         pages: list[int] = []
-        while len(pages) < count and (found := self.retention.pop()) is not None:
+        while len(pages) < count and (found := self.retention.pop(spare)) is not None:
             node, rank = found
             if not node.resident:  # else its children are about to leave: it queues again when they have
                 self._ranking.evicted(rank)
@@ -265,17 +265,25 @@ class PrefixTree:
         node.parent.copies.leaving -= 1
 
     def let_go(self, path: Sequence[Node]) -> int:
-        """Have the last pages of a path leave before all others, up to one that is in use or has others behind it.
-        Returns how many."""
-        count, behind = 0, 0
+        """Have the last pages of a path leave before all others. Returns how many: see unused()."""
+        nodes = self.unused(path)
+        for node in nodes:
+            self.retention.first_to_leave(node)
+        return len(nodes)
+
+    @staticmethod
+    def unused(path: Sequence[Node], leases: int = 0) -> list[Node]:
+        """The last pages of a path, last one first, up to one that more leases use or that has others behind it. Copies
+        under way are no use."""
+        found: list[Node] = []
         for node in reversed(path):
             if node.page == NONE:
                 continue
-            if node.locks or node.resident != behind:
+            copies = 0 if node.copies is None else node.copies.busy
+            if node.locks - copies > leases or node.resident != bool(found):
                 break
-            self.retention.first_to_leave(node)
-            count, behind = count + 1, 1
-        return count
+            found.append(node)
+        return found
 
     def drop(self, path: Sequence[Node]) -> list[int]:
         """Remove the pages of a path, last one first, up to a node that is locked or has children.

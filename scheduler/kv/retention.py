@@ -50,6 +50,11 @@ class Retention:
         """Pages that are retained."""
         return len(self._ends)
 
+    @property
+    def unlocked(self) -> int:
+        """Pages that are retained and used by no lease, O(n)."""
+        return sum(not node.locks for node in self._ends.items())
+
     def account(self, tenant: str) -> Account:
         """The account of a tenant; a new one for a cache salt without a tenant."""
         return self._named.setdefault(tenant, Account(tenant)) if tenant else Account("")

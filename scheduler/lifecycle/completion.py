@@ -63,6 +63,7 @@ class Completion:
                 handoff=request.handoff(self._state.config.page_size),
                 peer=self._state.peers.name_of(request),
                 retained=self._retain(request, now),
+                demoted=self._demotable(request),
             )
         )
         outgoing = request.outgoing
@@ -136,9 +137,12 @@ class Completion:
         state = self._state
         if request.lease is not None:
             lease, request.lease = request.lease, None
-            state.of(request).cache.release(lease)
-            if request.terms.let_go and request.phase is Phase.DONE:
-                state.metrics.hint("release", state.of(request).cache.let_go(lease.path))
+            cache, terms = state.of(request).cache, request.terms
+            cache.release(lease)
+            if terms.demote and request.phase is Phase.DONE:
+                state.metrics.hint("demote", cache.demote(lease.path))
+            if terms.let_go and request.phase is Phase.DONE:
+                state.metrics.hint("release", cache.let_go(lease.path))
         if request.row is not None:
             state.metadata_rows.release([request.row], request.arrival)
             request.row = None
@@ -183,12 +187,19 @@ class Completion:
         if request.lease is None:
             return 0
         if retain is None:
-            if expected_s and not request.terms.let_go:
+            if expected_s and not (request.terms.let_go or request.terms.demote):
                 cache.retain(request.lease.path, now + expected_s, PREDICTED)
             return 0
         tokens = cache.page_size * cache.retain(request.lease.path, now + retain.seconds, retain.priority)
         self._state.metrics.hint("retain", tokens)
         return tokens
+
+    def _demotable(self, request: Request) -> int:
+        """Tokens whose KV goes to a tier when the pages of a request are free, where its terms ask for that."""
+        if not request.terms.demote or request.lease is None:
+            return 0
+        cache = self._state.of(request).cache
+        return cache.page_size * cache.demotable(request.lease)
 
     def _expected(self, request: Request, now: float) -> float:
         """Seconds within which the session of a request that ends well is expected to go on; 0 if that is not known.

@@ -49,7 +49,7 @@ def status(state: State, requests: int, now: float) -> SchedulerStatus:
 
 def prefix(state: State, event: QueryPrefix) -> PrefixReply:
     """What the prefix cache has of a prompt, tiers included, at the replica that has most of it."""
-    pools = [replica.cache.forecast(event.prompt, event.salt) for replica in state.replicas]
+    pools = [replica.cache.forecast(event.prompt, event.salt, event.tenant) for replica in state.replicas]
     most, pool = max(enumerate(pools), key=lambda each: each[1].held)
     cost = state.replicas[0].costs.per_token if state.costs_trusted else None
     return PrefixReply(

@@ -69,15 +69,16 @@ class PrefixMoves:
         source: Literal["sibling", "open"],
         within_s: float,
         retain: Retain | None = None,
+        spare: bool = False,
     ) -> PrefixMove:
         """Have the KV of these tokens, whole pages that the server has cached, sent here. terms: of their request.
-        source: label of the metrics. retain: keep it here as this says. Raises no HeadraceError: what does not come is
-        counted and logged."""
+        source: label of the metrics. retain: keep it here as this says. spare: see FetchFrom. Raises no HeadraceError:
+        what does not come is counted and logged."""
         began, tokens_moved, move = self._clock.now(), 0, PrefixMove("late", 0.0)
         level = logging.DEBUG if source == "open" else logging.INFO
         try:
             async with asyncio.timeout(within_s):
-                done = await self._move(server, tokens, terms, context, retain)
+                done = await self._move(server, tokens, terms, context, retain, spare)
             move, tokens_moved = PrefixMove("fetched", 0.0), done.handoff.pages * self.page_size
         except TimeoutError:
             log.log(level, "a prefix of %d tokens did not come from %s in time", len(tokens), server.url)
@@ -96,6 +97,7 @@ class PrefixMoves:
         terms: RequestTerms,
         context: RequestContext,
         retain: Retain | None,
+        spare: bool,
     ) -> RequestFinished:
         """Raises HeadraceError."""
         ticket = secrets.token_hex(16)
@@ -103,7 +105,7 @@ class PrefixMoves:
             rid=f"prefix-{ticket}",
             prompt=pack(tokens),
             sampling=SamplingParams(max_tokens=1),
-            route=FetchFrom(server.url, ticket, prefix=True),
+            route=FetchFrom(server.url, ticket, prefix=True, spare=spare),
             terms=RequestTerms(tenant=terms.tenant, cache_salt=terms.cache_salt, retain=retain),
         )
         body = PrefillRequest(

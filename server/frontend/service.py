@@ -261,6 +261,7 @@ class Service:
             hidden=self.model.hidden,
             adapters=self.model.adapters,
             share_prefixes=self.config.server.share_prefixes,
+            fetches=self.fetches,
             taker=self.taker,
         )
 

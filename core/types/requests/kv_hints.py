@@ -51,7 +51,7 @@ class Retain(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class Prefetch(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag=True):
-    """Load the KV of a prompt from the host and disk tiers into the pool, and retain it."""
+    """Bring the KV of a prompt from siblings and from the tiers into the pool, and retain it."""
 
     seconds: float
     priority: int = 0
@@ -95,7 +95,7 @@ class HintAnswer(msgspec.Struct, frozen=True):
     tokens: int
     """For whose KV it was granted; 0 for a release that comes with a request, and is certain."""
     seconds: float
-    """For how long."""
+    """For how long it is retained; 0 for a prefetch that comes with a request."""
     reason: str
     """Why not; "" if it was granted."""
 

@@ -55,6 +55,9 @@ class PoolForecast(msgspec.Struct, frozen=True):
     in_tiers: TierTokens = NONE_LOADED
     """Tokens that follow the cached ones and can be loaded from tiers."""
 
+    retainable: int = 0
+    """Leading tokens whose KV its tenant may retain."""
+
     @property
     def held(self) -> int:
         """Leading tokens that the pool and the tiers have."""

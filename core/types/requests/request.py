@@ -81,6 +81,10 @@ class FetchFrom(Route, frozen=True):
     """The other server's prefix cache has the KV (SendTo.cached): the request ends once it is in the prefix cache here,
     whole pages of it, without a token. Only what is not cached here is fetched."""
 
+    spare: bool = False
+    """Of a prefix that comes before it is needed: it gets no more pages than its tenant may retain, and none that is
+    retained gives way."""
+
 
 class Discard(Route, frozen=True):
     """Compute the prompt, report the first token and drop the KV (warm-up, health probes, benchmarks)."""

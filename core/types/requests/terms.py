@@ -47,6 +47,9 @@ class RequestTerms(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     """Digest of the name of the conversation that it is a turn of; "" for none. Equal names of other tenants and cache
     salts are other conversations."""
 
+    demote: bool = False
+    """Its KV leaves the pool for a tier when it has ended well."""
+
     let_go: bool = False
     """Its KV is not needed any more when it has ended well: it leaves the pool before any other."""
 

@@ -12,12 +12,12 @@ from headrace.core.types import refusals
 from headrace.core.types.errors import MODEL_NOT_FOUND, ErrorInfo, HeadraceError
 from headrace.core.types.packed import pack
 from headrace.core.types.requests.adapters import adapter_mismatch
-from headrace.core.types.requests.kv_hints import GivenHint, HintAnswer
+from headrace.core.types.requests.kv_hints import GivenHint, HintAnswer, Prefetch
 from headrace.core.types.requests.request import SamplingParams
 from headrace.core.types.requests.tenants import tenant_salt
 from headrace.core.types.requests.terms import RequestTerms
 from headrace.server.frontend.generation.kv_returns import ReturnAnswer, ReturnTaker
-from headrace.server.frontend.generation.prefix_fetch import QUERY_S
+from headrace.server.frontend.generation.prefix_fetch import QUERY_S, PrefixFetches
 from headrace.server.frontend.generation.runner import GenerationRunner
 from headrace.server.frontend.link.scheduler_client import SchedulerClient
 from headrace.server.frontend.request.generation_request import (
@@ -28,7 +28,14 @@ from headrace.server.frontend.request.generation_request import (
     RequestObserver,
 )
 from headrace.server.frontend.request.hidden_states import HiddenLimits
-from headrace.server.frontend.request.kv_hints import SHARED, answers, refused, request_answers, without_grants
+from headrace.server.frontend.request.kv_hints import (
+    NOT_COME,
+    SHARED,
+    answers,
+    refused,
+    request_answers,
+    without_grants,
+)
 from headrace.server.frontend.status.readiness import Readiness
 from headrace.server.telemetry.prometheus import FrontMetrics, TokenTimes
 from headrace.server.upstream.handoff_params import KvSource, PrefillAddress
@@ -40,7 +47,7 @@ class Completions:
 
     prefills: the prefill servers of a decode server. max_open: requests at the same time; more are refused with 429.
     hidden: bounds the hidden states of all of them. adapters: names of --lora. share_prefixes: tenants find each
-    other's cached prefixes. taker: of a prefill server that takes KV back.
+    other's cached prefixes. fetches: of a prefill server with siblings. taker: of a prefill server that takes KV back.
     """
 
     def __init__(
@@ -56,6 +63,7 @@ class Completions:
         hidden: HiddenLimits,
         adapters: Collection[str] = (),
         share_prefixes: bool = False,
+        fetches: PrefixFetches | None = None,
         taker: ReturnTaker | None = None,
     ) -> None:
         self._client = client
@@ -68,6 +76,7 @@ class Completions:
         self._hidden = hidden
         self._adapters = adapters
         self._share_prefixes = share_prefixes
+        self._fetches = fetches
         self._taker = taker
 
     @property
@@ -109,21 +118,24 @@ class Completions:
     async def hint(
         self, prompt: tuple[int, ...], terms: RequestTerms, hints: Sequence[GivenHint], model: str
     ) -> list[HintAnswer]:
-        """What of the hints for a prompt's KV was granted. terms: with tenant and salt. model: as the client names it.
-        Raises HeadraceError (503) if the scheduler is not ready, or does not answer."""
+        """What of the hints for a prompt's KV was granted, once what siblings have of it has come, if it is to be
+        prefetched. terms: with tenant and salt. model: as the client names it. Raises HeadraceError (503) if the
+        scheduler is not ready, or does not answer."""
         if self._share_prefixes:
             return answers(refused(hints, SHARED), ())
         actions = tuple(hint.action for hint in hints if hint.action is not None)
         plain = GenerationRequest(rid="", prompt=prompt, sampling=SamplingParams(), terms=terms, model=model)
-        own = self.own(plain).terms
-        results = await self._client.hint(pack(prompt), own, actions) if actions else ()
-        return answers(hints, results)
+        own, came = self.own(plain), True
+        if self._fetches is not None and any(isinstance(action, Prefetch) for action in actions):
+            came = await self._fetches.prefetch(own)
+        results = await self._client.hint(pack(prompt), own.terms, actions) if actions else ()
+        return answers(hints, results, "" if came else NOT_COME)
 
     async def cached_tokens(self, request: GenerationRequest) -> int:
         """Leading tokens of a prompt whose KV the prefix cache has, for its client. Raises HeadraceError (503)."""
         if (problem := self._readiness.engine_not_ready()) is not None:
             raise HeadraceError(problem)
-        found = await self._client.query_prefix(pack(request.prompt), self.own(request).terms.prefix_salt, QUERY_S)
+        found = await self._client.query_prefix(pack(request.prompt), self.own(request).terms, QUERY_S)
         return found.cached if found is not None else 0
 
     async def take_return(self, request: GenerationRequest, address: PrefillAddress, ticket: str) -> ReturnAnswer:
@@ -239,4 +251,4 @@ def _observed(request: GenerationRequest) -> Iterator[RequestObserver]:
 def _with_answers(request: GenerationRequest, result: GenerationResult) -> GenerationResult:
     if not request.hints:
         return result
-    return msgspec.structs.replace(result, hints=request_answers(request, result.retained))
+    return msgspec.structs.replace(result, hints=request_answers(request, result))

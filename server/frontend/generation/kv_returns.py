@@ -98,7 +98,7 @@ class KvReturns:
     async def _offer(
         self, server: PrefillServer, tokens: tuple[int, ...], prompt_tokens: int, terms: RequestTerms
     ) -> None:
-        found = await self._client.query_prefix(pack(tokens), terms.prefix_salt, QUERY_S)
+        found = await self._client.query_prefix(pack(tokens), terms, QUERY_S)
         info = self._client.server_info
         if found is None or found.cached <= prompt_tokens or info is None:
             return  # evicted already, or not cached at all: the model's requests have states, say
@@ -170,7 +170,7 @@ class ReturnTaker:
         if self._ended or len(self._fetches) >= MAX_TAKEN:
             return "busy"
         host = canonical(address.host)
-        here = await self._client.query_prefix(pack(tokens), terms.prefix_salt, QUERY_S, host)
+        here = await self._client.query_prefix(pack(tokens), terms, QUERY_S, host)
         if here is None:
             return "busy"
         if not here.has_peer:

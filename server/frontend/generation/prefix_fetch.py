@@ -1,6 +1,7 @@
 """Prefixes that come from the caches of siblings, other prefill servers, before a prompt is computed.
 
-    a prompt   QueryPrefix ─► worth asking? ─► POST /v1/prefixes at every sibling ─► worth it? ─► fetch ─► computed
+    a prompt     QueryPrefix ─► worth asking? ─► POST /v1/prefixes at every sibling ─► worth it? ─► fetch ─► computed
+    a prefetch   ─────────────── the same, within what its tenant may retain ────────────────────► fetch ─► retained
 
 Nothing here fails a request: a prefix that does not come in time is computed.
 """
@@ -48,20 +49,36 @@ class PrefixFetches:
 
     async def bring(self, request: GenerationRequest) -> None:
         """Fetch what a sibling has cached of a prompt, if that is predicted to be faster than computing it."""
-        usable = self._whole_pages(min(len(request.prompt) - 1, request.sampling.cacheable(len(request.prompt))))
-        siblings = [] if request.images or request.terms.adapter else self._asked(request.kv_held_at)
-        if not siblings or usable <= 0:
-            return
-        prompt, terms = request.prompt[:usable], request.terms
-        here = await self._client.query_prefix(pack(prompt), terms.prefix_salt, QUERY_S)
-        if here is None or not worth_asking(here.cost, here.cached, usable):
-            return
-        answers = await asyncio.gather(*(self._ask(one, prompt, terms.cache_salt) for one in siblings))
-        found = {one.url: self._whole_pages(min(held, usable)) for one, held in zip(siblings, answers, strict=True)}
-        choice = choose_sibling(here.cost, here.cached, found, self._takes_s)
-        if choice is not None:
-            by_url = {one.url: one for one in siblings}
-            await self._fetched(by_url[choice.server], choice, here.cached, prompt, request)
+        length = len(request.prompt)
+        await self._bring(request, min(length - 1, request.sampling.cacheable(length)))
+
+    async def prefetch(self, request: GenerationRequest) -> bool:
+        """As bring(), for a prompt that may come: all of it that its tenant may retain. False if a sibling has it, and
+        it has not come."""
+        return await self._bring(request, len(request.prompt), spare=True)
+
+    async def _bring(self, request: GenerationRequest, usable: int, *, spare: bool = False) -> bool:
+        """usable: leading tokens that cached pages may serve. spare: see FetchFrom. False if a fetch has failed."""
+        prompt, terms = request.prompt[: self._whole_pages(usable)], request.terms
+        siblings = [] if request.images or terms.adapter else self._asked(request.kv_held_at)
+        if not siblings or not prompt:
+            return True
+        here = await self._client.query_prefix(pack(prompt), terms, QUERY_S)
+        if here is None:
+            return True
+        wanted = min(len(prompt), here.pool.retainable) if spare else len(prompt)
+        if not worth_asking(here.cost, here.pool.held, wanted):
+            return True
+        answers = await asyncio.gather(*(self._ask(one, prompt[:wanted], terms.cache_salt) for one in siblings))
+        found = {one.url: self._whole_pages(min(held, wanted)) for one, held in zip(siblings, answers, strict=True)}
+        in_tiers = here.pool.in_tiers.total  # fetched with the rest
+        choice = choose_sibling(
+            here.cost, here.pool.held, found, lambda server, tokens: self._takes_s(server, tokens + in_tiers)
+        )
+        if choice is None:
+            return True
+        server = next(one for one in siblings if one.url == choice.server)
+        return await self._fetched(server, choice, here.cached, prompt, request, spare)
 
     async def stop(self) -> None:
         """End all fetches."""
@@ -91,15 +108,16 @@ class PrefixFetches:
         cached: int,
         prompt: tuple[int, ...],
         request: GenerationRequest,
-    ) -> None:
-        """Fetch a prefix, or wait for another prompt's fetch of the same one."""
+        spare: bool,
+    ) -> bool:
+        """Fetch a prefix, or wait for another prompt's fetch of the same one. False if it has not come."""
         key = (pack(prompt[: choice.tokens]), request.terms.prefix_salt)
         task = self._coming.get(key)
         if task is None:
-            fetch = self._fetch(server, choice, cached, prompt, request)
+            fetch = self._fetch(server, choice, cached, prompt, request, spare)
             task = self._coming[key] = asyncio.create_task(fetch)
             task.add_done_callback(lambda _task: self._coming.pop(key, None))
-        await asyncio.shield(task)
+        return await asyncio.shield(task)
 
     async def _fetch(
         self,
@@ -108,10 +126,11 @@ class PrefixFetches:
         cached: int,
         prompt: tuple[int, ...],
         request: GenerationRequest,
+        spare: bool,
     ) -> bool:
         tokens, within_s = prompt[: choice.tokens], choice.deadline_s
         move = await self._moves.fetch(
-            server, tokens, request.terms, request.context, source="sibling", within_s=within_s
+            server, tokens, request.terms, request.context, source="sibling", within_s=within_s, spare=spare
         )
         if move.result != "failed":  # what fails at once says nothing of how fast bytes come
             self._costs.setdefault(choice.server, HandoffCost()).observe(choice.tokens - cached, move.seconds)

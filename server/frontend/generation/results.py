@@ -67,6 +67,7 @@ def result_of(
         prompt_logprobs=logprobs,
         hidden=hidden,
         retained=event.retained,
+        demoted=event.demoted,
     )
 
 

@@ -210,14 +210,17 @@ class SchedulerClient:
         finally:
             self._queries.pop(token, None)
 
-    async def query_prefix(self, prompt: bytes, salt: str, timeout_s: float, host: str = "") -> PrefixReply | None:
+    async def query_prefix(
+        self, prompt: bytes, terms: RequestTerms, timeout_s: float, host: str = ""
+    ) -> PrefixReply | None:
         """What the prefix cache has of a packed prompt, and whether a peer at this host has a session; None if the
-        scheduler does not answer in time."""
+        scheduler does not answer in time. terms: with its tenant and salt."""
         answer: asyncio.Future[PrefixReply] = asyncio.get_running_loop().create_future()
         self._token += 1
         token = self._token
         self._prefix_queries[token] = answer
-        self.post(QueryPrefix(token=token, prompt=prompt, salt=salt, host=host))
+        query = QueryPrefix(token=token, prompt=prompt, salt=terms.prefix_salt, tenant=terms.tenant, host=host)
+        self.post(query)
         try:
             return await asyncio.wait_for(answer, timeout_s)
         except TimeoutError:

@@ -70,7 +70,7 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     kv_hints: KvHintsEnvelope | None = None
     """As the client gave them, for the prefill server."""
     hints: tuple[GivenHint, ...] = ()
-    """As they were understood here; terms.retain and terms.let_go are made of them."""
+    """As they were understood here; terms.retain, terms.demote and terms.let_go are made of them."""
     adapter: str | None = None
     """On a prefill server: the fingerprint that the decode server has of its adapter; None where it does not say."""
     prompt_only: bool = False
@@ -152,6 +152,8 @@ class GenerationResult(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds for which the KV is held for the peer, 0 if it is not; None unless the request asked for that."""
     retained: int = 0
     """Tokens whose KV is retained as the terms ask for it."""
+    demoted: int = 0
+    """Tokens whose KV goes to a tier as the terms ask for it."""
     hints: tuple[HintAnswer, ...] = ()
     """What was granted of the request's KV hints."""
 

@@ -201,3 +201,62 @@ def test_routers_are_told_of_copies_by_tier() -> None:
     assert sum(len(event.block_hashes) for event in back) == len(ids(load.pages))
     assert all(len(event.token_ids) == PAGE * len(event.block_hashes) for event in back)
     assert any(event.medium == "CPU" for event in bench.all(BlockRemoved))
+
+
+def hinted(bench: TierBench, action: str) -> tuple[float, float]:
+    """How often an action was granted, and was not."""
+    counts = [bench.metric("kv_hints_total", action, result) for result in ("granted", "refused")]
+    return counts[0], counts[1]
+
+
+def test_a_request_that_demotes_leaves_for_the_host_tier_when_its_pages_are_free() -> None:
+    bench = TierBench()
+    bench.submit("first", FIRST, max_tokens=2, demote=True)
+    bench.submit("same", FIRST, max_tokens=8)
+    bench.compute(1, 1, 2, 2)
+    assert bench.finished("first").demoted == 0, "the other one uses them"
+    assert (bench.all(StorePages), hinted(bench, "demote")) == ([], (0, 1))
+    bench.abort("same")
+    bench.compute()
+    bench.submit("again", FIRST, max_tokens=1, demote=True)
+    bench.compute(1)
+    store = bench.one(StorePages)
+    assert (store.tier, len(ids(store.sources))) == ("host", 3)
+    assert (bench.finished("again").demoted, hinted(bench, "demote")) == (12, (1, 1))
+    bench.stored(store)
+    assert bench.metric("kv_pages", "cached") == 0
+    assert bench.metric("kv_tier_pages", "host", "used") == 3
+
+
+def test_a_request_that_fails_demotes_nothing() -> None:
+    bench = TierBench()
+    bench.submit("first", FIRST, max_tokens=8, demote=True)
+    bench.done(bench.plan(), 1)  # type: ignore[arg-type]
+    bench.abort("first")
+    bench.compute()
+    assert (bench.all(StorePages), hinted(bench, "demote")) == ([], (0, 0))
+
+
+def test_without_a_tier_nothing_is_demoted() -> None:
+    bench = TierBench(host=0)
+    bench.submit("first", FIRST, max_tokens=1, demote=True)
+    bench.compute(1)
+    assert (bench.finished("first").demoted, hinted(bench, "demote")) == (0, (0, 1))
+
+
+def test_pages_on_their_way_to_disk_are_let_go_of() -> None:
+    for action in ("demote", "release"):
+        bench = TierBench(disk=32)
+        bench.found({})
+        bench.run("other", SECOND[:12])
+        bench.stored(bench.last(StorePages))
+        bench.submit("first", FIRST, max_tokens=1, demote=action == "demote", let_go=action == "release")
+        bench.compute(1)
+        archive = bench.last(StorePages)
+        assert archive.tier == "disk"
+        assert hinted(bench, action) == (1, 0), "a copy is no use"
+        bench.stored(archive)
+        bench.submit("third", [1] * 20, max_tokens=1)
+        bench.compute()
+        store = bench.last(StorePages)
+        assert set(ids(store.sources)) <= set(ids(archive.sources)), "they leave first"

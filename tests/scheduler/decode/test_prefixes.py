@@ -10,6 +10,7 @@ from headrace.core.messages.peers import (
     PeerGone,
     PeerJoined,
     PeerReserved,
+    PrefillDown,
     TellFailed,
     TellFinished,
 )
@@ -17,6 +18,7 @@ from headrace.core.messages.replies import PrefixReply
 from headrace.core.messages.stage_events import KvReceived
 from headrace.core.types.packed import pack, prompt_hash
 from headrace.core.types.peers.session_terms import PeerTerms
+from headrace.core.types.requests.kv_hints import Retain
 from headrace.core.types.requests.request import PREFIX, DecodeHere, Discard, FetchFrom, FirstToken, SendTo
 from headrace.core.types.requests.reservation import Reservation
 from tests.scheduler.bench import Bench, geometry, ids, none, only
@@ -207,6 +209,41 @@ def test_a_prefix_without_a_metadata_row_waits_for_none() -> None:
     bench.submit("b", tokens=8, route=FetchFrom("p", "u"))
     bench.submit(tokens=list(range(500, 508)), route=PREFIX_ROUTE)
     assert bench.error().code == "pages_needed"
+
+
+AHEAD = replace(PREFIX_ROUTE, spare=True)  # before it is needed
+
+
+def test_a_prefix_ahead_of_its_turn_takes_what_its_tenant_may_retain() -> None:
+    bench = connected(retain_percent=10)  # six pages
+    bench.submit("a", tokens=28, route=AHEAD)
+    assert bench.error("a").code == "pages_needed"
+    bench.submit("b", tokens=16, route=AHEAD, tenant="t")
+    bench.submit("c", tokens=list(range(500, 512)), route=replace(AHEAD, ticket="c"), tenant="t")
+    assert bench.error("c").code == "pages_needed"
+    bench.submit("d", tokens=list(range(600, 624)), route=replace(AHEAD, ticket="d"), tenant="u")
+    assert bench.metric("kv_pages", "leased") == 10
+    bench.do(PrefillDown(name="p", session="p1", reason="lost"))
+    for rid in ("b", "d"):
+        assert bench.error(rid).status == 502
+    for prepare in bench.all(PrepareReceive):
+        bench.forgotten(prepare.request)
+    bench.assert_empty()
+    bench.prefill_up("p2")
+    bench.submit("e", tokens=24, route=replace(AHEAD, ticket="e"), tenant="t")
+    assert bench.metric("kv_pages", "leased") == 6, "what had not come has left its room"
+
+
+def test_a_prefix_ahead_of_its_turn_takes_no_page_that_is_retained() -> None:
+    for route, granted in ((AHEAD, False), (PREFIX_ROUTE, True)):
+        bench = connected(kv_pages=8, retain_percent=50)
+        bench.submit("before", 16, route=Discard(), retain=Retain(seconds=60.0), tenant="other")
+        bench.compute(5)
+        bench.submit("b", tokens=list(range(500, 512)), route=DecodeHere(), max_tokens=2)
+        bench.plan()
+        bench.submit(tokens=list(range(600, 608)), route=route)
+        assert bool(bench.all(PrepareReceive)) == granted
+        assert bench.metric("retained_pages") == (3 if granted else 4)
 
 
 def test_a_drain_ends_what_only_moves() -> None:

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from headrace.core.config.scheduler import Eviction
 from headrace.core.types.packed import pack
-from headrace.scheduler.kv.kv_cache import KvCache
+from headrace.scheduler.kv.kv_cache import KvCache, Lease
 
 PAGES = 24
 PERCENT = 25
@@ -178,6 +178,91 @@ def test_a_prefetch_keeps_to_the_bound() -> None:
     kv.demote(kv.resident(tokens, "own"))
     copy_all(kv)
     assert kv.prefetch(tokens, "own", "own", 20.0, 0) == 1
+
+
+def test_a_prefetch_takes_no_page_that_is_retained() -> None:
+    kv = tiered(12, 50)
+    own, other = Tenant(kv, "own"), Tenant(kv, "other")
+    own.use(prompt(1))
+    tokens = pack(prompt(1))
+    kv.demote(kv.resident(tokens, "own"))
+    copy_all(kv)
+    other.use(prompt(2, 6), until=10.0)
+    running = kv.acquire(pack(prompt(3, 6)), "third", tenant="third")
+    assert running is not None
+    assert (kv.free, kv.cached) == (0, 6)
+    assert kv.prefetch(tokens, "own", "own", 20.0, 0) == 0
+    assert (len(kv.resident(pack(prompt(2, 6)), "other")), kv.retained) == (6, 6)
+    kv.release(running)
+    assert kv.prefetch(tokens, "own", "own", 20.0, 0) == 4
+    copy_all(kv)
+
+
+def spared(kv: KvCache, name: str, tokens: Sequence[int]) -> Lease | None:
+    """Pages for KV that comes before it is needed."""
+    return kv.acquire(pack(tokens), name, computed=False, whole=True, tenant=name, spare=True)
+
+
+def arrived(kv: KvCache, lease: Lease, tokens: Sequence[int]) -> None:
+    kv.publish(lease, pack(tokens), len(tokens))
+    kv.release(lease)
+
+
+def test_what_comes_from_elsewhere_keeps_to_the_bound() -> None:
+    kv = cache()
+    Tenant(kv, "own").use(prompt(1), until=10.0)
+    assert kv.forecast(pack(prompt(1)), "own", "own").retainable == BOUND
+    assert kv.forecast(pack(prompt(2)), "own", "own").retainable == BOUND - 4
+    assert spared(kv, "own", prompt(2, 3)) is None
+    assert spared(kv, "own", prompt(1, BOUND + 1)) is None
+    first = spared(kv, "own", prompt(1, 5))
+    assert first is not None
+    assert spared(kv, "own", prompt(2, 2)) is None, "the first will retain one page more"
+    assert spared(kv, "other", prompt(2, 2)) is not None
+    arrived(kv, first, prompt(1, 5))
+    again = spared(kv, "own", prompt(2, 2))
+    assert again is not None, "nothing of the first was retained in the end"
+    assert Tenant(kv, "own").use(prompt(3), until=10.0) == 2, "hints need not wait for it"
+    assert Tenant(kv, "own").use(prompt(4)) == 0
+    assert Tenant(kv, "own").cached(prompt(4)) == 4, "requests are not bound by it"
+    arrived(kv, again, prompt(2, 2))
+    assert kv.check() == []
+
+
+STEPS = st.lists(
+    st.tuples(
+        st.sampled_from(["use", "retain", "fetch", "come", "give up"]),
+        st.sampled_from(["own", "other"]),
+        st.integers(1, 4),  # the prompt
+        st.integers(1, 8),  # its length
+    ),
+    max_size=40,
+)
+
+
+@given(STEPS)
+def test_no_prefetch_harms_what_is_retained_or_goes_beyond_its_bound(steps: list[tuple[str, str, int, int]]) -> None:
+    """retained: the pages of every tenant that retains some, by brute force."""
+    kv, under_way = cache(16, 25), list[tuple[Lease, list[int]]]()
+    for act, name, number, length in steps:
+        tokens, tenant = prompt(number, length), Tenant(kv, name)
+        before = {node.number for node in kv._tree.walk() if node.retained is not None}
+        match act:
+            case "fetch":
+                if (lease := spared(kv, name, tokens)) is not None:
+                    under_way.append((lease, tokens))
+                assert before <= {node.number for node in kv._tree.walk() if node.retained is not None}
+            case "come" if under_way:
+                lease, tokens = under_way.pop(0)
+                kv.publish(lease, pack(tokens), len(tokens))
+                assert kv.retain(lease.path, 10.0, 0) == len(tokens), "there was room for it, and still is"
+                kv.release(lease)
+            case "give up" if under_way:
+                kv.release(under_way.pop()[0])
+            case "use" | "retain" if not under_way:  # other hints may take the room that is left
+                if kv.free + kv.cached >= length:
+                    tenant.use(tokens, until=10.0 if act == "retain" else 0.0)
+        assert kv.check() == []
 
 
 def test_what_is_released_leaves_first() -> None:
