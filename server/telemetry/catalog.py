@@ -317,8 +317,9 @@ FRONT: tuple[MetricSpec, ...] = (
     MetricSpec(
         "prefix_fetches_total",
         "counter",
-        "Prefixes fetched into the prefix cache from a sibling, or of a prompt that is still open from the prefill "
-        "server that computes it: fetched, failed, or late (a sibling's: computing it would not have taken longer).",
+        "Prefixes fetched into the prefix cache from a sibling, for a prompt or a prefetch, or of a prompt that is "
+        "still open from the prefill server that computes it: fetched, failed, or late (a sibling's: computing it "
+        "would not have taken longer).",
         ("source", "result"),
         zeros=tuple((source, result) for source in PREFIX_SOURCES for result in ("fetched", "failed", "late")),
     ),

@@ -68,6 +68,7 @@ def _siblings() -> Fault:
     tests = (
         "test_a_sibling_that_is_dead_costs_no_request",
         "test_a_sibling_that_falls_silent_or_dies_in_the_middle_costs_no_request",
+        "test_a_sibling_that_falls_silent_or_dies_in_a_prefetch",
     )
     cells = {"a whole server": Proven(tuple(f"tests/e2e/test_prefixes.py::{test}" for test in tests))}
     others = {place: "the whole server dies with it" if place in ONE else NO_PROCESS for place in PLACES}
