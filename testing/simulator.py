@@ -147,7 +147,7 @@ class Simulation:
             rid=f"x{number}",
             prompt=pack(tokens),
             sampling=SamplingParams(max_tokens=1),
-            route=FetchFrom(name, f"x{number}", prefix=True),
+            route=FetchFrom(name, f"x{number}", prefix=True, spare=number % 3 == 1),
             terms=RequestTerms(cache_salt=rng.choice(["", "", "tenant"])),
         )
         self._prefixes[submit.rid] = (client, other)
@@ -252,6 +252,7 @@ class Simulation:
                 keep_tokens=number * 5 % 48 if isinstance(route, Discard) and number % 2 else None,
                 replica=number // 7 % self._scenario.dp if number % 7 == 5 else None,
                 retain=Retain(seconds=(0.01, 0.1, 10.0)[number % 3], priority=number % 2) if number % 4 > 1 else None,
+                demote=number % 7 == 3,
                 let_go=number % 9 == 4,
                 session=("", "s", f"s{number % 5}")[number % 11 % 3],
             ),
