@@ -21,8 +21,9 @@ from headrace.engine import device, runner
 from headrace.engine.attention import triton_work
 from headrace.engine.collectives.graphed import GraphedCollectives
 from headrace.engine.collectives.operations import ALONE, Collectives, Done
-from headrace.engine.layers import graphs, native_decoder
+from headrace.engine.layers import graphs, grouped_experts, native_decoder
 from headrace.engine.layers.exchange import Exchange, NoExchange, make_exchange
+from headrace.engine.layers.grouped_experts import Expert, Stacked
 from headrace.engine.load_plan import model_terms
 from headrace.engine.model import arithmetic
 from headrace.engine.model.arithmetic import (
@@ -43,6 +44,7 @@ from headrace.engine.model.float8 import Float8Weight
 from headrace.engine.model.moe_spec import MoeSpec
 from headrace.engine.model.rope import rotate
 from headrace.engine.model.sharding import part_of, split_model
+from headrace.engine.model.weights import LayerReader
 from headrace.engine.runner import ModelRunner
 from headrace.engine.triton.products import LEAST_ROWS
 from tests.engine.cuda.fake_gpu import Counts, FakeGpu, current
@@ -95,6 +97,15 @@ class _Weights:
             torch.empty(-(-shape[0] // 128), shape[1] // 128),
         )
         return Float8Weight(values, scales, 128).part(rows or range(shape[0]), columns or range(shape[1]))
+
+
+def _read_stacked(
+    moe: MoeSpec, hidden: int, own: range, read: LayerReader, shared: Expert | None = None
+) -> tuple[Stacked, Stacked]:
+    """As grouped_experts.read_stacked(), without reading experts one by one: here they are all alike."""
+    first = grouped_experts.read_expert(moe, hidden, own.start, read)
+    count = len(own) + (shared is not None)
+    return grouped_experts._room(count, first.gate_up), grouped_experts._room(count, first.down)
 
 
 class _Serial:
@@ -321,6 +332,7 @@ def fake_runner(
             patch.object(device, "_gpus", lambda: 8),
             patch.object(native_decoder, "ThreadPoolExecutor", _Serial),
             patch.object(runner, "open_checkpoint", lambda *_: _Weights()),
+            patch.object(grouped_experts, "read_stacked", _read_stacked),
             patch.object(runner, "fingerprint", lambda *_: "fake"),
             patch.object(runner, "check_equal_sums", lambda *_: None),
             patch.object(runner, "least", lambda _, value, __: value),

@@ -14,7 +14,7 @@ from headrace.core.types.ranks.coordinate import Agreement
 from headrace.engine.kv.memory_plan import activation_bytes
 from headrace.engine.model.expert_plan import Way
 from tests.engine.cuda.fake_gpu import FakeGpu
-from tests.engine.cuda.models import LONGEST, MODELS, WIDTHS, fake_runner, incoming, pass_cost, row
+from tests.engine.cuda.models import LONGEST, MODELS, fake_runner, incoming, pass_cost, row
 
 BUDGETS = tomllib.loads(Path(__file__).with_name("budgets.toml").read_text(encoding="utf-8"))
 COMPILED: tuple[Compile, ...] = ("off", "on", "products")
@@ -99,8 +99,8 @@ def test_a_mistake_in_devices_is_an_error_here(gpu: FakeGpu) -> None:
         torch.ones(3, device="cuda") + torch.ones(3)
 
 
-@pytest.mark.parametrize("tokens", [2048, pytest.param(8192, marks=pytest.mark.full)])
-@pytest.mark.parametrize("name", WIDTHS)
+@pytest.mark.parametrize("tokens", [2048, 8192])
+@pytest.mark.parametrize("name", MODELS)
 def test_activations_are_estimated_from_above(gpu: FakeGpu, tmp_path: Path, name: str, tokens: int) -> None:
     """Beside which the KV pool is sized, with products of our own or without."""
     peaks = []
