@@ -17,11 +17,16 @@ from headrace.engine.layers.base import Rotary
 from headrace.engine.layers.dense_mlp import DenseMlp
 from headrace.engine.layers.grouped_attention import GroupedAttention
 from headrace.engine.layers.layer import Layer
+from headrace.engine.model.arithmetic import Weight
 from headrace.engine.model.config import ModelSpec
-from headrace.engine.native.kernel_calls import STEP, BatchRecord, Kernels, LayerRecord, StackRecord, is_packed
+from headrace.engine.native.int8 import PackedInt8
+from headrace.engine.native.kernel_calls import STEP, BatchRecord, Kernels, LayerRecord, StackRecord
 
 TILE_ROWS = (128, 96, 64, 48, 32)
 """Most rows of a tile: more read keys, values and weights less often, fewer leave threads less to wait for."""
+
+INT8_TILE_ROWS = (256, *TILE_ROWS)
+"""With weights in 8 bits, whose products take less time: what is read weighs more."""
 
 TILES_PER_THREAD = 4  # at least: those behind a tile that is held up are what the other threads have to do
 LANES = 32  # rows of a head that attention computes at a time
@@ -34,34 +39,35 @@ class TaskGraph:
     def __init__(self, kernels: Kernels, layers: Sequence[Layer], spec: ModelSpec, dtype: torch.dtype) -> None:
         """layers: for which takes() is true."""
         self._kernels, self._dtype, self._spec = kernels, dtype, spec
-        self._kept: list[Tensor] = []  # whose addresses are in the records
+        self._kept: list[Tensor | PackedInt8] = []  # whose addresses are in the records
         self._layers = (LayerRecord * len(layers))(*map(self._record, layers))
-        mlp = layers[0].mlp
-        assert isinstance(mlp, DenseMlp)
-        columns = mlp.gate_up.weight
-        assert isinstance(columns, Tensor)
-        inner = columns.numel() // spec.hidden_size // 2
-        address = ctypes.addressof(self._layers)
-        self._stack = StackRecord(address, len(layers), spec.hidden_size, inner, spec.norm_eps)
+        int8 = any(isinstance(weight, PackedInt8) for weight in _matrices(layers[0]))
+        self._stack = StackRecord(
+            ctypes.addressof(self._layers), len(layers), spec.hidden_size, spec.intermediate_size, int8, spec.norm_eps
+        )
         self.seed = 0
         """For tests: with another number tasks are taken in a random order, and held up."""
 
     @staticmethod
     def takes(kernels: Kernels, layers: Sequence[Layer], pool: KVPool, dtype: torch.dtype) -> bool:
         """Whether these layers may be computed so: dense ones with grouped-query attention, whose weights our kernels
-        have packed, of one shard, over a pool in the dtype of the computation."""
+        have packed, all in 8 bits or none, of one shard, over a pool in the dtype of the computation."""
         if not layers or not kernels.runs(dtype) or pool.tensor.dtype != dtype:
             return False
-        return (dtype == torch.float32 or pool.geometry.head_dim % STEP == 0) and all(map(_is_plain, layers))
+        if dtype != torch.float32 and pool.geometry.head_dim % STEP:
+            return False
+        kinds = {isinstance(weight, PackedInt8) for layer in layers for weight in _matrices(layer)}
+        return len(kinds) == 1 and all(_is_plain(kernels, layer) for layer in layers)
 
     def tile_rows(self, spans: Sequence[AttentionSpan]) -> int:
         """Rows of a tile of a pass; 0 for a pass that is to be computed kernel by kernel: of too few rows for the
         threads, or with a tile that would keep one thread busy when the others are done, such as single rows over many
         positions."""
         threads, rows = torch.get_num_threads(), sum(span.count for span in spans)
+        sizes = INT8_TILE_ROWS if self._stack.int8 else TILE_ROWS
         if threads == 1:
-            return TILE_ROWS[0]
-        fitting = (size for size in TILE_ROWS if ceil_div(rows, size) >= TILES_PER_THREAD * threads)
+            return sizes[0]
+        fitting = (size for size in sizes if ceil_div(rows, size) >= TILES_PER_THREAD * threads)
         for size in fitting:
             tiles = np.add.reduceat(self._costs(spans), np.arange(0, rows, size))
             if tiles.max() * 2 * threads <= tiles.sum():
@@ -101,41 +107,45 @@ class TaskGraph:
         return np.repeat(attention + spec.hidden_size * (attended + 3.0 * inner), counts)
 
     def _record(self, layer: Layer) -> LayerRecord:
-        block, mlp = layer.attention, layer.mlp
+        block, (qkv, output, gate_up, down) = layer.attention, _matrices(layer)
         assert isinstance(block, GroupedAttention)
-        assert isinstance(mlp, DenseMlp)
+        bias_dtype = torch.float32 if isinstance(qkv, PackedInt8) else self._dtype
         return LayerRecord(
-            *map(
-                self._address,
-                (
-                    layer.input_norm,
-                    block.qkv.weight,
-                    block.qkv.bias,
-                    block.rules.q_norm,
-                    block.rules.k_norm,
-                    block.output.weight,
-                    block.output.bias,
-                    layer.post_norm,
-                    mlp.gate_up.weight,
-                    mlp.down.weight,
-                ),
-            )
+            input_norm=self._vector(layer.input_norm, self._dtype),
+            qkv=self._matrix(qkv),
+            qkv_bias=self._vector(block.qkv.bias, bias_dtype),
+            q_norm=self._vector(block.rules.q_norm, self._dtype),
+            k_norm=self._vector(block.rules.k_norm, self._dtype),
+            output=self._matrix(output),
+            output_bias=self._vector(block.output.bias, bias_dtype),
+            post_norm=self._vector(layer.post_norm, self._dtype),
+            gate_up=self._matrix(gate_up),
+            down=self._matrix(down),
         )
 
-    def _address(self, weight: object) -> int | None:
-        if weight is None:
+    def _vector(self, values: Tensor | None, dtype: torch.dtype) -> int | None:
+        if values is None:
             return None
-        assert isinstance(weight, Tensor)
-        self._kept.append(weight.to(self._dtype).contiguous())
-        return self._kept[-1].data_ptr()
+        kept = values.to(dtype).contiguous()
+        self._kept.append(kept)
+        return kept.data_ptr()
+
+    def _matrix(self, weight: Weight) -> int:
+        assert isinstance(weight, Tensor | PackedInt8)
+        self._kept.append(weight)
+        return ctypes.addressof(weight.record) if isinstance(weight, PackedInt8) else weight.data_ptr()
 
 
-def _is_plain(layer: Layer) -> bool:
+def _matrices(layer: Layer) -> tuple[Weight, ...]:
+    """Query, key and value; output; gate and up; down. None of another layer than _is_plain()."""
     block, mlp = layer.attention, layer.mlp
-    if not isinstance(block, GroupedAttention) or not isinstance(mlp, DenseMlp) or block.shards > 1:
+    if not isinstance(block, GroupedAttention) or not isinstance(mlp, DenseMlp):
+        return ()
+    return block.qkv.weight, block.output.weight, mlp.gate_up.weight, mlp.down.weight
+
+
+def _is_plain(kernels: Kernels, layer: Layer) -> bool:
+    block, panels = layer.attention, [kernels.whole_panels(weight) for weight in _matrices(layer)]
+    if not isinstance(block, GroupedAttention) or block.shards > 1 or not panels:
         return False
-    gate_up = mlp.gate_up.weight
-    weights = (block.qkv.weight, block.output.weight, gate_up, mlp.down.weight)
-    if not all(isinstance(weight, Tensor) and is_packed(weight) for weight in weights):
-        return False
-    return isinstance(gate_up, Tensor) and len(gate_up) % 2 == 0  # no panel has columns of both
+    return all(panels) and panels[2] % 2 == 0  # no panel has columns of gate and up

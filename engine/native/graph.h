@@ -6,7 +6,8 @@
 
 #include "attention.h"
 
-/* Weights of a layer. Matrices are packed, [columns / LANES, depth, LANES] or as multiply_bfloat16.h says; NULL: has none. */
+/* Weights of a layer. Matrices are packed, [columns / LANES, depth, LANES] or as multiply_bfloat16.h says, or struct
+ * int8_matrix, beside biases in float32. NULL: has none. */
 struct layer {
     const void *input_norm;           /* [hidden] */
     const void *qkv, *qkv_bias;       /* [(heads + 2 * kv_heads) * width, hidden] */
@@ -20,6 +21,7 @@ struct layer {
 struct stack {
     const struct layer *layers;
     int64_t count, hidden, inner;
+    int64_t int8; /* whether matrices are in 8 bits */
     float eps;
 };
 

@@ -6,30 +6,15 @@
  * gives the same one.
  */
 
+#include "multiply_int8.h"
 #include "simd.h"
 
-#define QUAD 4                               /* elements of depth that one instruction multiplies and adds */
 #define INT8_ROWS (WIDE == 16 ? 6 : 2) /* of x at a time: as many sums, of integers and of floats, as registers hold */
-#define FEW_ROWS 2                     /* at a time, of what is left */
+#define FEW_ROWS (1 + SPARE_ROWS)      /* at a time, of what is left */
 #define INT8_ITEM_ROWS 192             /* of x per work item, a multiple of INT8_ROWS */
 #define INT8_ITEM_PANELS 4             /* of the matrix per work item */
 #define INT8_GATE_ROWS 96              /* of x at a time, whose gates and ups stay in the L1 cache */
 #define QUANTIZED_ZERO 128
-
-/* A matrix [columns, depth] of 8 bits. */
-struct int8_matrix {
-    const int8_t *values; /* [panels, depth / QUAD, LANES, QUAD], columns and depth filled up with zeros */
-    const float *scales;  /* [panels, blocks, LANES] */
-    const int32_t *zeros; /* [panels, blocks, LANES]: -QUANTIZED_ZERO times the sum of a column's values in a block */
-    int64_t columns, depth;
-    int64_t block; /* elements of depth that share a scale, a multiple of QUAD; divides depth */
-};
-
-/* Rows of x, quantised. */
-struct int8_rows {
-    const uint8_t *values; /* [rows, depth] */
-    const float *scales;   /* [rows, blocks] */
-};
 
 /* sums += the products of four bytes of x, without a sign, and four of each lane of the weights. */
 #if defined(__AVX512VNNI__) && WIDE == 16
@@ -88,14 +73,14 @@ INLINE float quantize_block(const void *x, uint8_t *quantized, int64_t width, in
     return (factor > 0 ? top / 127 : 0) + horizontal_sum(nothing);
 }
 
-/* Quantises a row of `width` elements, filled up to `depth`. */
-INLINE void quantize_row(const void *x, uint8_t *quantized, float *scales, int64_t width, int64_t depth, int64_t block,
-                         int dtype)
+/* Quantises a row of `width` elements, filled up to the matrix's depth. */
+INLINE void quantize_row(const void *x, struct int8_rows to, int64_t width, const struct int8_matrix *matrix, int dtype)
 {
-    memset(quantized + width, QUANTIZED_ZERO, depth - width);
-    for (int64_t from = 0; from < depth; from += block, scales++) {
+    const int64_t depth = matrix->depth, block = matrix->block;
+    memset(to.values + width, QUANTIZED_ZERO, depth - width);
+    for (int64_t from = 0; from < depth; from += block, to.scales++) {
         const int64_t left = width > from ? width - from : 0;
-        *scales = quantize_block(at(x, from, dtype), quantized + from, left < block ? left : block, dtype);
+        *to.scales = quantize_block(at(x, from, dtype), to.values + from, left < block ? left : block, dtype);
     }
 }
 
@@ -104,7 +89,7 @@ INLINE void quantize_row(const void *x, uint8_t *quantized, float *scales, int64
 INLINE void multiply_panel(int n, int64_t count, const struct int8_matrix *matrix, int64_t panel, struct int8_rows x,
                            const float *bias, void *out, int64_t stride, int64_t dtype)
 {
-    const int64_t depth = matrix->depth, block = matrix->block, blocks = depth / block;
+    const int64_t depth = matrix->depth, block = matrix->block, blocks = blocks_of(matrix);
     const int8_t *values = matrix->values + panel * depth * LANES;
     const float *scales = matrix->scales + panel * blocks * LANES;
     const int32_t *zeros = matrix->zeros + panel * blocks * LANES;
@@ -147,13 +132,23 @@ INLINE void multiply_panel(int n, int64_t count, const struct int8_matrix *matri
     }
 }
 
-/* The same for any number of rows. x has FEW_ROWS - 1 rows more, of any content. */
-INLINE void multiply_rows_int8(const struct int8_matrix *matrix, int64_t panel, int64_t rows, struct int8_rows x,
-                               const float *bias, void *out, int64_t stride, int64_t dtype)
+void EXPORT(quantize_rows)(const struct int8_matrix *matrix, const void *x, int64_t stride, int64_t rows, int64_t width,
+                           struct int8_rows to, int64_t dtype)
 {
-    const int64_t blocks = matrix->depth / matrix->block;
+    for (int64_t row = 0; row < rows; row++) {
+        const struct int8_rows own = int8_rows_from(matrix, to, row);
+        if (dtype == FLOAT32)
+            quantize_row(at(x, row * stride, FLOAT32), own, width, matrix, FLOAT32);
+        else
+            quantize_row(at(x, row * stride, BFLOAT16), own, width, matrix, BFLOAT16);
+    }
+}
+
+void EXPORT(multiply_rows_int8)(const struct int8_matrix *matrix, int64_t panel, int64_t rows, struct int8_rows x,
+                                const float *bias, void *out, int64_t stride, int64_t dtype)
+{
     for (int64_t i = 0, n; i < rows; i += n) {
-        const struct int8_rows from = {x.values + i * matrix->depth, x.scales + i * blocks};
+        const struct int8_rows from = int8_rows_from(matrix, x, i);
         void *to = at(out, i * stride, dtype);
         if (rows - i >= INT8_ROWS) {
             n = INT8_ROWS;
@@ -169,13 +164,13 @@ INLINE void multiply_rows_int8(const struct int8_matrix *matrix, int64_t panel, 
 INLINE void multiply_gate_panels(const struct int8_matrix *matrix, int64_t panel, int64_t rows, struct int8_rows x,
                                  void *out, int64_t stride, int dtype)
 {
-    const int64_t panels = matrix->columns / LANES / 2, blocks = matrix->depth / matrix->block;
+    const int64_t panels = matrix->columns / LANES / 2;
     float halves[2][INT8_GATE_ROWS * LANES] __attribute__((aligned(64)));
     for (int64_t row = 0; row < rows; row += INT8_GATE_ROWS) {
         const int64_t count = rows - row < INT8_GATE_ROWS ? rows - row : INT8_GATE_ROWS;
-        const struct int8_rows from = {x.values + row * matrix->depth, x.scales + row * blocks};
+        const struct int8_rows from = int8_rows_from(matrix, x, row);
         for (int half = 0; half < 2; half++)
-            multiply_rows_int8(matrix, half * panels + panel, count, from, NULL, halves[half], LANES, FLOAT32);
+            EXPORT(multiply_rows_int8)(matrix, half * panels + panel, count, from, NULL, halves[half], LANES, FLOAT32);
         for (int64_t i = 0; i < count; i++)
             for (int64_t lane = 0; lane < LANES; lane += WIDE) {
                 const vec gate = round_to(load(halves[0] + i * LANES + lane), dtype);
@@ -191,37 +186,30 @@ INLINE void multiply_gate_panels(const struct int8_matrix *matrix, int64_t panel
 int EXPORT(multiply_int8)(const void *x, int64_t width, const struct int8_matrix *matrix, const float *bias, void *out,
                           int64_t rows, int64_t dtype, int64_t gate)
 {
-    const int64_t depth = matrix->depth, block = matrix->block, blocks = depth / block;
     const int64_t columns = gate ? matrix->columns / 2 : matrix->columns, panels = (columns + LANES - 1) / LANES;
     const int64_t at_once = gate ? INT8_ITEM_PANELS / 2 : INT8_ITEM_PANELS, across = (panels + at_once - 1) / at_once;
     const int64_t down = (rows + INT8_ITEM_ROWS - 1) / INT8_ITEM_ROWS;
-    const int64_t held = rows + FEW_ROWS - 1, scale_bytes = (held * blocks * sizeof(float) + 63) / 64 * 64;
-    char *memory = aligned_alloc(64, (scale_bytes + held * depth + 63) / 64 * 64);
+    char *memory = aligned_alloc(64, int8_bytes(matrix, rows));
     if (!memory)
         return -1;
-    float *scales = (float *)memory;
-    uint8_t *values = (uint8_t *)memory + scale_bytes;
+    const struct int8_rows quantized = int8_rows_at(matrix, rows, memory);
 #pragma omp parallel if (rows > 1 || across > 1)
     {
 #pragma omp for schedule(static)
-        for (int64_t row = 0; row < rows; row++) {
-            uint8_t *to = values + row * depth;
-            if (dtype == FLOAT32)
-                quantize_row(at(x, row * width, FLOAT32), to, scales + row * blocks, width, depth, block, FLOAT32);
-            else
-                quantize_row(at(x, row * width, BFLOAT16), to, scales + row * blocks, width, depth, block, BFLOAT16);
-        }
+        for (int64_t row = 0; row < rows; row++)
+            EXPORT(quantize_rows)(matrix, at(x, row * width, dtype), width, 1, width,
+                                  int8_rows_from(matrix, quantized, row), dtype);
 #pragma omp for schedule(dynamic, 1)
         for (int64_t piece = 0; piece < across * down; piece++) {
             const int64_t first = piece % across * at_once, last = first + at_once < panels ? first + at_once : panels;
             const int64_t row = piece / across * INT8_ITEM_ROWS;
             const int64_t count = row + INT8_ITEM_ROWS < rows ? INT8_ITEM_ROWS : rows - row;
-            const struct int8_rows from = {values + row * depth, scales + row * blocks};
+            const struct int8_rows from = int8_rows_from(matrix, quantized, row);
             for (int64_t panel = first; panel < last; panel++) {
                 void *to = at(out, row * columns + panel * LANES, dtype);
                 const float *shift = bias ? bias + panel * LANES : NULL;
                 if (!gate)
-                    multiply_rows_int8(matrix, panel, count, from, shift, to, columns, dtype);
+                    EXPORT(multiply_rows_int8)(matrix, panel, count, from, shift, to, columns, dtype);
                 else if (dtype == FLOAT32)
                     multiply_gate_panels(matrix, panel, count, from, to, columns, FLOAT32);
                 else

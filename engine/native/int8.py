@@ -1,4 +1,4 @@
-"""Weights in 8 bits in the layout of int8.h: panels of columns, four values of depth side by side."""
+"""Weights in 8 bits in the layout of multiply_int8.h: panels of columns, four values of depth side by side."""
 
 import ctypes
 from dataclasses import dataclass
@@ -9,13 +9,14 @@ from torch import Tensor
 
 from headrace.engine.model.int8 import Int8Weight
 
-QUAD = 4  # as in int8.h, and the zero of quantised activations, which are stored without a sign
+QUAD = 4  # as in multiply_int8.h, and the zero of quantised activations, which are stored without a sign
 QUANTIZED_ZERO = 128
 _I, _P = ctypes.c_int64, ctypes.c_void_p
 
 
 class Int8Record(ctypes.Structure):
-    """struct int8_matrix of int8.h. values, scales and zeros are addresses; the caller keeps their memory alive."""
+    """struct int8_matrix of multiply_int8.h. values, scales and zeros are addresses; the caller keeps their memory
+    alive."""
 
     _fields_ = (("values", _P), ("scales", _P), ("zeros", _P), ("columns", _I), ("depth", _I), ("block", _I))
 

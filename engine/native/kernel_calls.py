@@ -90,7 +90,7 @@ class LayerRecord(ctypes.Structure):
 class StackRecord(ctypes.Structure):
     """struct stack of graph.h: the layers of a stage. layers: address of their records."""
 
-    _fields_ = (("layers", _P), ("count", _I), ("hidden", _I), ("inner", _I), ("eps", _F))
+    _fields_ = (("layers", _P), ("count", _I), ("hidden", _I), ("inner", _I), ("int8", _I), ("eps", _F))
 
 
 class BatchRecord(ctypes.Structure):
@@ -283,6 +283,18 @@ class Kernels(Arithmetic):
             x.data_ptr(), x.stride(0), slots.data_ptr(), pool.data_ptr(), rows, heads, width, page_size, _dtype(x),
             _dtype(pool),
         )  # fmt: skip
+
+    def whole_panels(self, weight: Weight) -> int:
+        """How many panels of columns a weight from pack() has, all whole; 0 for one that run_layers() does not take."""
+        if isinstance(weight, PackedInt8):
+            return weight.columns // self._lanes if self.runs_int8 and weight.columns % self._lanes == 0 else 0
+        return len(weight) if isinstance(weight, Tensor) and is_packed(weight) else 0
+
+    @property
+    def runs_int8(self) -> bool:
+        """Whether run_layers() multiplies by weights in 8 bits: not where vectors of 512 bits have no instructions for
+        that."""
+        return self._int8_lanes == self._lanes
 
     def runs(self, dtype: torch.dtype) -> bool:
         """Whether run_layers() computes in a dtype."""

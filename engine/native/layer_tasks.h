@@ -1,5 +1,6 @@
 /* The tasks of a layer over a tile of rows (graph.h), each on one thread: dense layers with grouped-query attention, in
- * float32, and in bfloat16 where LANES is 32. Rounded where the kernels of elementwise.h and multiply_tile.h round. */
+ * float32, and in bfloat16 where LANES is 32, by weights of the same dtype or in 8 bits. Rounded where the kernels of
+ * elementwise.h, multiply_tile.h and int8.h round. */
 
 #include "attention_float32.h"
 #include "graph.h"
@@ -20,24 +21,40 @@ static int64_t bytes_of(int64_t rows, int64_t width, int dtype)
     return rows * stride_of(width, dtype) * item_bytes(dtype);
 }
 
+/* Bytes of the rows of any product, quantised; 0 if weights are not in 8 bits. */
+static int64_t quantized_bytes(const struct stack *stack, int64_t rows)
+{
+    int64_t most = 0;
+    for (int64_t layer = 0; stack->int8 && layer < stack->count; layer++) {
+        const struct layer *weights = &stack->layers[layer];
+        const void *const matrices[] = {weights->qkv, weights->output, weights->gate_up, weights->down};
+        for (int i = 0; i < 4; i++) {
+            const int64_t bytes = int8_bytes(matrices[i], rows);
+            most = bytes > most ? bytes : most;
+        }
+    }
+    return most;
+}
+
 INLINE int64_t task_bytes(const int dtype, const struct stack *stack, const struct batch *batch)
 {
     const struct pass *pass = batch->pass;
     const int64_t rows = batch->tile_rows, heads = pass->kv_heads * pass->group;
+    const int64_t quantized = quantized_bytes(stack, rows);
     int64_t attend = attend_bytes(pass, rows);
 #if HAS_BFLOAT16
     if (dtype == BFLOAT16)
         attend = headrace_attend_bytes_bfloat16(pass, rows);
 #endif
     return BLOCKS(rows) * sizeof(float) + bytes_of(rows, stack->hidden, dtype) + bytes_of(rows, stack->inner, dtype) +
-           bytes_of(rows, heads * pass->keys.width, dtype) + attend;
+           bytes_of(rows, heads * pass->keys.width, dtype) + (attend > quantized ? attend : quantized);
 }
 
 /* Working memory of a thread, of `rows` rows. */
 struct own {
     void *blocks;  /* [BLOCKS(rows)] */
     char *normed, *inner, *attended;
-    char *attention;
+    char *other; /* working memory of attention, or the rows of a product, quantised */
 };
 
 INLINE struct own own_at(const int dtype, const struct stack *stack, const struct batch *batch, char *memory)
@@ -47,7 +64,7 @@ INLINE struct own own_at(const int dtype, const struct stack *stack, const struc
     own.normed = memory + BLOCKS(rows) * sizeof(float);
     own.inner = own.normed + bytes_of(rows, stack->hidden, dtype);
     own.attended = own.inner + bytes_of(rows, stack->inner, dtype);
-    own.attention = own.attended + bytes_of(rows, attended, dtype);
+    own.other = own.attended + bytes_of(rows, attended, dtype);
     return own;
 }
 
@@ -79,9 +96,15 @@ INLINE void place_heads(const int dtype, const struct stack *stack, const struct
     }
 }
 
-INLINE void multiply(const int dtype, const enum then then, struct product product, void *blocks)
+INLINE void multiply(const int dtype, const enum then then, struct product product, const struct own *own)
 {
-    multiply_tile(dtype, then, &product, 0, product.panels, blocks);
+    struct int8_rows quantized;
+    if (product.int8) {
+        quantized = int8_rows_at(product.packed, product.rows, own->other);
+        EXPORT(quantize_rows)(product.packed, product.x, product.stride, product.rows, product.depth, quantized, dtype);
+        product.x = &quantized;
+    }
+    multiply_tile(dtype, then, &product, 0, product.panels, own->blocks);
 }
 
 INLINE void project(const int dtype, const struct stack *stack, const struct batch *batch, struct rows_of_task rows,
@@ -94,8 +117,9 @@ INLINE void project(const int dtype, const struct stack *stack, const struct bat
     norm_tile(dtype, stack, batch, rows, weights->input_norm, own.normed);
     multiply(dtype, STORE,
              (struct product){own.normed, weights->qkv, weights->qkv_bias, at(batch->joined, rows.row * columns, dtype),
-                              stride_of(stack->hidden, dtype), columns, rows.count, columns / LANES, stack->hidden},
-             own.blocks);
+                              stride_of(stack->hidden, dtype), columns, rows.count, columns / LANES, stack->hidden,
+                              stack->int8},
+             &own);
     const struct span *span = &pass->spans[rows.span];
     for (int64_t row = rows.row; row < rows.row + rows.count; row++) {
         while (row >= span->row + span->count)
@@ -121,11 +145,11 @@ INLINE void attend(const int dtype, const struct batch *batch, struct rows_of_ta
 #if HAS_BFLOAT16
             if (dtype == BFLOAT16) {
                 headrace_attend_item_bfloat16(pass, batch->scoring, &item, layer, query, columns, to, stride,
-                                              own->attention);
+                                              own->other);
                 continue;
             }
 #endif
-            struct scratch scratch = scratch_at(pass, item.count, own->attention);
+            struct scratch scratch = scratch_at(pass, item.count, own->other);
             attend_item(pass, batch->scoring, &item, layer, query, columns, to, stride, &scratch, NULL);
         }
         row = after;
@@ -143,17 +167,17 @@ INLINE void finish(const int dtype, const struct stack *stack, const struct batc
     attend(dtype, batch, rows, layer, &own);
     multiply(dtype, ADD,
              (struct product){own.attended, weights->output, weights->output_bias, stream, stride_of(attended, dtype),
-                              hidden, rows.count, hidden / LANES, attended},
-             own.blocks);
+                              hidden, rows.count, hidden / LANES, attended, stack->int8},
+             &own);
     norm_tile(dtype, stack, batch, rows, weights->post_norm, own.normed);
     multiply(dtype, GATE,
              (struct product){own.normed, weights->gate_up, NULL, own.inner, stride_of(hidden, dtype),
-                              stride_of(inner, dtype), rows.count, inner / LANES, hidden},
-             own.blocks);
+                              stride_of(inner, dtype), rows.count, inner / LANES, hidden, stack->int8},
+             &own);
     multiply(dtype, ADD,
              (struct product){own.inner, weights->down, NULL, stream, stride_of(inner, dtype), hidden, rows.count,
-                              hidden / LANES, inner},
-             own.blocks);
+                              hidden / LANES, inner, stack->int8},
+             &own);
 }
 
 /* The tasks of a dtype, and what runs a pass by them: see headrace_run_graph(). */

@@ -1,4 +1,5 @@
-/* Products of a tile of rows by a packed weight, and what comes then: in float32, and in bfloat16 where LANES is 32.
+/* Products of a tile of rows by a packed weight, and what comes then: in float32, in bfloat16 where LANES is 32, and in 8
+ * bits.
  *
  * A panel of the weight at a time is multiplied with all rows of the tile, into a block of sums that stays in the L1 cache.
  * A sum is made in the order of the depth, whatever the number of rows beside it. */
@@ -10,6 +11,7 @@
 
 #include "microkernel.h"
 #include "multiply_bfloat16.h"
+#include "multiply_int8.h"
 
 #if WIDE == 16 && defined(__x86_64__)
 #define HAS_BFLOAT16 1
@@ -30,23 +32,30 @@ struct product {
     const void *bias; /* [panels * LANES], or NULL */
     void *to;         /* [rows, panels * LANES], to_stride elements apart */
     int64_t stride, to_stride, rows, panels, depth;
+    int64_t int8; /* x is struct int8_rows, packed is struct int8_matrix, of whole panels; bias in float32 */
 };
 
-/* blocks [panels, rows, LANES] = x times some panels from `panel` on, + their bias, rounded. next: see multiply_rows(). */
+/* blocks [panels, rows, LANES] = x times some panels from `panel` on, + their bias, rounded. next: the panel that is read
+ * after that, which comes into the cache meanwhile. */
 INLINE void multiply_panels(const int dtype, const struct product *of, int64_t panel, int64_t panels, void *blocks,
-                            const void *next)
+                            int64_t next)
 {
+    if (of->int8) {
+        const float *bias = of->bias ? (const float *)of->bias + panel * LANES : NULL;
+        EXPORT(multiply_rows_int8)(of->packed, panel, of->rows, *(const struct int8_rows *)of->x, bias, blocks, LANES, dtype);
+        return;
+    }
     const int64_t depth = of->depth;
     (void)panels; /* 1 in float32 */
-    const void *own = at(of->packed, panel * depth * LANES, dtype);
+    const void *own = at(of->packed, panel * depth * LANES, dtype), *then = at(of->packed, next * depth * LANES, dtype);
     const void *bias = of->bias ? at(of->bias, panel * LANES, dtype) : NULL;
 #if HAS_BFLOAT16
     if (dtype == BFLOAT16) {
-        headrace_multiply_panels_bfloat16(of->rows, panels, blocks, of->x, of->stride, own, bias, depth, next);
+        headrace_multiply_panels_bfloat16(of->rows, panels, blocks, of->x, of->stride, own, bias, depth, then);
         return;
     }
 #endif
-    multiply_rows(of->rows, blocks, NULL, LANES, splat(1), splat(1), of->x, of->stride, 1, own, depth, next ? next : own);
+    multiply_rows(of->rows, blocks, NULL, LANES, splat(1), splat(1), of->x, of->stride, 1, own, depth, then);
     for (int64_t i = 0; bias && i < of->rows * LANES; i += WIDE)
         store((float *)blocks + i, load((float *)blocks + i) + load((const float *)bias + i % LANES));
 }
@@ -56,14 +65,14 @@ INLINE void multiply_panels(const int dtype, const struct product *of, int64_t p
 INLINE void multiply_tile(const int dtype, const enum then then, const struct product *of, int64_t first, int64_t last,
                           void *blocks)
 {
-    const int64_t rows = of->rows, at_once = dtype == BFLOAT16 && rows <= FEW ? AT_ONCE : 1;
+    const int64_t rows = of->rows, at_once = dtype == BFLOAT16 && !of->int8 && rows <= FEW ? AT_ONCE : 1;
     for (int64_t panel = first, n; panel < last; panel += n) {
         n = last - panel < at_once ? last - panel : at_once;
-        const int64_t second = of->panels + panel, after = panel + n < last ? panel + n : first;
-        const void *next = at(of->packed, after * of->depth * LANES, dtype), *others = at(blocks, n * rows * LANES, dtype);
-        multiply_panels(dtype, of, panel, n, blocks, then == GATE ? at(of->packed, second * of->depth * LANES, dtype) : next);
+        const int64_t second = of->panels + panel, next = panel + n < last ? panel + n : first;
+        void *others = at(blocks, n * rows * LANES, dtype);
+        multiply_panels(dtype, of, panel, n, blocks, then == GATE ? second : next);
         if (then == GATE)
-            multiply_panels(dtype, of, second, n, (void *)others, next);
+            multiply_panels(dtype, of, second, n, others, next);
         for (int64_t row = 0; row < rows; row++)
             for (int64_t lane = 0; lane < n * LANES; lane += WIDE) {
                 const int64_t sum = (lane / LANES * rows + row) * LANES + lane % LANES;
@@ -101,7 +110,7 @@ INLINE void multiply_all(const int dtype, const enum then then, const struct pro
     void EXPORT(name)(const void *x, const void *packed, const void *bias, void *out, int64_t rows, int64_t columns, \
                       int64_t depth, int64_t gate)                                                                    \
     {                                                                                                                 \
-        const struct product whole = {x, packed, bias, out, depth, columns, rows, columns / LANES, depth};            \
+        const struct product whole = {x, packed, bias, out, depth, columns, rows, columns / LANES, depth, 0};         \
         if (gate)                                                                                                     \
             multiply_all(dtype, GATE, &whole);                                                                        \
         else                                                                                                          \

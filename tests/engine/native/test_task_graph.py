@@ -53,8 +53,10 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def tasks_of(runner: ModelRunner) -> TaskGraph:
     decoder = runner._decoder
     assert isinstance(decoder, NativeDecoder)
-    if decoder._tasks is None:
+    kernels, precision = decoder._kernels, decoder._precision
+    if kernels is None or not kernels.runs(precision.compute) or (precision.int8 and not kernels.runs_int8):
         pytest.skip("no compiler, or a CPU without the instructions")
+    assert decoder._tasks is not None
     return decoder._tasks
 
 
@@ -67,7 +69,7 @@ def computed(runner: ModelRunner, plans: list[list[PlanRow]], tasks: TaskGraph |
         return [*(runner.forward(rows) for rows in plans), runner.pool.tensor.clone()]
 
 
-@pytest.mark.parametrize("name", list(CONFIGS))
+@pytest.mark.parametrize(("name", "quantize"), [*((name, "none") for name in CONFIGS), ("llama", "int8")])
 @pytest.mark.parametrize(("dtype", "kind"), [("float32", "avx2"), ("float32", "bf16"), ("bfloat16", "bf16")])
 @settings(max_examples=12, deadline=None)
 @given(
@@ -75,11 +77,12 @@ def computed(runner: ModelRunner, plans: list[list[PlanRow]], tasks: TaskGraph |
     first=st.integers(0, 60), tile=st.sampled_from([1, 8, 13, 64]), seed=st.integers(1, 1 << 30),
 )  # fmt: skip
 def test_threads_and_their_order_change_no_bit(
-    folders: dict[str, Path], name: str, dtype: str, kind: str, lengths: list[int], first: int, tile: int, seed: int
-) -> None:
+    folders: dict[str, Path], name: str, quantize: str, dtype: str, kind: str, lengths: list[int], first: int,
+    tile: int, seed: int,
+) -> None:  # fmt: skip
     """Several requests, of which each has been computed up to some position before; threads take tiles at random and
     are held up at random."""
-    runner = make_runner(folders[name], dtype=dtype, cpuinfo=cpuinfo(kind), max_model_len=256)
+    runner = make_runner(folders[name], dtype=dtype, cpuinfo=cpuinfo(kind), max_model_len=256, quantize=quantize)
     tasks, pages, prompts = tasks_of(runner), shuffled_pages(64, 64, seed), []
     for request, length in enumerate(lengths):
         taken = -(-(length + first) // PAGE_SIZE)
@@ -88,7 +91,7 @@ def test_threads_and_their_order_change_no_bit(
     before = [prompt.row(0, first) for prompt in prompts]
     plans = [*([before] if first else []), [prompt.row(first, len(prompt.tokens) - first) for prompt in prompts]]
     expected = computed(runner, plans, None)
-    with patch.object(task_graph, "TILE_ROWS", (tile,)), patch.object(task_graph, "TILES_PER_THREAD", 0):
+    with patch.object(TaskGraph, "tile_rows", return_value=tile):
         for count in (1, 2, 3):
             for tasks.seed in (0, seed):
                 with threads(count):
@@ -149,6 +152,16 @@ def test_few_rows_for_many_threads_are_computed_kernel_by_kernel(folders: dict[s
         assert rows((0, 5000)) == rows(*[(0, 100)] * 50) == task_graph.TILE_ROWS[0]
         single = [(8000, 1)] * 32  # of which one tile would take longer than all the others
         assert rows(*single, (0, 2048)) == 0
+
+
+def test_tiles_of_weights_in_8_bits_have_more_rows(folders: dict[str, Path]) -> None:
+    tasks = tasks_of(make_runner(folders["llama"], cpuinfo=cpuinfo("avx2"), quantize="int8"))
+    chunk = [AttentionSpan(0, 2000, np.zeros(1, np.int64))]
+    assert tasks.tile_rows(chunk) == task_graph.INT8_TILE_ROWS[0] > task_graph.TILE_ROWS[0]
+    with threads(2):
+        assert tasks.tile_rows(chunk) == task_graph.INT8_TILE_ROWS[0]
+    with threads(4):
+        assert tasks.tile_rows(chunk) == task_graph.TILE_ROWS[0]
 
 
 def test_the_whole_model_is_computed_so(folders: dict[str, Path]) -> None:
