@@ -247,6 +247,8 @@ class Scheduler:
                 self._library.listed(event)
             case Drain():
                 self._draining.begin()
+                for pieces in self._open_prompts:
+                    pieces.give_way()
                 for request in [each for each in self._state.requests if each.open and not each.ended]:
                     self._open_prompts[request.replica].finish(request, now)
                 for replica in self._state.replicas:

@@ -42,7 +42,7 @@ class OpenPieces:
         return self._replica.piece_passes.tokens(cancels=self._state.engine.cancels)
 
     def give_way(self) -> None:
-        """Cancel the passes of pieces that are under way: there is something else to compute."""
+        """Cancel the passes of pieces that are under way: there is something else to compute, or nothing any more."""
         for plan in self._replica.plans:
             if plan.gives_way and not plan.cancelled:
                 plan.cancel()

@@ -206,12 +206,14 @@ def test_a_piece_ends_with_the_pass_that_it_is_in() -> None:
     assert sum(cached) == 32, "what was computed stays"
 
 
-def test_a_drain_does_not_wait_for_pieces() -> None:
-    made = engine()
+@pytest.mark.parametrize("cancels", [False, True])
+def test_a_drain_does_not_wait_for_pieces(cancels: bool) -> None:
+    made = engine(cancels=cancels)
     made.handle(piece("a", 400), piece("b", 400, 2))
     made.handle(Drain())
     made.run()
     assert len(made.passes) == 1
+    assert len(made.cancelled) == cancels
     assert isinstance(made.effects[-1], Drained)
 
 
