@@ -43,7 +43,7 @@ from headrace.core.messages.peers import (
     TicketFailed,
     TicketFinished,
 )
-from headrace.core.messages.replies import StatsReply, StatusReply
+from headrace.core.messages.replies import PrefixReply, StatsReply, StatusReply
 from headrace.core.messages.stage_events import (
     ChunkAcked,
     ChunkReceived,
@@ -157,6 +157,10 @@ class Scheduler:
     def cached_tokens(self, prompt: bytes, salt: str = "") -> int:
         """Leading tokens of a packed prompt whose KV the prefix cache of a replica holds now."""
         return max(replica.cache.cached_positions(prompt, salt) for replica in self._state.replicas)
+
+    def prefix(self, prompt: bytes, salt: str = "") -> PrefixReply:
+        """What the replicas have of a packed prompt, as POST /v1/prefixes tells it."""
+        return prefix(self._state, QueryPrefix(token=0, prompt=prompt, salt=salt))
 
     def load(self, now: float) -> tuple[float, tuple[float, float], bool, tuple[tuple[int, float, float], ...]]:
         """Predicted seconds of computing what is admitted and not planned, the cost per squared token and per token by

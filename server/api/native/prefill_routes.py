@@ -11,12 +11,12 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from headrace.core.config import Config, KvEventsConfig, ServerConfig
-from headrace.core.messages.replies import Progress, Tokens
+from headrace.core.messages.replies import PrefixReply, Progress, Tokens
 from headrace.core.stats import Stats, join
 from headrace.core.types.errors import UNKNOWN_RID, ErrorInfo, invalid, shown
 from headrace.core.types.kv.geometry import CacheShape
 from headrace.core.types.requests.kv_hints import HintAnswer
-from headrace.core.types.requests.request import FinishReason, SamplingParams
+from headrace.core.types.requests.request import FinishReason, SamplingParams, Usage
 from headrace.core.types.requests.terms import RequestTerms
 from headrace.server.api.description.operation import (
     BODY_ERRORS,
@@ -133,6 +133,10 @@ class PrefixesReply(msgspec.Struct):
     """Of POST /v1/prefixes."""
 
     cached_tokens: Count
+    cached_tokens_details: CachedByTier = MORE
+    """Where some would be loaded from a tier."""
+    load_seconds: float = MORE
+    """Predicted seconds of loading those; 0 while nothing was loaded."""
 
 
 class HandoffReply(msgspec.Struct):
@@ -307,7 +311,7 @@ def prefix_routes(model: ServedModel, completions: Completions, config: ServerCo
     @router.post("/v1/prefixes", openapi_extra=_PREFIXES)
     async def prefixes(http: Request) -> Response:
         body = await decode_body(await read_body(http, config.max_body_bytes, budget), PrefixesBody)
-        return json_response(PrefixesReply(await completions.cached_tokens(_tokens(model, config, http, body))))
+        return json_response(_prefixes(await completions.prefix(_tokens(model, config, http, body))))
 
     @router.post("/v1/returns", openapi_extra=_RETURNS)
     async def returns(http: Request) -> Response:
@@ -317,6 +321,14 @@ def prefix_routes(model: ServedModel, completions: Completions, config: ServerCo
         return json_response(await completions.take_return(_tokens(model, config, http, body), address, body.ticket))
 
     return router
+
+
+def _prefixes(found: PrefixReply | None) -> PrefixesReply:
+    if found is None:
+        return PrefixesReply(0)
+    held, in_tiers = found.pool.held, found.pool.in_tiers
+    by_tier = cached_by_tier([Usage(held, 0, held, in_tiers)])
+    return PrefixesReply(held, by_tier, found.load_s if in_tiers.total else MORE)
 
 
 def _tokens(model: ServedModel, config: ServerConfig, http: Request, body: PrefixesBody) -> GenerationRequest:

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 import msgspec
 
 from headrace.core.messages.frontend import RefuseTicket, ReleaseTicket
-from headrace.core.messages.replies import Progress, Tokens
+from headrace.core.messages.replies import PrefixReply, Progress, Tokens
 from headrace.core.runtime.clock import Clock
 from headrace.core.types import refusals
 from headrace.core.types.errors import MODEL_NOT_FOUND, ErrorInfo, HeadraceError
@@ -131,12 +131,12 @@ class Completions:
         results = await self._client.hint(pack(prompt), own.terms, actions) if actions else ()
         return answers(hints, results, "" if came else NOT_COME)
 
-    async def cached_tokens(self, request: GenerationRequest) -> int:
-        """Leading tokens of a prompt whose KV the prefix cache has, for its client. Raises HeadraceError (503)."""
+    async def prefix(self, request: GenerationRequest) -> PrefixReply | None:
+        """What the prefix cache has of a prompt, for its client; None if that is not known in time. Raises
+        HeadraceError (503)."""
         if (problem := self._readiness.engine_not_ready()) is not None:
             raise HeadraceError(problem)
-        found = await self._client.query_prefix(pack(request.prompt), self.own(request).terms, QUERY_S)
-        return found.cached if found is not None else 0
+        return await self._client.query_prefix(pack(request.prompt), self.own(request).terms, QUERY_S)
 
     async def take_return(self, request: GenerationRequest, address: PrefillAddress, ticket: str) -> ReturnAnswer:
         """Take KV of a prompt that the decode server with this control endpoint offers under a ticket, or say why not.

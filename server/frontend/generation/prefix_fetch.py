@@ -1,13 +1,16 @@
 """Prefixes that come from the caches of siblings, other prefill servers, before a prompt is computed.
 
     a prompt     QueryPrefix ─► worth asking? ─► POST /v1/prefixes at every sibling ─► worth it? ─► fetch ─► computed
+                                                               └◄── not_cached, once ────────────────┘
     a prefetch   ─────────────── the same, within what its tenant may retain ────────────────────► fetch ─► retained
 
-Nothing here fails a request: a prefix that does not come in time is computed.
+Nothing here fails a request: a prefix that does not come in time is computed. What tiers hold counts, here and there.
 """
 
 import asyncio
 import logging
+from itertools import chain
+from typing import Annotated
 
 import httpx
 import msgspec
@@ -15,13 +18,13 @@ import msgspec
 from headrace.core.messages.http_prefill import JSON_HEADERS, PREFIXES_PATH
 from headrace.core.runtime.background import cancel_all
 from headrace.core.runtime.codec import NO_MESSAGE
-from headrace.core.types.errors import HeadraceError
+from headrace.core.types.errors import NOT_CACHED, HeadraceError
 from headrace.core.types.packed import pack
 from headrace.server.frontend.link.scheduler_client import SchedulerClient
-from headrace.server.frontend.prefix_moves import PrefixMoves
+from headrace.server.frontend.prefix_moves import PrefixMove, PrefixMoves
 from headrace.server.frontend.request.generation_request import GenerationRequest
 from headrace.server.routing.handoff_cost import HandoffCost
-from headrace.server.routing.prefix_choice import PrefixChoice, choose_sibling, worth_asking
+from headrace.server.routing.prefix_choice import HeldPrefix, PrefixChoice, choose_sibling, worth_asking
 from headrace.server.upstream.handoff_params import PrefillAddress
 from headrace.server.upstream.prefill_pool import PrefillPool
 from headrace.server.upstream.prefill_server import PrefillServer
@@ -31,10 +34,16 @@ log = logging.getLogger(__name__)
 QUERY_S = 0.25  # for an answer of the own scheduler, or of a sibling
 
 
-class HeldPrefix(msgspec.Struct, frozen=True):
-    """The answer to POST /v1/prefixes."""
+class _InPool(msgspec.Struct, frozen=True):
+    device: int
+
+
+class _Answer(msgspec.Struct, frozen=True):
+    """The answer to POST /v1/prefixes. Servers of earlier versions do not tell what they have in tiers."""
 
     cached_tokens: int
+    cached_tokens_details: _InPool | None = None
+    load_seconds: Annotated[float, msgspec.Meta(ge=0)] = 0.0
 
 
 class PrefixFetches:
@@ -70,14 +79,14 @@ class PrefixFetches:
         if not worth_asking(here.cost, here.pool.held, wanted):
             return True
         answers = await asyncio.gather(*(self._ask(one, prompt[:wanted], terms.cache_salt) for one in siblings))
-        found = {one.url: self._whole_pages(min(held, wanted)) for one, held in zip(siblings, answers, strict=True)}
         in_tiers = here.pool.in_tiers.total  # fetched with the rest
+        found = chain.from_iterable(answers)
         choice = choose_sibling(
             here.cost, here.pool.held, found, lambda server, tokens: self._takes_s(server, tokens + in_tiers)
         )
         if choice is None:
             return True
-        server = next(one for one in siblings if one.url == choice.server)
+        server = next(one for one in siblings if one.url == choice.held.server)
         return await self._fetched(server, choice, here.cached, prompt, request, spare)
 
     async def stop(self) -> None:
@@ -90,16 +99,22 @@ class PrefixFetches:
         named = [one for one in up if hint is not None and one.matches(hint)]
         return named or up
 
-    async def _ask(self, server: PrefillServer, prompt: tuple[int, ...], salt: str) -> int:
-        """Leading tokens of the prompt that a sibling has cached; 0 if it does not say so in time."""
+    async def _ask(self, server: PrefillServer, prompt: tuple[int, ...], salt: str) -> list[HeldPrefix]:
+        """What a sibling has of the leading tokens of a prompt: in its pool, and with its tiers; nothing if it does not
+        say so in time."""
         body = msgspec.json.encode({"prompt_token_ids": prompt, "cache_salt": salt or None})
         try:
             async with asyncio.timeout(QUERY_S):
                 content = await self._pool.ask(server, PREFIXES_PATH, body, JSON_HEADERS)
-            return msgspec.json.decode(content, type=HeldPrefix).cached_tokens
+            answer = msgspec.json.decode(content, type=_Answer)
         except (TimeoutError, HeadraceError, httpx.HTTPError, *NO_MESSAGE) as error:
             log.debug("sibling %s: %s", server.url, error)
-            return 0
+            return []
+        held, in_pool = min(answer.cached_tokens, len(prompt)), answer.cached_tokens_details
+        found = [HeldPrefix(server.url, self._whole_pages(held), answer.load_seconds)]
+        if in_pool is not None:
+            found.insert(0, HeldPrefix(server.url, self._whole_pages(min(in_pool.device, held))))
+        return found
 
     async def _fetched(
         self,
@@ -111,7 +126,7 @@ class PrefixFetches:
         spare: bool,
     ) -> bool:
         """Fetch a prefix, or wait for another prompt's fetch of the same one. False if it has not come."""
-        key = (pack(prompt[: choice.tokens]), request.terms.prefix_salt)
+        key = (pack(prompt[: choice.held.tokens]), request.terms.prefix_salt)
         task = self._coming.get(key)
         if task is None:
             fetch = self._fetch(server, choice, cached, prompt, request, spare)
@@ -128,12 +143,29 @@ class PrefixFetches:
         request: GenerationRequest,
         spare: bool,
     ) -> bool:
-        tokens, within_s = prompt[: choice.tokens], choice.deadline_s
-        move = await self._moves.fetch(
-            server, tokens, request.terms, request.context, source="sibling", within_s=within_s, spare=spare
-        )
-        if move.result != "failed":  # what fails at once says nothing of how fast bytes come
-            self._costs.setdefault(choice.server, HandoffCost()).observe(choice.tokens - cached, move.seconds)
+        """cached: tokens in the pool here. False if nothing has come."""
+        held = choice.held
+
+        async def fetch(tokens: int, within_s: float) -> PrefixMove:
+            return await self._moves.fetch(
+                server,
+                prompt[:tokens],
+                request.terms,
+                request.context,
+                source="sibling",
+                within_s=within_s,
+                spare=spare,
+            )
+
+        move = await fetch(held.tokens, choice.deadline_s)
+        if move.error is not None and move.error.code == NOT_CACHED:  # pages in its tiers were damaged, or have gone
+            left = await self._ask(server, prompt[: held.tokens], request.terms.cache_salt)
+            tokens = max((one.tokens for one in left), default=0)
+            if tokens > cached:
+                move = await fetch(tokens, choice.deadline_s - move.seconds)
+        elif move.result != "failed":  # what fails at once says nothing of how fast bytes come
+            cost = self._costs.setdefault(held.server, HandoffCost())
+            cost.observe(held.tokens - cached, move.seconds - held.load_s)
         return move.result == "fetched"
 
     def _takes_s(self, server: str, tokens: int) -> float:

@@ -107,9 +107,9 @@ class ReplayReplica:
         """This decode server may offer KV from now on."""
         self._fetches.connect(name, server)
 
-    def cached_tokens(self, prompt: bytes, salt: str) -> int:
-        """Leading tokens of a prompt that its prefix cache has."""
-        return self._scheduler.cached_tokens(prompt, salt)
+    def prefix(self, prompt: bytes, salt: str) -> PrefixReply:
+        """What its prefix cache has of a prompt."""
+        return self._scheduler.prefix(prompt, salt)
 
     def hand_over(self, submit: Submit, peer: str, reservation: Reservation, handed_over: HandedOver) -> None:
         """Send what is cached to another server that has joined. handed_over: as of compute()."""

@@ -6,11 +6,12 @@ Chosen is by the code of prefill servers (headrace.server.routing.prefix_choice)
 from collections.abc import Callable, Mapping
 from typing import Protocol
 
+from headrace.core.messages.replies import PrefixReply
 from headrace.core.types.packed import ITEM_BYTES
 from headrace.core.types.requests.terms import RequestTerms
 from headrace.scheduler.scheduler import Scheduler
 from headrace.server.routing.handoff_cost import HandoffCost
-from headrace.server.routing.prefix_choice import PrefixChoice, choose_sibling, worth_asking
+from headrace.server.routing.prefix_choice import HeldPrefix, PrefixChoice, choose_sibling, worth_asking
 from headrace.testing.world import World
 from headrace.tools.simulate.replay.prefix_fetches import ReplayFetches
 from headrace.tools.simulate.replay.terms import whose
@@ -19,8 +20,8 @@ from headrace.tools.simulate.replay.terms import whose
 class Sibling(Protocol):
     """Another replica, as it is asked for prefixes."""
 
-    def cached_tokens(self, prompt: bytes, salt: str) -> int:
-        """Leading tokens that it has cached."""
+    def prefix(self, prompt: bytes, salt: str) -> PrefixReply:
+        """What it has of a prompt."""
         ...
 
 
@@ -47,18 +48,20 @@ class SiblingFetches:
         """Call go_on when what is worth fetching has come, or is late; at once where nothing is."""
         length, salt = len(prompt) // ITEM_BYTES, terms.prefix_salt
         usable = (length - 1) // self._page_size * self._page_size
-        cached = self._scheduler.cached_tokens(prompt, salt)
-        _, per_token, trusted, _ = self._scheduler.load(self._world.now)
-        cost = per_token if trusted else None
-        if not worth_asking(cost, cached, usable):
+        here = self._scheduler.prefix(prompt, salt)
+        cached, in_tiers = here.pool.held, here.pool.in_tiers.total
+        if not worth_asking(here.cost, cached, usable):
             go_on()
             return
-        found = {name: min(usable, sibling.cached_tokens(prompt, salt)) for name, sibling in self._siblings.items()}
-        choice = choose_sibling(cost, cached, found, lambda name, tokens: self._costs[name].seconds(tokens))
+        replies = {name: sibling.prefix(prompt, salt) for name, sibling in self._siblings.items()}
+        found = [each for name, reply in replies.items() for each in _held(name, reply, usable)]
+        costs = self._costs
+        choice = choose_sibling(here.cost, cached, found, lambda name, tokens: costs[name].seconds(tokens + in_tiers))
         if choice is None:
             go_on()
         else:
-            self._fetch(choice, choice.tokens - cached, prompt[: choice.tokens * ITEM_BYTES], terms, go_on)
+            tokens = choice.held.tokens
+            self._fetch(choice, tokens - here.cached, prompt[: tokens * ITEM_BYTES], terms, go_on)
 
     def _fetch(
         self, choice: PrefixChoice, tokens: int, prompt: bytes, terms: RequestTerms, go_on: Callable[[], None]
@@ -66,7 +69,15 @@ class SiblingFetches:
         began = self._world.now
 
         def timed(_came: bool) -> None:
-            self._costs[choice.server].observe(tokens, self._world.now - began)
+            self._costs[choice.held.server].observe(tokens, self._world.now - began - choice.held.load_s)
             go_on()
 
-        self._fetches.fetch(choice.server, prompt, whose(terms), choice.deadline_s, timed)
+        self._fetches.fetch(choice.held.server, prompt, whose(terms), choice.deadline_s, timed)
+
+
+def _held(name: str, found: PrefixReply, usable: int) -> list[HeldPrefix]:
+    """What a sibling has, in its pool and with its tiers."""
+    return [
+        HeldPrefix(name, min(usable, found.pool.cached)),
+        HeldPrefix(name, min(usable, found.pool.held), found.load_s),
+    ]
