@@ -201,7 +201,7 @@ STAGE_FAILED = _down(
 PAGES_NEEDED = _down(
     errors.PAGES_NEEDED,
     "its pages, or its metadata row, are needed for a request",
-    "KV that only moves between prefix caches (siblings, returns, open prompts) gives way",
+    "KV that only moves between prefix caches (siblings, returns, open prompts) gives way, or finds no room",
     retry_s=None,
 )
 NO_TOKEN = _down(errors.STAGE_FAILED, "the last stage reported no token", "a plan came back without one", retry_s=None)

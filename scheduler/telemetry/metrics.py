@@ -191,7 +191,7 @@ CATALOG = (
     MetricSpec(
         "kv_tier_hit_tokens_total",
         "counter",
-        "Prompt tokens found in the host or disk tier.",
+        "Prompt tokens that were loaded from a tier, to be computed behind or handed over.",
         ("tier",),
         tuple((tier,) for tier in TIERS),
     ),

@@ -66,11 +66,12 @@ def _shared_memory() -> Fault:
 def _siblings() -> Fault:
     """The server that a prefill server fetches a prefix from."""
     tests = (
-        "test_a_sibling_that_is_dead_costs_no_request",
-        "test_a_sibling_that_falls_silent_or_dies_in_the_middle_costs_no_request",
-        "test_a_sibling_that_falls_silent_or_dies_in_a_prefetch",
+        "test_prefixes.py::test_a_sibling_that_is_dead_costs_no_request",
+        "test_prefixes.py::test_a_sibling_that_falls_silent_or_dies_in_the_middle_costs_no_request",
+        "test_prefixes.py::test_a_sibling_that_falls_silent_or_dies_in_a_prefetch",
+        "test_prefixes_in_tiers.py::test_a_holder_that_dies_or_hangs_while_it_loads_costs_no_request",
     )
-    cells = {"a whole server": Proven(tuple(f"tests/e2e/test_prefixes.py::{test}" for test in tests))}
+    cells = {"a whole server": Proven(tuple(f"tests/e2e/{test}" for test in tests))}
     others = {place: "the whole server dies with it" if place in ONE else NO_PROCESS for place in PLACES}
     return fault("a sibling killed", "SIGKILL or SIGSTOP of a sibling before or while a prefix comes", cells, others)
 

@@ -260,7 +260,7 @@ class PrefillFields(SamplingBody, frozen=True, kw_only=True):
     handoff: str | None = None
     """"hold" to hold the KV for the peer under a lease, "none" to drop it."""
     cached_only: bool | None = None
-    """Compute nothing: the KV of all tokens is in the prefix cache, or the request is refused (412)."""
+    """Compute nothing: the KV of all tokens is in the prefix cache, tiers included, or the request is refused (412)."""
     adapter: Annotated[str, Meta(max_length=64)] | None = None
     """Fingerprint of the LoRA adapter that model names, as the decode server has it; another one is refused."""
     rid: str | None = None
