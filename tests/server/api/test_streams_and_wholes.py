@@ -51,7 +51,7 @@ STOPS = st.lists(st.sampled_from(["wor", " ", "é", "o w", "🙂a", "\n", "zz", 
 FUNCTION = {"name": "f", "parameters": {"type": "object"}}
 SEED = 100
 IDS = rf"{MADE_UP}|fc_[0-9a-f]+"
-EXAMPLES = 25  # each of them two requests of up to six choices
+EXAMPLES = 12  # each of them two requests of up to six choices
 
 
 class Spoken(msgspec.Struct):
