@@ -26,7 +26,7 @@ FLAGS = (
 )  # fmt: skip
 SMOLLM2 = Geometry("float32", layers=30, kv_heads=3, head_dim=64, page_size=16)
 EXAMPLE = Path("examples/stream_document.py")
-LENGTH, PIECES = 500, 40
+LENGTH, PIECES = 300, 40
 
 
 @pytest.fixture(scope="module")

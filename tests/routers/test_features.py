@@ -1,12 +1,14 @@
 """The cases of served fields behind each router, beside the decode server's own answers: the matrix of docs/api.md."""
 
 import json
+import time
 from typing import Any
 
 import httpx
 import pytest
 
 from headrace.server.api.request import schema
+from tests.e2e.harness import wait_until
 from tests.features import ROUTES, Body, Kind, cases
 from tests.routers.fields import BEHIND_ROUTERS
 from tests.routers.fleet import Router, Site
@@ -15,6 +17,8 @@ from tests.routers.test_texts import streamed
 pytestmark = pytest.mark.routers
 BASE = {"model": "tested", "max_tokens": 6, "temperature": 0, "seed": 1}
 HANDOFF = ("kv_transfer_params", "bootstrap_room", "bootstrap_host", "bootstrap_port")  # what routers write themselves
+KEEPING = ("kv_hints", "prompt_cache_retention", "session_id", "prompt_cache_key")  # they change no answer
+PAUSE_S = 1.0  # between two turns: their KV is retained for twice as long
 LABELS = ("id", "system_fingerprint", "stop_reason", "token_id", "index")
 TIMEOUT_S = 60
 
@@ -52,11 +56,41 @@ def verdict(router: Router, site: Site, kind: Kind, name: str) -> str:
     return "dropped" if routed == outcome(router.url, path, plain) else "differs"
 
 
+def retaining(site: Site) -> list[bool]:
+    """Whether the servers retain KV."""
+    return [server.metrics()["headrace_retained_pages"] > 0 for server in (site.prefill, site.decode)]
+
+
+def keeping(router: Router, site: Site, kind: Kind, name: str) -> str:
+    """What comes to the servers of a field that has them retain KV: two turns are asked."""
+    path, smallest = ROUTES[kind]
+    text = (f"{name} of {router.name} " * 9)[:100]  # in the middle of a page, which no generated token fills
+    prompt = {"prompt": text} if "prompt" in smallest else {"messages": [{"role": "user", "content": text}]}
+    assert retaining(site) == [False, False]
+    for pause_s in (PAUSE_S, 0.0):
+        answer = httpx.post(
+            f"{router.url}{path}",
+            json=BASE | prompt | {"max_tokens": 2, name: cases(kind)[name].value},
+            timeout=TIMEOUT_S,
+            trust_env=False,
+        )
+        if answer.status_code != 200:
+            return f"refused with {answer.status_code}"
+        time.sleep(pause_s)
+    found = retaining(site)
+    over = {"action_id": "over", "action_type": "release", "action_version": "1", "payload": {}}
+    released = {"kv_hints": {"protocol_version": "1", "message_id": "m", "actions": [over]}, **prompt}
+    for server in (site.prefill, site.decode):
+        server.post("/v1/kv_hints", released)
+        wait_until(lambda s=server: s.metrics()["headrace_retained_pages"] == 0, 10, "nothing is retained")
+    return {(True, True): "done", (False, False): "dropped"}.get(tuple(found), "differs")  # type: ignore[call-overload]
+
+
 @pytest.mark.parametrize("kind", [schema.CompletionBody, schema.ChatBody], ids=lambda kind: kind.__name__)
 def test_what_routers_make_of_fields(router: Router, site: Site, kind: Kind) -> None:
     router.wait_ready(BASE | {"prompt": "hello"})
     names = [name for name in cases(kind) if name not in HANDOFF]
-    found = {name: verdict(router, site, kind, name) for name in names}
+    found = {name: (keeping if name in KEEPING else verdict)(router, site, kind, name) for name in names}
     others = {name: what for name, what in found.items() if what != "done"}
     assert others == BEHIND_ROUTERS.get((router.name, ROUTES[kind][0]), {})
     site.quiet()
