@@ -86,10 +86,9 @@ class OpenPieces:
         """Lease pages for the next tokens of a piece; returns how many, 0 where there is no place for them."""
         state, replica, size = self._state, self._replica, self._state.config.page_size
         end = request.queued.expected_cached + count // size * size
-        lease = replica.cache.acquire(request.packed(0, end), request.salt)
+        lease = replica.cache.acquire(request.packed(0, end), request.salt, piece=True)
         if lease is None:
             return 0
-        lease.turn = max(0, lease.turn - 1)  # a pass is no turn of the conversation
         request.lease = lease
         request.queued.expected_cached = 0
         request.computed = cached = lease.matched * size

@@ -265,6 +265,7 @@ class KvCache:
         load: LoadChoice | None = None,
         computed: bool = True,
         whole: bool = False,
+        piece: bool = False,
         tenant: str = "",
         keep: int | None = None,
         spare: bool = False,
@@ -276,15 +277,16 @@ class KvCache:
         positions that they may serve; None: all. load: how many of the pages that follow in other tiers are to be
         loaded; Lease.load is set when some are. computed: what follows is computed here, so that it needs the state
         behind the pages that are found; False: states come with what follows. whole: pages that are found may be those
-        of the last token, too, as nothing is computed from them. keep: see Lease. tenant: name of the API key that the
-        prompt came with, "" for none. spare: the tenant is to retain its pages: not more than it may, and no page that
-        is retained gives way.
+        of the last token, too, as nothing is computed from them. piece: what is computed is a part of an open prompt,
+        and no turn of its conversation. keep: see Lease. tenant: name of the API key that the prompt came with, "" for
+        none. spare: the tenant is to retain its pages: not more than it may, and no page that is retained gives way.
         """
         length = len(tokens) // ITEM_BYTES
         known = self._known(tokens, salt, images, cacheable, whole=whole)
         path, turn = pages_of(known), next_turn(known)
         again = len(known) - len(path)
-        if whole:
+        begins = computed and not (whole or piece)
+        if whole or piece:
             turn = max(0, turn - 1)  # it goes on with none: the turn is that of the pages
         if self._slots.total and computed:
             path = resumable(path)
@@ -318,7 +320,7 @@ class KvCache:
         if self._slots.total and computed and path:
             lease.resume = self._slots.used(path[-1])
         self._leases[lease.owner] = lease
-        if computed and not whole:
+        if begins:
             self.chances.began(turn, len(known) * self.page_size, length, again)
         return lease
 

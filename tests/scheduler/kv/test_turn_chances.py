@@ -75,3 +75,22 @@ def test_moving_a_turn_is_no_turn() -> None:
     following = cache.acquire(pack(range(30)), "")
     assert following is not None
     assert following.turn == 1
+
+
+def test_a_piece_of_an_open_prompt_is_no_turn() -> None:
+    """A turn that grows page by page counts once, when its prompt is complete."""
+    counted = []
+    for pieces in ((), (24,), (24, 28, 32, 36)):
+        cache = KvCache(64, PAGE, eviction="turns", short_tokens=SHORT)
+        turn(cache, list(range(21)))
+        for end in pieces:
+            lease = cache.acquire(pack(range(end)), "", piece=True)
+            assert lease is not None
+            assert lease.turn == 0
+            cache.publish(lease, pack(range(end)), end)
+            cache.release(lease)
+        following = cache.acquire(pack(range(40)), "")
+        assert following is not None
+        assert following.turn == 1
+        counted.append([cache.chances.next_turn(number, 40) for number in range(4)])
+    assert counted[0] == counted[1] == counted[2]
