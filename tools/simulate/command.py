@@ -199,6 +199,7 @@ def _replay(
         hints=point.hints,
         returns=point.returns,
         open=point.open,
+        cancels=point.cancels,
         router=ROUTERS[point.router],
         time_scale=scale,
         fetch_tokens_s=around.fetch_rate,

@@ -60,6 +60,7 @@ PARTS: Mapping[str, tuple[str, ...]] = {"none": ()} | {part: (part,) for part in
 
 HOST_PAGES = "host-pages"
 _SWITCH = dict.fromkeys(("on", "off"))
+_OPEN = _SWITCH | {"cancel": None}
 _EXCLUDED = ("stage-timeout", "start-timeout", "dp", "tp")
 _KEYS = ("page-size", "kv-pages", HOST_PAGES)
 REPLAYED = tuple(
@@ -100,6 +101,9 @@ class Point(msgspec.Struct, frozen=True, kw_only=True):
     open: bool | None
     """Next turns are open prompts until they arrive; None: conversations are not looked for."""
 
+    cancels: bool
+    """Stages cancel passes of open prompts when others come."""
+
     router: str
     remote: Remote | None
     """Of the decode servers; None: there are none."""
@@ -119,7 +123,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     )
     ours.add_argument("--siblings", metavar="{on,off},...", help=_SIBLINGS_HELP)
     ours.add_argument("--hints", metavar="{" + ",".join(HINTS) + "},...", help=_HINTS_HELP)
-    ours.add_argument("--open", metavar="{on,off},...", help=_OPEN_HELP)
+    ours.add_argument("--open", metavar="{off,on,cancel},...", help=_OPEN_HELP)
     ours.add_argument("--parts", metavar="{" + ",".join(PARTS) + "},...", help=_PARTS_HELP)
     ours.add_argument("--router", metavar="NAME,...", default="score", help=_ROUTER_HELP)
     ours.add_argument(
@@ -200,7 +204,8 @@ _HINTS_HELP = (
 )
 _OPEN_HELP = (
     "whether the prompts of next turns are open (POST /v1/prefill with open) and grow before they arrive, in eight "
-    "parts over the end of the pause before them. Adds a table by turn (with --remote: always)"
+    "parts over the end of the pause before them; on: they are computed in short passes; cancel: in long ones, which "
+    "stages cancel when others come, as on CPUs. Adds a table by turn (with --remote: always)"
 )
 _PARTS_HELP = (
     "replay with none of --hints, --returns, --siblings and --open on, with one of them, or with all, in place of "
@@ -243,7 +248,7 @@ def points(given: Mapping[str, Any], environ: Mapping[str, str], longest: int) -
         "replicas": _replicas(given["replicas"]),
         "siblings": _optional(given, "siblings", _SWITCH),
         "returns": _optional(given, "returns", _SWITCH),
-        "open": _optional(given, "open", _SWITCH),
+        "open": _optional(given, "open", _OPEN),
         "parts": _optional(given, "parts", PARTS),
         "hints": _optional(given, "hints", dict.fromkeys(HINTS)),
         "remote": _optional(given, "remote", dict.fromkeys(REMOTES)),
@@ -289,14 +294,21 @@ def _check_parts(given: Mapping[str, Any], parts: Sequence[str | None]) -> None:
 def _parts(chosen: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of a Point that are of conversations."""
     if chosen["parts"] is None:
-        switches = {key: None if chosen[key] is None else chosen[key] == "on" for key in ("returns", "open")}
-        return {"siblings": chosen["siblings"] == "on", "hints": chosen["hints"], **switches}
+        returns, opened = chosen["returns"], chosen["open"]
+        return {
+            "siblings": chosen["siblings"] == "on",
+            "hints": chosen["hints"],
+            "returns": None if returns is None else returns == "on",
+            "open": None if opened is None else opened != "off",
+            "cancels": opened == "cancel",
+        }
     on = PARTS[chosen["parts"]]
     return {
         "siblings": "siblings" in on,
         "hints": (chosen["hints"] or "real") if "hints" in on else "none",
         "returns": None if chosen["remote"] is None else "returns" in on,
         "open": "open" in on,
+        "cancels": False,
     }
 
 

@@ -185,7 +185,7 @@ MISTAKES = [
     (["--returns", "on"], "--returns is for decode servers that compute no prompt; add --remote always"),
     (["--returns", "on", "--remote", "always,never"], "--returns is for decode servers that compute no prompt"),
     (["--returns", "yes", "--remote", "always"], "--returns: expected one of on, off, got 'yes'"),
-    (["--open", "always"], "--open: expected one of on, off, got 'always'"),
+    (["--open", "always"], "--open: expected one of on, off, cancel, got 'always'"),
     (
         ["--open", "on", "--remote", "cost"],
         "--open is for decode servers that compute no prompt; leave --remote out or",

@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from headrace.core.messages.orders import (
+    CancelForward,
     CancelReceive,
     CancelSend,
     Forward,
@@ -132,8 +133,8 @@ class TimedPipeline:
         self.plans = 0
         """Forward passes ordered."""
 
-    def start(self, pages: int, page_size: int, host_pages: int) -> None:
-        """Report every stage as ready."""
+    def start(self, pages: int, page_size: int, host_pages: int, *, cancels: bool = False) -> None:
+        """Report every stage as ready. cancels: it can give a pass up."""
         geometry = Geometry("float32", 1, 1, 1, page_size)
         for stage, cost in enumerate(self._costs):
             self._report(
@@ -146,6 +147,7 @@ class TimedPipeline:
                     host_pages=host_pages,
                     vocab_size=VOCABULARY,
                     cost=cost,
+                    cancels=cancels,
                 )
             )
 
@@ -154,6 +156,8 @@ class TimedPipeline:
         match order:
             case Forward():
                 self._forward(order)
+            case CancelForward():
+                self._cancel(order.forward)
             case SendChunk():
                 self._send(order)
             case CancelSend() | CancelReceive():
@@ -165,7 +169,7 @@ class TimedPipeline:
             case _:
                 pass
 
-    def cancel(self, seq: int) -> None:
+    def _cancel(self, seq: int) -> None:
         """Give a pass up, if it is not through: the stage that has it ends CANCEL_S later at the latest, and stages
         behind it take no time. It reports that it is done, as every pass does, without tokens."""
         found = self._passes.get(seq)

@@ -70,6 +70,9 @@ class ReplaySettings(msgspec.Struct, frozen=True, kw_only=True):
     open: bool | None = None
     """Next turns are open prompts, which grow until they arrive; None: conversations are not looked for."""
 
+    cancels: bool = False
+    """Stages of replicas can give up a pass of open prompts, so that those need not be short."""
+
     latency_s: float = 0.0
     """Seconds until a request reaches the scheduler. What an answer takes to its client is little, and counted here."""
 
@@ -177,6 +180,7 @@ class Replay:
                 self._first_token,
                 self._ended,
                 partial(self._cached, number),
+                cancels=settings.cancels,
             )
             for number in range(settings.replicas)
         ]

@@ -62,8 +62,11 @@ class ReplayReplica:
         first_token: Callable[[str], None],
         ended: Callable[[str, int, ErrorInfo | None], None],
         cached: Callable[[KvEventMessage], None] = lambda _event: None,
+        *,
+        cancels: bool = False,
     ) -> None:
-        """fetch_tokens_s: as in TimedPipeline; None: KV is dropped when its prompt is computed."""
+        """fetch_tokens_s: as in TimedPipeline; None: KV is dropped when its prompt is computed. cancels: its stages can
+        give a pass up."""
         self._world = world
         self.name = name
         self._config = config
@@ -88,7 +91,7 @@ class ReplayReplica:
         self._queued_s = 0.0
         copies = TimedHostTier(world, len(costs), config.page_size, host.tokens_s, self._driver.handle)
         self.pipeline = TimedPipeline(world, costs, fetch_tokens_s, copies, self._driver.handle)
-        self.pipeline.start(config.kv_pages, config.page_size, host.pages)
+        self.pipeline.start(config.kv_pages, config.page_size, host.pages, cancels=cancels)
         if self._hands_over:
             self.join(PEER)
 

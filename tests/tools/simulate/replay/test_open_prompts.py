@@ -25,6 +25,7 @@ from headrace.tools.simulate.replay.conversations import answered
 from headrace.tools.simulate.replay.decode_server import DecodeTier
 from headrace.tools.simulate.replay.growth import growths
 from headrace.tools.simulate.replay.open_prompts import ReplayOpenPrompts
+from headrace.tools.simulate.replay.pipeline import CANCEL_S
 from headrace.tools.simulate.replay.replay import OPEN_S, ReplayOutcome, ReplayResult
 from headrace.tools.simulate.replay.workload import TraceRequest, packed_tokens
 from tests.tools.simulate.replay import replays
@@ -210,6 +211,18 @@ def test_what_came_while_tools_ran_is_computed_when_the_turn_arrives(latency: fl
     assert first_token(on.outcomes[1]) == pytest.approx(latency + 0.01 + 0.001 * left)
     assert first_token(off.outcomes[1]) > 3.3
     assert first_token(on.outcomes[0]) == first_token(off.outcomes[0])
+
+
+def test_a_long_pass_of_an_open_prompt_is_cancelled_when_another_prompt_comes() -> None:
+    """Passes of 512 tokens where they are cancelled, of 128 else, which the other prompt waits for."""
+    requests = [TURNS[0], request(1, 32, 9), TURNS[1]]
+    grows_s = growths(requests, [one.segments for one in requests])[2][1].at_s
+    requests[1] = request(grows_s + 0.05, 32, 9)
+    short, long = (replay(requests, open=True, cancels=cancels) for cancels in (False, True))
+    assert first_token(short.outcomes[1]) == pytest.approx(0.138 - 0.05 + 0.042, abs=1e-6)
+    assert first_token(long.outcomes[1]) == pytest.approx(CANCEL_S + 0.042, abs=1e-6)
+    assert long.plans < 0.6 * short.plans
+    assert long.outcomes[2].cached_tokens > short.outcomes[2].cached_tokens > 2500
 
 
 def test_with_a_full_server_nothing_is_gained_and_nobody_waits_for_more_than_a_short_pass() -> None:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.core.messages.orders import Forward, PlanRow, SendChunk
+from headrace.core.messages.orders import CancelForward, Forward, PlanRow, SendChunk
 from headrace.core.messages.stage_events import AnyStageEvent, ChunkAcked, PlanDone
 from headrace.core.types.packed import pack
 from headrace.core.types.requests.request import SamplingParams
@@ -41,7 +41,7 @@ class Stages:
         self.world.at(at, lambda: self.pipeline.order(Forward(seq=seq, rows=(row,))))
 
     def cancel(self, at: float, seq: int) -> None:
-        self.world.at(at, lambda: self.pipeline.cancel(seq))
+        self.world.at(at, lambda: self.pipeline.order(CancelForward(seq=10_000 + seq, forward=seq)))
 
 
 def recursion(
