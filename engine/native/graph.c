@@ -23,6 +23,7 @@
 
 #include "graph.h"
 
+#define WHOLE 16  /* rows of a tile but the last are multiples of it where they are many: full vectors of queries */
 #define SPINS 200 /* looks at all tiles before a thread sleeps; some 20 µs */
 
 struct tile {
@@ -152,15 +153,22 @@ static void work(struct run *run, int thread, char *memory)
     }
 }
 
-/* Cuts a batch into tiles of almost equal numbers of rows. */
+/* The first row of a tile: tiles have almost equal numbers of rows. */
+static int64_t first_row(const struct run *run, int64_t tile)
+{
+    const int64_t row = run->batch->rows * tile / run->count, whole = run->batch->tile_rows % WHOLE ? 1 : WHOLE;
+    return tile < run->count ? (row + whole - 1) / whole * whole : row;
+}
+
+/* Cuts a batch into tiles. */
 static void cut_tiles(struct run *run)
 {
     const struct batch *batch = run->batch;
     const struct span *spans = batch->pass->spans;
     for (int64_t t = 0, span = 0; t < run->count; t++) {
         struct tile *tile = &run->tiles[t];
-        tile->rows.row = batch->rows * t / run->count;
-        tile->rows.count = batch->rows * (t + 1) / run->count - tile->rows.row;
+        tile->rows.row = first_row(run, t);
+        tile->rows.count = first_row(run, t + 1) - tile->rows.row;
         while (spans[span].row + spans[span].count <= tile->rows.row)
             span++;
         tile->rows.span = span;
