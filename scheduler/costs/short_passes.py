@@ -16,15 +16,15 @@ def open_target(config: SchedulerConfig, tokens: int) -> int:
 class PiecePasses:
     """How many tokens a pass with pieces of open prompts may have.
 
-    Others wait for the end of one that cannot be cancelled, so those are short. Those that can be are as long as any,
-    and half as long when one was cancelled: what it has computed is lost, and a prompt that comes again and again would
-    let nothing of an open one be computed.
+    Others wait for the end of one that cannot be cancelled, so those are short. What one has computed that is cancelled
+    is lost, so the next one is short, too; each that is not cancelled lets the next one be twice as long, up to any.
     """
 
     def __init__(self, config: SchedulerConfig) -> None:
         size = config.page_size
         self._short = max(size, config.chunk_tokens // SHORT // size * size)
-        self._next = self._long = max(size, config.chunk_tokens // size * size)
+        self._next = self._short
+        self._long = max(size, config.chunk_tokens // size * size)
 
     def tokens(self, *, cancels: bool) -> int:
         """Of the next pass. cancels: it can be cancelled."""
@@ -32,4 +32,4 @@ class PiecePasses:
 
     def ended(self, *, cancelled: bool) -> None:
         """A pass was computed, or cancelled."""
-        self._next = max(self._short, self._next // 2) if cancelled else min(self._long, self._next * 2)
+        self._next = self._short if cancelled else min(self._long, self._next * 2)
