@@ -79,14 +79,13 @@ def test_kv_that_was_retained_demoted_and_prefetched_gives_equal_text(model: str
         assert (again, cached >= 1984, loaded) == (first, True, 0), "prefetched: it was in the pool before the request"
 
         first, cached, _, granted = ask(server, model, 6, kv_hints=hints(prefetch={}, demote={}, retain={"seconds": 9}))
-        before = server.metrics()[stored]
         assert [(each["granted"], each["reason"]) for each in granted] == [
             (False, "no cached KV of it was there to load or to fetch"),
             (True, ""),
             (False, "it is demoted or released when the request ends"),
         ]
         assert granted[1]["tokens"] >= 1984
-        wait_for(server, stored, max(before, granted[1]["tokens"] // 16))
+        wait_for(server, 'headrace_kv_pages{state="free"}', granted[1]["tokens"] // 16)
         again, cached, loaded, granted = ask(server, model, 6, kv_hints=hints(prefetch={"seconds": 600}))
         assert (again, loaded >= 1900) == (first, True), "it had left, and was loaded"
         assert [(each["granted"], each["tokens"], each["seconds"]) for each in granted] == [(True, cached, 0.0)]
