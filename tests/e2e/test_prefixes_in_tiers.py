@@ -47,10 +47,10 @@ def held(server: Server, prompt: list[int]) -> dict[str, int]:
     return dict(server.post("/v1/prefixes", {"prompt_token_ids": prompt}).json().get("cached_tokens_details", {}))
 
 
-def with_sibling(stack: ExitStack, *holders: Server, flags: tuple[str, ...] = ()) -> Server:
-    """A prefill server with these siblings, which knows what computing takes."""
+def with_sibling(stack: ExitStack, *holders: Server) -> Server:
+    """A prefill server with these siblings, which knows what computing takes: so long that fetches have time."""
     named = [flag for holder in holders for flag in ("--sibling", holder.url)]
-    server = start(stack, *flags, "--role", "prefill", *named)
+    server = start(stack, *slow(3000), "--role", "prefill", *named)
     wait_until(lambda: server.metrics()["headrace_prefill_servers_up"] == len(holders), 20, "the siblings are up")
     dropped(server, [3, *PROMPT[:200]])
     return server
@@ -121,7 +121,7 @@ def flip_in_the_middle(folder: Path) -> None:
 @pytest.mark.parametrize("killed", [True, False])
 def test_a_holder_that_dies_or_hangs_while_it_loads_costs_no_request(servers: ExitStack, killed: bool) -> None:
     first = servers.enter_context(closing(Server(*MODEL, *slow(3000), "--role", "prefill", *HOST_TIER))).started()
-    second = with_sibling(servers, first, flags=slow(3000))
+    second = with_sibling(servers, first)
     before = dropped(first, PROMPT)
     demote(first, PROMPT)
     stage = first.child("headrace.engine.stage")
