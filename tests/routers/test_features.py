@@ -1,6 +1,7 @@
 """The cases of served fields behind each router, beside the decode server's own answers: the matrix of docs/api.md."""
 
 import json
+import secrets
 import time
 from typing import Any
 
@@ -23,14 +24,17 @@ LABELS = ("id", "system_fingerprint", "stop_reason", "token_id", "index")
 TIMEOUT_S = 60
 
 
-def outcome(url: str, path: str, body: Body) -> Any:
+def outcome(site: Site, url: str, path: str, body: Body) -> Any:
     """What the choices say, or the status of a refusal."""
     response = httpx.post(f"{url}{path}", json=body, timeout=TIMEOUT_S, trust_env=False)
     if response.status_code != 200:
         return response.status_code
     if body.get("stream"):
         return streamed(response)
-    return json.dumps(said(response.json().get("choices")), sort_keys=True)
+    answer = response.json()
+    if answer["object"] == "open_prompt":  # a tenant may have a few of them
+        site.decode.request("DELETE", f"/v1/prefill/{answer['id']}").raise_for_status()
+    return json.dumps(said(answer.get("choices")), sort_keys=True)
 
 
 def said(value: Any) -> Any:
@@ -48,12 +52,12 @@ def verdict(router: Router, site: Site, kind: Kind, name: str) -> str:
     case = cases(kind)[name]
     plain = BASE | {name: value for name, value in (smallest | case.beside).items() if value is not None}
     given = plain | {name: case.value}
-    direct, routed = (outcome(url, path, given) for url in (site.decode.url, router.url))
+    direct, routed = (outcome(site, url, path, given) for url in (site.decode.url, router.url))
     if routed == direct:
         return "done"
     if isinstance(routed, int):
         return f"refused with {routed}" if not isinstance(direct, int) else "done"
-    return "dropped" if routed == outcome(router.url, path, plain) else "differs"
+    return "dropped" if routed == outcome(site, router.url, path, plain) else "differs"
 
 
 def retaining(site: Site) -> list[bool]:
@@ -64,7 +68,7 @@ def retaining(site: Site) -> list[bool]:
 def keeping(router: Router, site: Site, kind: Kind, name: str) -> str:
     """What comes to the servers of a field that has them retain KV: two turns are asked."""
     path, smallest = ROUTES[kind]
-    text = (f"{name} of {router.name} " * 9)[:100]  # in the middle of a page, which no generated token fills
+    text = secrets.token_hex(50)  # ends in the middle of a page, which no generated token fills
     prompt = {"prompt": text} if "prompt" in smallest else {"messages": [{"role": "user", "content": text}]}
     assert retaining(site) == [False, False]
     for pause_s in (PAUSE_S, 0.0):
