@@ -291,7 +291,8 @@ def test_a_sibling_that_lies_of_its_cache_costs_nothing(servers: ExitStack, comp
     granted = prefetched(second, PROMPT)
     assert (granted["granted"], granted["tokens"], granted["reason"]) == (False, 0, NOT_COME)
     metrics = second.metrics()
-    assert metrics['headrace_prefix_fetches_total{result="failed",source="sibling"}'] == 1
+    asked = 1 if computes else 2  # once more for what is left, as if it had been evicted
+    assert metrics['headrace_prefix_fetches_total{result="failed",source="sibling"}'] == asked
     assert metrics["headrace_retained_pages"] == 0
     wait_until(lambda: pages_in_use(second) == pages_in_use(first) == 0, 20, "pages are back")
     assert dropped(second, PROMPT)["usage"]["cached_tokens"] == 0, "nothing that it sent is believed"
