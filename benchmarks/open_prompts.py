@@ -4,9 +4,9 @@ prefix, and beside the prompt sent whole; and that of others with and without op
     whole    ├──────────────── 8,000 tokens ────────────────┤ first token
     pieces   ├ 200 ┤├ 200 ┤├ 200 ┤ …            ├ 200 ┤ commit ├┤ first token
 
-Pieces come as fast as the server computes the prompt in full passes (--over 1), or slower by that factor; --over 0: the
-last one when those before it are computed. Passes of pieces are short, and take about a sixth longer for as many
-tokens: a prompt that comes faster than it is computed has that left at its commit. All on one server, in turns.
+From the first piece to the last it takes as long as the whole prompt is computed (--over 1), or that many times as long;
+each comes when those before it would be computed. --over 0: the last one when those before it are computed. All on one
+server, in turns.
 """
 
 import statistics
@@ -124,7 +124,8 @@ def measure(
     token = (whole_s - squared * given.tokens**2) / given.tokens
     ends = [given.tokens * number / given.pieces for number in range(given.pieces)]
     for over in overs:
-        at = [over * (token * end + squared * end**2) for end in ends]
+        work = [token * end + squared * end**2 for end in ends]
+        at = [over * whole_s * each / work[-1] for each in work]
         seconds = growing_seconds(http, pieces_of(prompts.next(given.tokens), given.pieces), at)
         times.after_commit.setdefault(over, []).append(seconds)
     times.others_alone += others_seconds(server, prompts, given.short)

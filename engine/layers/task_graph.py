@@ -28,7 +28,9 @@ TILE_ROWS = (128, 96, 64, 48, 32)
 INT8_TILE_ROWS = (256, *TILE_ROWS)
 """With weights in 8 bits, whose products take less time: what is read weighs more."""
 
-TILES_PER_THREAD = 4  # at least: those behind a tile that is held up are what the other threads have to do
+TILES_PER_THREAD = 4
+"""At least, or half as many of few rows: those behind a tile that is held up are what the other threads have to do."""
+
 LANES = 32  # rows of a head that attention computes at a time
 
 
@@ -67,10 +69,11 @@ class TaskGraph:
         sizes = INT8_TILE_ROWS if self._stack.int8 else TILE_ROWS
         if threads == 1:
             return sizes[0]
-        fitting = (size for size in sizes if ceil_div(rows, size) >= TILES_PER_THREAD * threads)
-        for size in fitting:
+        few = rows <= (TILES_PER_THREAD * threads - 1) * sizes[-1]
+        least = TILES_PER_THREAD // 2 if few else TILES_PER_THREAD
+        for size in (size for size in sizes if ceil_div(rows, size) >= least * threads):
             tiles = np.add.reduceat(self._costs(spans), np.arange(0, rows, size))
-            if tiles.max() * 2 * threads <= tiles.sum():
+            if tiles.max() * (least / 2) * threads <= tiles.sum():
                 return size
         return 0
 
