@@ -4,7 +4,7 @@ prefix, and beside the prompt sent whole; and that of others with and without op
     whole    ├──────────────── 8,000 tokens ────────────────┤ first token
     pieces   ├ 200 ┤├ 200 ┤├ 200 ┤ …            ├ 200 ┤ commit ├┤ first token
 
-From the first piece to the last it takes as long as the whole prompt is computed (--over 1), or that many times as long;
+From the first piece to the last it takes as long as computing the whole prompt (--over 1), or that many times as long;
 each comes when those before it would be computed. --over 0: the last one when those before it are computed. All on one
 server, in turns.
 """
