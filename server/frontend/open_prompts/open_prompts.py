@@ -31,6 +31,7 @@ log = logging.getLogger(__name__)
 OpenEnd = Literal["committed", "deleted", "expired"]
 ALREADY_COMMITTED = "already_committed"
 KEPT_COMMITTED = 1024  # ids of prompts that were committed, which are told from unknown ones
+PIECE_DELAY_S = 0.01  # many a prompt is committed as soon as its last part was appended: one pass computes all then
 
 OnComputed = Callable[[int], None]
 Own = Callable[[GenerationRequest], GenerationRequest]
@@ -100,10 +101,20 @@ class OpenPrompts:
     """The open prompts of a server, and the tasks that have their pieces computed. Used in one event loop."""
 
     def __init__(
-        self, pieces: Pieces, own: Own, clock: Clock, *, most: int, seconds: float, page_size: int, prefix_cache: bool
+        self,
+        pieces: Pieces,
+        own: Own,
+        clock: Clock,
+        *,
+        most: int,
+        seconds: float,
+        page_size: int,
+        prefix_cache: bool,
+        delay_s: float = PIECE_DELAY_S,
     ) -> None:
         """own: makes requests those of their tenants. most: prompts of one tenant; 0: none. seconds: after its last
-        change in which one expires. Pieces have at least a page; none are computed without a prefix cache."""
+        change in which one expires. Pieces have at least a page; none are computed without a prefix cache. delay_s:
+        of a piece, after the change that it begins with."""
         self._pieces = pieces
         self._own = own
         self._clock = clock
@@ -111,6 +122,7 @@ class OpenPrompts:
         self._seconds = seconds
         self._page_size = page_size
         self._computes = prefix_cache
+        self._delay_s = delay_s
         self._prompts: dict[str, OpenPrompt] = {}
         self._committed: dict[str, str] = {}  # tenants, by id; the oldest first
         self._tasks = Tasks()
@@ -241,6 +253,8 @@ class OpenPrompts:
         """Compute pieces until there is nothing new."""
         tried = 0
         try:
+            if self._delay_s:
+                await asyncio.sleep(self._delay_s)
             while self._has_piece(prompt, tried):
                 tokens = prompt.tokens[: prompt.stable]
                 prompt.pieces += 1

@@ -140,7 +140,7 @@ async def by_the_server(actions: Sequence[Action]) -> Scheduler:
     client = Client(scheduler)
     prompts = OpenPrompts(
         LocalPieces(client),  # type: ignore[arg-type]
-        lambda one: one, SystemClock(), most=1, seconds=OPEN_S, page_size=PAGE, prefix_cache=True,
+        lambda one: one, SystemClock(), most=1, seconds=OPEN_S, page_size=PAGE, prefix_cache=True, delay_s=0,
     )  # fmt: skip
     fields = GenerationRequest(rid="", prompt=(), sampling=SamplingParams(), terms=TERMS)
     prompt, tokens = prompts.open(fields, None, None), 0
