@@ -14,6 +14,7 @@ from headrace.core.config import EngineConfig, ModelConfig, StageConfig, Transfe
 from headrace.core.messages.orders import Forward, PlanRow, ShutdownStage
 from headrace.core.messages.stage_events import StageFailed
 from headrace.core.runtime.clock import SystemClock
+from headrace.core.runtime.progress import PassProgress
 from headrace.core.types.packed import pack
 from headrace.core.types.ranks.layout import Layout
 from headrace.engine import stage
@@ -196,6 +197,7 @@ class _Runner:
     """Of a device that queues without an end."""
 
     hidden_spec = HiddenSpec(2, torch.float32, torch.device("cpu"))
+    progress = PassProgress()
 
     def forward(self, rows: Any, *_: object) -> torch.Tensor:
         return torch.zeros(len(rows), 2)
