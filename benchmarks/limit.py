@@ -18,18 +18,14 @@ import torch
 import torch.nn.functional as F
 
 from benchmarks.arguments import add_lengths, add_model, add_rounds, add_threads, make_parser
-from benchmarks.profile import MAX_TOKENS, PAGE, rows_of
+from benchmarks.profile import loaded_runner, rows_of
 from benchmarks.report import console, print_table, prompt, run
 from benchmarks.utilisation import chunk_flops
-from headrace.core.config import EngineConfig, ModelConfig
-from headrace.core.runtime.process import keep_freed_memory
 from headrace.core.types.errors import ConfigError
 from headrace.core.types.kv.geometry import ceil_div
 from headrace.engine.dtypes import TORCH_DTYPES
-from headrace.engine.load_plan import plan_rank
 from headrace.engine.model.config import ModelSpec
 from headrace.engine.model.source import load_spec, resolve_source
-from headrace.engine.runner import ModelRunner
 
 LAYERS = 4  # that have weights of their own; the others use them again
 TILE = 256  # queries of one attention product, each with the mean number of keys
@@ -137,10 +133,7 @@ def main(arguments: Sequence[str]) -> int:
     add_lengths(parser, 512, 2048)
     add_rounds(parser, 7)
     given = parser.parse_args(arguments)
-    engine = EngineConfig(page_size=PAGE, kv_pages=ceil_div(MAX_TOKENS, PAGE), threads=given.threads)
-    runner = ModelRunner(plan_rank(ModelConfig(model=given.model, dtype=given.dtype, device="cpu"), engine, MAX_TOKENS))
-    keep_freed_memory()  # as a stage does
-    runner.warm_up()
+    runner = loaded_runner(given)
     spec, table = load_spec(resolve_source(given.model)), []
     for length in given.lengths:
         rates: list[float] = []

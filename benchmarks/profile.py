@@ -6,6 +6,7 @@ residuals, copies, Python). Then through a server: the time that the client wait
 is HTTP, scheduling, planning and sending.
 """
 
+import argparse
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -103,6 +104,15 @@ def outside_forward(server: LocalServer, ids: list[int]) -> tuple[float, float]:
     return total, total - (plan_seconds(server) - before)
 
 
+def loaded_runner(given: argparse.Namespace) -> ModelRunner:
+    """The model on this CPU, as a stage would have it. Raises ConfigError for an unknown one."""
+    engine = EngineConfig(page_size=PAGE, kv_pages=ceil_div(MAX_TOKENS, PAGE), threads=given.threads)
+    runner = ModelRunner(plan_rank(ModelConfig(model=given.model, dtype=given.dtype, device="cpu"), engine, MAX_TOKENS))
+    keep_freed_memory()
+    runner.warm_up()
+    return runner
+
+
 def main(arguments: Sequence[str]) -> int:
     """Print the table. Raises ConfigError for an unknown model, ServerFailed."""
     parser = make_parser("profile", __doc__)
@@ -112,10 +122,7 @@ def main(arguments: Sequence[str]) -> int:
     add_lengths(parser, 128, 512, 2048, 8000)
     add_rounds(parser, 3)
     given = parser.parse_args(arguments)
-    engine = EngineConfig(page_size=PAGE, kv_pages=ceil_div(MAX_TOKENS, PAGE), threads=given.threads)
-    runner = ModelRunner(plan_rank(ModelConfig(model=given.model, dtype=given.dtype, device="cpu"), engine, MAX_TOKENS))
-    keep_freed_memory()  # as a stage does
-    runner.warm_up()
+    runner = loaded_runner(given)
     flags = ("--role", "prefill", "--model", given.model, "--dtype", given.dtype, "--threads", str(given.threads))
     table = []
     with serving(*flags, "--no-prefix-cache", "--chunk-tokens", str(given.chunk_tokens)) as server:

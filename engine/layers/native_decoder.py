@@ -75,10 +75,10 @@ class NativeDecoder:
         """
         shard = shard or whole_model(spec)
         self.progress = PassProgress()
+        """Layers that were begun, in all passes."""
         # Other ranks would wait for one that is through with a pass, and a GPU has queued its layers.
         self.cancels = device == "cpu" and tp.size == 1 and not exchanges
         """See Decoder."""
-        """Layers that were begun, in all passes."""
         self._spec = spec
         self._precision = precision
         self._arithmetic = arithmetic
@@ -107,18 +107,11 @@ class NativeDecoder:
         self._device = device
         mixtures = [(number, layer.mlp) for number, layer in zip(layers, self._layers, strict=True)]
         self._mixtures = {number: mlp for number, mlp in mixtures if isinstance(mlp, MoeMlp)}
-        first = self._exchanges[0].own.start
-        self.expert_rows = ExpertRows(first, self._mixtures) if self._mixtures else None
+        own = self._exchanges[0].own
+        self.expert_rows = ExpertRows(own.start, self._mixtures) if self._mixtures else None
         """See Decoder."""
-        weights = load_head(
-            spec,
-            checkpoint,
-            shard,
-            first=layers.start == 0,
-            last=layers.stop == spec.layers,
-            precision=precision,
-            device=device,
-        )
+        first, last = layers.start == 0, layers.stop == spec.layers
+        weights = load_head(spec, checkpoint, shard, first=first, last=last, precision=precision, device=device)
         self._norm = weights.norm
         self._vocabulary = Vocabulary(spec.vocab_size, weights.embedding, weights.head, arithmetic, shard, tp)
         cos, sin = rotary_tables(spec.rope, spec.rotary_dim, positions)

@@ -71,8 +71,9 @@ class TaskGraph:
             return sizes[0]
         few = rows <= (TILES_PER_THREAD * threads - 1) * sizes[-1]
         least = TILES_PER_THREAD // 2 if few else TILES_PER_THREAD
+        costs = self._costs(spans)
         for size in (size for size in sizes if ceil_div(rows, size) >= least * threads):
-            tiles = np.add.reduceat(self._costs(spans), np.arange(0, rows, size))
+            tiles = np.add.reduceat(costs, np.arange(0, rows, size))
             if tiles.max() * (least / 2) * threads <= tiles.sum():
                 return size
         return 0

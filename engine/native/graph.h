@@ -1,5 +1,5 @@
-/* A forward pass over layers as a graph of tasks, which graph.c runs and layer_tasks.h computes; the records that graph.py
- * mirrors. Addresses are of dense memory, in the dtype of the computation unless they say otherwise. */
+/* A forward pass over layers as a graph of tasks, which graph.c runs and layer_tasks.h computes; the records that
+ * kernel_calls.py mirrors. Addresses are of dense memory, in the dtype of the computation unless they say otherwise. */
 
 #ifndef HEADRACE_GRAPH_H
 #define HEADRACE_GRAPH_H

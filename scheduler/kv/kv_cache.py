@@ -296,17 +296,10 @@ class KvCache:
         if to_retain and to_retain > self._unclaimed(tenant):
             return None
         further = self._further(known, len(path), load)
-        self._tree.lock(path)
-        self._owners += 1
-        slot = self._slots.take(self._owners)
-        refused = self._slots.total and slot == NONE
-        count = self.pages_for(length + extra) - len(path)
-        pages = None if refused else self._take(count, self._owners, wait=not spare, keep=further, spare=spare)
-        if pages is None:
-            if slot != NONE:
-                self._slots.give_back(slot, self._owners)
-            self._tree.unlock_unused(path)
+        taken = self._take_behind(path, self.pages_for(length + extra) - len(path), further, spare=spare)
+        if taken is None:
             return None
+        pages, slot = taken
         table = array("i", [node.page for node in path])
         table.extend(pages)
         self._load(further, pages, tenant)
@@ -323,6 +316,23 @@ class KvCache:
         if begins:
             self.chances.began(turn, len(known) * self.page_size, length, again)
         return lease
+
+    def _take_behind(
+        self, path: list[Node], count: int, further: Sequence[Node], *, spare: bool
+    ) -> tuple[list[int], int] | None:
+        """Lock a path and take so many pages to go behind it, and a slot where requests have states, for a new owner.
+        further: nodes that stay meanwhile. spare: see acquire(). None where they do not fit: nothing is locked then."""
+        self._tree.lock(path)
+        self._owners += 1
+        slot = self._slots.take(self._owners)
+        refused = self._slots.total and slot == NONE
+        pages = None if refused else self._take(count, self._owners, wait=not spare, keep=further, spare=spare)
+        if pages is not None:
+            return pages, slot
+        if slot != NONE:
+            self._slots.give_back(slot, self._owners)
+        self._tree.unlock_unused(path)
+        return None
 
     def acquire_held(
         self, tokens: bytes | bytearray, salt: str, images: Sequence[ImageInput] = (), tenant: str = ""

@@ -1,6 +1,6 @@
 """Prefixes from siblings: equal text, what is cached, and what becomes of requests and pages when one dies."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -132,6 +132,17 @@ def slow(us_per_token: int) -> tuple[str, str]:
     return "--model", f"{SIZES},us_per_token={us_per_token}"
 
 
+def struck(first: Server, second: Server, ask: Callable[[], dict[str, Any]], *, killed: bool) -> dict[str, Any]:
+    """What a server answers whose sibling falls silent when it is fetched from, and is killed then or not."""
+    first.child("headrace.engine.stage").suspend()
+    with ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(ask)
+        wait_until(lambda: fetching(second), 10, "the fetch has begun")
+        if killed:
+            first.kill()
+        return answer.result()
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("killed", [True, False])
 def test_a_sibling_that_falls_silent_or_dies_in_the_middle_costs_no_request(servers: ExitStack, killed: bool) -> None:
@@ -140,19 +151,12 @@ def test_a_sibling_that_falls_silent_or_dies_in_the_middle_costs_no_request(serv
     wait_until(lambda: sibling_up(second), 20, "the sibling is up")
     before = dropped(first, PROMPT)
     dropped(second, [3, *PROMPT[:100]])
-    stage = first.child("headrace.engine.stage")
-    stage.suspend()
-    with ThreadPoolExecutor(1) as pool:
-        answer = pool.submit(dropped, second, PROMPT)
-        wait_until(lambda: fetching(second), 10, "the fetch has begun")
-        if killed:
-            first.kill()
-        found = answer.result()
+    found = struck(first, second, lambda: dropped(second, PROMPT), killed=killed)
     assert (found["first_token"], found["usage"]["cached_tokens"]) == (before["first_token"], 0)
     result = "failed" if killed else "late"
     assert second.metrics()[f'headrace_prefix_fetches_total{{result="{result}",source="sibling"}}'] == 1
     if not killed:
-        stage.resume()
+        first.child("headrace.engine.stage").resume()
         assert first.end() == 0
     wait_until(lambda: pages_in_use(second) == 0, 20, "pages are back")
 
@@ -221,21 +225,14 @@ def test_a_sibling_that_falls_silent_or_dies_in_a_prefetch(servers: ExitStack, k
     wait_until(lambda: sibling_up(second), 20, "the sibling is up")
     before = dropped(first, PROMPT)
     dropped(second, [3, *PROMPT[:100]])
-    stage = first.child("headrace.engine.stage")
-    stage.suspend()
-    with ThreadPoolExecutor(1) as pool:
-        answer = pool.submit(prefetched, second, PROMPT)
-        wait_until(lambda: fetching(second), 10, "the fetch has begun")
-        if killed:
-            first.kill()
-        granted = answer.result()
+    granted = struck(first, second, lambda: prefetched(second, PROMPT), killed=killed)
     assert (granted["granted"], granted["tokens"], granted["reason"]) == (False, 0, NOT_COME)
     wait_until(lambda: pages_in_use(second) == 0, 20, "pages are back")
     assert second.metrics()["headrace_retained_pages"] == 0
     found = dropped(second, PROMPT)
     assert found["first_token"] == before["first_token"]
     if not killed:
-        stage.resume()
+        first.child("headrace.engine.stage").resume()
         assert first.end() == 0
 
 

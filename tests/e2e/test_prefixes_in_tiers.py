@@ -3,7 +3,6 @@ dead holders, and the header by which a router names one."""
 
 import socket
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ from tests.e2e import gold
 from tests.e2e.harness import Server, pages_in_use, serving, wait_until
 from tests.e2e.test_kv_hints import hints
 from tests.e2e.test_kv_library import bake
-from tests.e2e.test_prefixes import MODEL, PAGE, PROMPT, bits, dropped, fetching, sibling_up, slow, start
+from tests.e2e.test_prefixes import MODEL, PAGE, PROMPT, bits, dropped, sibling_up, slow, start, struck
 
 WHOLE = len(PROMPT) // PAGE * PAGE
 HOST_TIER = ("--host-pages", "500")
@@ -124,18 +123,11 @@ def test_a_holder_that_dies_or_hangs_while_it_loads_costs_no_request(servers: Ex
     second = with_sibling(servers, first)
     before = dropped(first, PROMPT)
     demote(first, PROMPT)
-    stage = first.child("headrace.engine.stage")
-    stage.suspend()
-    with ThreadPoolExecutor(1) as pool:
-        answer = pool.submit(dropped, second, PROMPT)
-        wait_until(lambda: fetching(second), 10, "the fetch has begun")
-        if killed:
-            first.kill()
-        found = answer.result()
+    found = struck(first, second, lambda: dropped(second, PROMPT), killed=killed)
     assert (found["first_token"], found["usage"]["cached_tokens"]) == (before["first_token"], 0)
     assert fetches(second, "failed" if killed else "late") == 1
     if not killed:
-        stage.resume()
+        first.child("headrace.engine.stage").resume()
         wait_until(lambda: pages_in_use(first) == 0, 20, "pages are back at the holder")
         assert held(first, PROMPT) == {}, "what it was loading is in its pool"
         assert first.end() == 0

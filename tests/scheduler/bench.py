@@ -2,6 +2,8 @@
 
 from typing import TypeVar
 
+import msgspec
+
 from headrace.core.config import SchedulerConfig
 from headrace.core.messages.frontend import Abort, AddPrefill, Submit
 from headrace.core.messages.orders import Forward, SendChunk
@@ -62,8 +64,8 @@ class Bench:
         for stage in range(self.config.stages):
             self.do(self.ready(stage))
 
-    def ready(self, stage: int) -> StageReady:
-        return StageReady(
+    def ready(self, stage: int, **changes: object) -> StageReady:
+        up = StageReady(
             stage=stage,
             geometry=geometry(self.config.page_size),
             fingerprint="f",
@@ -71,6 +73,7 @@ class Bench:
             kv_pages=self.config.kv_pages,
             vocab_size=1000,
         )
+        return msgspec.structs.replace(up, **changes)
 
     def do(self, event: Event) -> list[Effect]:
         """Handle an event; do not plan."""

@@ -1,11 +1,11 @@
 """Drives one Scheduler whose stages have tiers."""
 
 from headrace.core.messages.orders import Forward, LoadPages, StorePages
-from headrace.core.messages.stage_events import PagesFound, PagesLoaded, PagesStored, StageReady
+from headrace.core.messages.stage_events import PagesFound, PagesLoaded, PagesStored
 from headrace.core.types.kv.kv_tiers import PageHeader
 from headrace.core.types.packed import pack
 from headrace.scheduler.scheduler import Effect
-from tests.scheduler.bench import Bench, geometry
+from tests.scheduler.bench import Bench
 
 FIRST, SECOND = list(range(100, 112)), list(range(200, 228))
 
@@ -21,18 +21,7 @@ class TierBench(Bench):
     def up(self) -> None:
         host, disk = self.tier_pages
         for stage in range(self.config.stages):
-            self.do(
-                StageReady(
-                    stage=stage,
-                    geometry=geometry(),
-                    fingerprint="f",
-                    data_port=1,
-                    kv_pages=8,
-                    vocab_size=1000,
-                    host_pages=host,
-                    disk_pages=disk,
-                )
-            )
+            self.do(self.ready(stage, host_pages=host, disk_pages=disk))
 
     def run(self, rid: str, tokens: list[int]) -> None:
         """Compute a prompt to its end."""

@@ -2,11 +2,10 @@
 
 import pytest
 
-from headrace.core.messages.stage_events import StageReady
 from headrace.core.types.requests.request import Discard
 from headrace.scheduler.batching.planner import LEAD_S, MARGIN
 from headrace.scheduler.costs.chunking import Cost
-from tests.scheduler.bench import Bench, geometry
+from tests.scheduler.bench import Bench
 
 COST = (0.0, 1e-2, 2e-2)  # 180 ms for a full plan of 16 tokens
 FULL_S = 0.18
@@ -17,17 +16,7 @@ def measured(stages: int = 1, cost: Cost = COST, **settings: object) -> Bench:
     """Stages whose costs are known."""
     bench = Bench(up=False, stages=stages, **settings)
     for stage in range(stages):
-        bench.do(
-            StageReady(
-                stage=stage,
-                geometry=geometry(),
-                fingerprint="f",
-                data_port=1,
-                kv_pages=64,
-                vocab_size=1000,
-                cost=cost,
-            )
-        )
+        bench.do(bench.ready(stage, cost=cost))
     return bench
 
 

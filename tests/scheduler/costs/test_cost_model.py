@@ -7,11 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.core.messages.stage_events import StageReady
 from headrace.core.types.requests.request import Discard
 from headrace.scheduler.costs.chunking import Cost
 from headrace.scheduler.costs.cost_model import NOTHING, CostModel, Load
-from tests.scheduler.bench import Bench, geometry
+from tests.scheduler.bench import Bench
 
 CHUNK = 512
 GPU: Cost = (3.3e-10, 35.7e-6, 8e-3)
@@ -157,17 +156,7 @@ def test_a_minute_of_wrong_predictions_makes_nothing_stale() -> None:
 def test_the_scheduler_reports_the_seconds_of_what_is_queued() -> None:
     bench = Bench(chunk_tokens=16, pipeline_depth=0, up=False, stages=2, prefix_cache=False)
     for stage in range(2):
-        bench.do(
-            StageReady(
-                stage=stage,
-                geometry=geometry(),
-                fingerprint="f",
-                data_port=1,
-                kv_pages=64,
-                vocab_size=1000,
-                cost=(1e-3, 1e-2 * (1 + stage), 0.1),
-            )
-        )
+        bench.do(bench.ready(stage, cost=(1e-3, 1e-2 * (1 + stage), 0.1)))
     assert bench.metric("unplanned_seconds") == 0
     bench.submit("a", 40, route=Discard())
     assert bench.metric("unplanned_seconds") == pytest.approx(1e-3 * 1600 + (2e-2 + 0.1 / 16) * 40)
