@@ -29,7 +29,7 @@ struct stack {
 struct batch {
     const struct pass *pass; /* its items are not used */
     const struct scoring *scoring;
-    int64_t rows, span_count;
+    int64_t rows;
     void *hidden;            /* [rows, hidden]: the residual stream, in place */
     void *joined;            /* [rows, (heads + 2 * kv_heads) * width]: working memory */
     const float *cos, *sin;  /* [rows, width], see rotate() */

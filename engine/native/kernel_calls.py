@@ -100,7 +100,6 @@ class BatchRecord(ctypes.Structure):
         ("attention", ctypes.POINTER(PassRecord)),
         ("scoring", ctypes.POINTER(ScoringRecord)),
         ("rows", _I),
-        ("span_count", _I),
         *((name, _P) for name in ("hidden", "joined", "cos", "sin")),
         ("tile_rows", _I),
         ("progress", _P),
