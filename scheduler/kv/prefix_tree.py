@@ -16,7 +16,7 @@ from headrace.core.types.kv.page_digests import root_digest
 from headrace.scheduler.kv.cache_events import CacheEventLog
 from headrace.scheduler.kv.eviction import SHARED_BY, LeastRecentlyUsed, Ranking
 from headrace.scheduler.kv.node import NONE, Node, TierCopies
-from headrace.scheduler.kv.retention import Retention
+from headrace.scheduler.kv.retention import RELEASED, Retention
 
 
 class PrefixTree:
@@ -265,11 +265,18 @@ class PrefixTree:
         node.parent.copies.leaving -= 1
 
     def let_go(self, path: Sequence[Node]) -> int:
-        """Have the last pages of a path leave before all others. Returns how many: see unused()."""
-        nodes = self.unused(path)
-        for node in nodes:
+        """Have the last pages of a path leave before all others, up to one that a lease uses or that has a page behind
+        it which is not to leave so. Returns how many."""
+        count = 0
+        for node in reversed(path):
+            if node.page == NONE:
+                continue
+            behind = (child for child in node.children.values() if child.page != NONE)
+            if _leases(node) or any(child.rank != RELEASED or _leases(child) for child in behind):
+                break
             self.retention.first_to_leave(node)
-        return len(nodes)
+            count += 1
+        return count
 
     @staticmethod
     def unused(path: Sequence[Node], leases: int = 0) -> list[Node]:
@@ -279,8 +286,7 @@ class PrefixTree:
         for node in reversed(path):
             if node.page == NONE:
                 continue
-            copies = 0 if node.copies is None else node.copies.busy
-            if node.locks - copies > leases or node.resident != bool(found):
+            if _leases(node) > leases or node.resident != bool(found):
                 break
             found.append(node)
         return found
@@ -348,6 +354,11 @@ class PrefixTree:
         del parent.children[node.key]
         if parent.parent is None and not parent.children:
             del self._roots[parent.key]
+
+
+def _leases(node: Node) -> int:
+    """Leases that use a page; copies of it that are under way are none."""
+    return node.locks - (0 if node.copies is None else node.copies.busy)
 
 
 def _evictable(node: Node) -> bool:

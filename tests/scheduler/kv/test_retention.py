@@ -276,6 +276,21 @@ def test_what_is_released_leaves_first() -> None:
     assert (own.cached(prompt(2)), other.cached(prompt(1)), kv.retained) == (0, 4, 0)
 
 
+def test_a_shared_page_leaves_first_once_all_that_share_it_are_released() -> None:
+    kv = cache(12)
+    own, other = Tenant(kv, "own"), Tenant(kv, "other")
+    other.use(prompt(1))
+    first, second = prompt(2), [*prompt(2, 2), *prompt(3, 2)]
+    own.use(first, until=10.0)
+    own.use(second, until=10.0)
+    assert kv.let_go(kv.resident(pack(first), "own")) == 2, "the second one needs the pages that they share"
+    assert kv.let_go(kv.resident(pack(second), "own")) == 4
+    assert kv.retained == 0
+    other.use(prompt(4))
+    other.use(prompt(5))
+    assert (own.cached(first), own.cached(second), other.cached(prompt(1))) == (0, 0, 4)
+
+
 # A trace: who computes which prompt, with or without a hint. Prompts of one tenant share prefixes.
 PROMPTS = st.builds(
     lambda branch, length: [0, *(10 * branch + index for index in range(1, length))],
