@@ -91,10 +91,10 @@ class NativePass(AttentionPass):
         self._writer.write(layer, keys_values)
         return self._work.attend(layer, query)
 
-    def terms(self, heads: int) -> tuple[PassRecord, ScoringRecord]:
-        """What the native kernels have to know of the pass, without work items. heads: of the queries. They hold
-        addresses of memory that lives as long as this."""
-        return self._work.terms(heads)
+    def terms(self, heads: int, *, items: bool) -> tuple[PassRecord, ScoringRecord]:
+        """What the native kernels have to know of the pass, with its work items or without. heads: of the queries.
+        They hold addresses of memory that lives as long as this."""
+        return self._work.terms(heads, items=items)
 
 
 class NativeWork(RowWork):
@@ -134,11 +134,14 @@ class NativeWork(RowWork):
             return self._kernels.attend(self._pass, layer, query, self._scoring)
         return self._kernels.attend(self._pass, layer, query.float(), self._scoring).to(query.dtype)
 
-    def terms(self, heads: int) -> tuple[PassRecord, ScoringRecord]:
+    def terms(self, heads: int, *, items: bool) -> tuple[PassRecord, ScoringRecord]:
         """See NativePass."""
+        return self._plan(heads) if items else self._record(heads), self._scoring
+
+    def _record(self, heads: int) -> PassRecord:
         keys, values, value_width = self._rows
         group = heads // keys.shape[2] if values is not None else _divisor(heads, PARTIAL_ROWS)
-        record = PassRecord(
+        return PassRecord(
             keys=_record(keys) if values is not None else _record(keys, shared=True),
             values=RowsRecord(width=value_width) if values is None else _record(values),
             dtype=POOL_DTYPES[keys.dtype],
@@ -150,11 +153,10 @@ class NativeWork(RowWork):
             spans=ctypes.addressof(self._records),
             segment=SEGMENT,
         )
-        return record, self._scoring
 
     def _plan(self, heads: int) -> PassRecord:
         """The work items of a layer, the most expensive first. heads: of the queries."""
-        record, _ = self.terms(heads)
+        record = self._record(heads)
         group, self._kv_heads = record.group, record.kv_heads
         tokens = max(1, self._item_rows(group) // group)
         items, merges = self._split(list(self._items(tokens)), group)

@@ -189,8 +189,8 @@ class NativeDecoder:
             return hidden
         hidden = hidden.clone()  # the residual stream, added to in place
         tasks = None if groups else self._tasks
-        if tasks is not None and isinstance(attention, NativePass) and (tile_rows := tasks.tile_rows(spans)):
-            tasks.run(hidden, self._rotary(positions), attention, tile_rows, self.progress)
+        if tasks is not None and isinstance(attention, NativePass):
+            tasks.run(hidden, self._rotary(positions), attention, tasks.tile_rows(spans), self.progress)
         else:
             finish(self._steps(hidden, positions, attention, 0, groups))
         self._publish()

@@ -62,8 +62,8 @@ class TaskGraph:
         return len(kinds) == 1 and all(_is_plain(kernels, layer) for layer in layers)
 
     def tile_rows(self, spans: Sequence[AttentionSpan]) -> int:
-        """Rows of a tile of a pass; 0 for a pass that is to be computed kernel by kernel: of too few rows for the
-        threads, or with a tile that would keep one thread busy when the others are done, such as single rows over many
+        """Rows of a tile of a pass; 0 for one tile, each step of which threads divide: of too few rows for the threads,
+        or with a tile that would keep one thread busy when the others are done, such as single rows over many
         positions."""
         threads, rows = torch.get_num_threads(), sum(span.count for span in spans)
         sizes = INT8_TILE_ROWS if self._stack.int8 else TILE_ROWS
@@ -81,8 +81,9 @@ class TaskGraph:
     def run(
         self, hidden: Tensor, rotary: Rotary, attention: NativePass, tile_rows: int, progress: PassProgress
     ) -> None:
-        """Run the layers over hidden states [tokens, hidden size], in place. tile_rows: not 0. Raises MemoryError."""
-        terms, scoring = attention.terms(self._spec.heads)
+        """Run the layers over hidden states [tokens, hidden size], in place. tile_rows: see tile_rows(). Raises
+        MemoryError."""
+        terms, scoring = attention.terms(self._spec.heads, items=not tile_rows)
         rows, heads = len(hidden), self._spec.heads + 2 * self._spec.kv_heads
         joined = hidden.new_empty(rows, heads * self._spec.head_dim)
         cos, sin = rotary.cos.contiguous(), rotary.sin.contiguous()

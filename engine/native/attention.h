@@ -112,11 +112,14 @@ static inline int sees_segment(const struct pass *pass, const struct item *item,
 
 /* Attention of one work item over all segments, in bfloat16, on one thread. query, output: of its first token and head;
  * tokens are query_stride and stride elements apart. memory: headrace_attend_bytes_bfloat16() of its tokens, in whole
- * cache lines. */
+ * cache lines. Of an item over one segment the sums go to partials, which the merge of all of them takes. */
 void headrace_attend_item_bfloat16(const struct pass *pass, const struct scoring *scoring, const struct item *item,
                                    int64_t layer, const void *query, int64_t query_stride, void *output,
-                                   int64_t stride, char *memory);
+                                   int64_t stride, char *memory, float *partials);
+void headrace_merge_item_bfloat16(const struct pass *pass, const struct scoring *scoring, const struct item *merge,
+                                  void *output, int64_t stride, float *partials);
 int64_t headrace_attend_bytes_bfloat16(const struct pass *pass, int64_t tokens);
+int64_t headrace_partial_bytes_bfloat16(const struct pass *pass);
 
 /* Working memory for every thread that OpenMP may start, *bytes each, rounded up to whole cache lines, and `shared` bytes
  * behind that. NULL when memory ran out. */

@@ -237,6 +237,12 @@ int64_t EXPORT(attend_bytes)(const struct pass *pass, int64_t tokens)
     return (lanes * (width / 2 + 2 * width + 6) + TILE / 2 * (width + LANES) + copied(pass) + width / 2) * sizeof(float);
 }
 
+/* Bytes of the sums of all items over one segment. */
+int64_t EXPORT(partial_bytes)(const struct pass *pass)
+{
+    return pass->partial_count * LANES * (pass->keys.width + 2) * sizeof(float);
+}
+
 static struct scratch scratch_at(const struct pass *pass, int64_t tokens, char *memory)
 {
     const int64_t width = pass->keys.width, lanes = lanes_of(pass, tokens);
@@ -256,10 +262,16 @@ static struct scratch scratch_at(const struct pass *pass, int64_t tokens, char *
 
 /* See attention.h. */
 void EXPORT(attend_item)(const struct pass *pass, const struct scoring *scoring, const struct item *item, int64_t layer,
-                         const void *query, int64_t query_stride, void *output, int64_t stride, char *memory)
+                         const void *query, int64_t query_stride, void *output, int64_t stride, char *memory,
+                         float *partials)
 {
     struct scratch own = scratch_at(pass, item->count, memory);
-    attend_item(pass, scoring, item, layer, query, query_stride, output, stride, &own, NULL);
+    attend_item(pass, scoring, item, layer, query, query_stride, output, stride, &own, partials);
+}
+void EXPORT(merge_item)(const struct pass *pass, const struct scoring *scoring, const struct item *merge, void *output,
+                        int64_t stride, float *partials)
+{
+    merge_item(pass, scoring, merge, output, stride, partials);
 }
 
 /* Attention of all work items over what the pool holds of each request: the keys and values of the pass itself have been
@@ -271,7 +283,7 @@ int EXPORT(attend)(const struct pass *pass, int64_t layer, const bfloat16 *query
 {
     const int64_t width = pass->keys.width, stride = pass->kv_heads * pass->group * width;
     int64_t bytes = EXPORT(attend_bytes)(pass, pass->most_tokens);
-    char *memory = new_scratch(&bytes, pass->partial_count * LANES * (width + 2) * sizeof(float));
+    char *memory = new_scratch(&bytes, EXPORT(partial_bytes)(pass));
     if (!memory)
         return -1;
     float *partials = (float *)(memory + bytes * omp_get_max_threads());

@@ -280,6 +280,12 @@ static int64_t attend_bytes(const struct pass *pass, int64_t tokens)
     return (lanes * (width + 2 * value_width + 6) + TILE * (width + value_width + LANES)) * sizeof(float);
 }
 
+/* Bytes of the sums of all items over one segment. */
+static int64_t partial_bytes(const struct pass *pass)
+{
+    return pass->partial_count * LANES * (pass->values.width + 2) * sizeof(float);
+}
+
 static struct scratch scratch_at(const struct pass *pass, int64_t tokens, char *memory)
 {
     const int64_t width = pass->keys.width, value_width = pass->values.width, lanes = lanes_of(pass, tokens);
@@ -303,7 +309,7 @@ int EXPORT(attend_float32)(const struct pass *pass, int64_t layer, const float *
     const int64_t width = pass->keys.width, value_width = pass->values.width;
     const int64_t stride = pass->kv_heads * pass->group * value_width;
     int64_t bytes = attend_bytes(pass, pass->most_tokens);
-    char *memory = new_scratch(&bytes, pass->partial_count * LANES * (value_width + 2) * sizeof(float));
+    char *memory = new_scratch(&bytes, partial_bytes(pass));
     if (!memory)
         return -1;
     float *partials = (float *)(memory + bytes * omp_get_max_threads());

@@ -1,4 +1,4 @@
-/* Runs a forward pass as a graph of tasks, without a barrier between kernels.
+/* Runs a forward pass as a graph of tasks, without a barrier between kernels; or, if it has few rows, step by step.
  *
  * A tile of rows goes through the layers by itself, but for attention, which needs the keys and values of earlier rows of
  * the same request:
@@ -12,7 +12,10 @@
  * same time. One that is held up by other processes holds up its tile, and later the tiles behind it. What is computed
  * for a row depends neither on threads nor on their order.
  *
- * A tile's state is one number, which threads change by a compare-and-swap: nobody waits for a thread that has a lock. */
+ * A tile's state is one number, which threads change by a compare-and-swap: nobody waits for a thread that has a lock.
+ *
+ * Rows that are too few for tiles, such as those of requests that decode, are one tile. Threads divide each of its steps,
+ * a product by its columns say, into items, which they take one after the other: one that is held up keeps one item. */
 
 #include <limits.h>
 #include <linux/futex.h>
@@ -25,6 +28,7 @@
 
 #define WHOLE 16  /* rows of a tile but the last are multiples of it where they are many: full vectors of queries */
 #define SPINS 200 /* looks at all tiles before a thread sleeps; some 20 µs */
+#define LOOKS 2000 /* at whether a step is done, before a thread sleeps; as long */
 
 struct tile {
     struct rows_of_task rows;
@@ -179,7 +183,96 @@ static void cut_tiles(struct run *run)
     }
 }
 
-int headrace_run_graph(const struct tasks *tasks, const struct stack *stack, const struct batch *batch)
+/* A pass whose steps threads divide. */
+struct division {
+    const struct tasks *tasks;
+    const struct stack *stack;
+    const struct batch *batch;
+    char *shared;
+    int64_t steps;                                        /* of all layers */
+    int64_t items[MOST_STEPS];                            /* of each step of a layer */
+    _Atomic uint64_t taken __attribute__((aligned(64))); /* the step under way << 32 | items of it that were taken */
+    _Atomic int64_t left;                                 /* items of it that are not done */
+    _Atomic uint32_t step, sleepers;                      /* the step under way, modulo 2^32 */
+};
+
+static int64_t items_of(const struct division *whole, int64_t step)
+{
+    return whole->items[step % whole->tasks->steps];
+}
+
+/* Begins the first of the steps from `step` on that has items; none is left of a pass that was cancelled. */
+static void begin_step(struct division *whole, int64_t step)
+{
+    int64_t items = 0;
+    if (*(_Atomic int64_t *)&whole->batch->progress[1])
+        step = whole->steps;
+    for (; step < whole->steps && !(items = items_of(whole, step)); step++)
+        ;
+    if (step < whole->steps && step % whole->tasks->steps == 0)
+        ++*whole->batch->progress;
+    atomic_store(&whole->left, items);
+    atomic_store(&whole->taken, (uint64_t)step << 32);
+    atomic_store(&whole->step, (uint32_t)step);
+    if (atomic_load(&whole->sleepers))
+        syscall(SYS_futex, &whole->step, FUTEX_WAKE_PRIVATE, INT_MAX, NULL, NULL, 0);
+}
+
+/* Waits until the step under way is another one than `step`. */
+static void wait_for_step(struct division *whole, int64_t step)
+{
+    for (int looks = 0; looks < LOOKS; looks++) {
+        if ((int64_t)(atomic_load_explicit(&whole->taken, memory_order_relaxed) >> 32) != step)
+            return;
+        pause_briefly();
+    }
+    atomic_fetch_add(&whole->sleepers, 1);
+    syscall(SYS_futex, &whole->step, FUTEX_WAIT_PRIVATE, (uint32_t)step, NULL, NULL, 0);
+    atomic_fetch_sub(&whole->sleepers, 1);
+}
+
+/* What each thread does: items of the step under way, until no step is left. */
+static void work_on_steps(struct division *whole, int thread, char *memory)
+{
+    const int64_t of_layer = whole->tasks->steps;
+    uint64_t random = 0x9e3779b97f4a7c15u * (uint64_t)(whole->batch->seed + thread + 1);
+    for (;;) {
+        uint64_t taken = atomic_load(&whole->taken);
+        const int64_t step = (int64_t)(taken >> 32), item = (int64_t)(taken & UINT32_MAX);
+        if (step == whole->steps)
+            return;
+        if (item == items_of(whole, step)) {
+            wait_for_step(whole, step);
+            continue;
+        }
+        if (!atomic_compare_exchange_strong(&whole->taken, &taken, taken + 1))
+            continue;
+        if (whole->batch->seed)
+            hold_up(&random);
+        whole->tasks->run_item(whole->stack, whole->batch, step / of_layer, step % of_layer, item, whole->shared, memory);
+        if (atomic_fetch_sub(&whole->left, 1) == 1)
+            begin_step(whole, step + 1);
+    }
+}
+
+static int run_divided(const struct tasks *tasks, const struct stack *stack, const struct batch *batch)
+{
+    struct division whole = {tasks, stack, batch, .steps = tasks->steps * stack->count};
+    int64_t bytes = tasks->bytes(stack, batch);
+    char *memory = new_scratch(&bytes, tasks->shared_bytes(stack, batch));
+    if (!memory)
+        return -1;
+    whole.shared = memory + bytes * omp_get_max_threads();
+    for (int64_t step = 0; step < tasks->steps; step++)
+        whole.items[step] = tasks->items(stack, batch, step);
+    begin_step(&whole, 0);
+#pragma omp parallel
+    work_on_steps(&whole, omp_get_thread_num(), memory + omp_get_thread_num() * bytes);
+    free(memory);
+    return 0;
+}
+
+static int run_tiles(const struct tasks *tasks, const struct stack *stack, const struct batch *batch)
 {
     struct run run = {tasks, stack, batch, .count = (batch->rows + batch->tile_rows - 1) / batch->tile_rows};
     int64_t bytes = tasks->bytes(stack, batch);
@@ -194,4 +287,9 @@ int headrace_run_graph(const struct tasks *tasks, const struct stack *stack, con
     free(run.tiles);
     free(memory);
     return failed ? -1 : 0;
+}
+
+int headrace_run_graph(const struct tasks *tasks, const struct stack *stack, const struct batch *batch)
+{
+    return batch->tile_rows ? run_tiles(tasks, stack, batch) : run_divided(tasks, stack, batch);
 }

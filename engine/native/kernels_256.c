@@ -18,5 +18,5 @@
 #include "elementwise.h"
 #include "multiply_by_rows.h"
 #include "attention_float32.h"
-#include "layer_tasks.h"
+#include "layer_steps.h"
 #include "int8.h"

@@ -2,6 +2,9 @@
  * float32, and in bfloat16 where LANES is 32, by weights of the same dtype or in 8 bits. Rounded where the kernels of
  * elementwise.h, multiply_tile.h and int8.h round. */
 
+#ifndef HEADRACE_LAYER_TASKS_H
+#define HEADRACE_LAYER_TASKS_H
+
 #include "attention_float32.h"
 #include "graph.h"
 #include "multiply_tile.h"
@@ -14,6 +17,9 @@ static int64_t stride_of(int64_t width, int dtype)
     const int64_t line = 64 / item_bytes(dtype), lines = (width + line - 1) / line;
     return (lines | 1) * line;
 }
+
+/* Of a tile. */
+static int64_t most_rows(const struct batch *batch) { return batch->tile_rows ? batch->tile_rows : batch->rows; }
 
 /* Bytes of so many rows. */
 static int64_t bytes_of(int64_t rows, int64_t width, int dtype)
@@ -39,7 +45,7 @@ static int64_t quantized_bytes(const struct stack *stack, int64_t rows)
 INLINE int64_t task_bytes(const int dtype, const struct stack *stack, const struct batch *batch)
 {
     const struct pass *pass = batch->pass;
-    const int64_t rows = batch->tile_rows, heads = pass->kv_heads * pass->group;
+    const int64_t rows = most_rows(batch), heads = pass->kv_heads * pass->group;
     const int64_t quantized = quantized_bytes(stack, rows);
     int64_t attend = attend_bytes(pass, rows);
 #if HAS_BFLOAT16
@@ -59,7 +65,7 @@ struct own {
 
 INLINE struct own own_at(const int dtype, const struct stack *stack, const struct batch *batch, char *memory)
 {
-    const int64_t rows = batch->tile_rows, attended = batch->pass->kv_heads * batch->pass->group * batch->pass->keys.width;
+    const int64_t rows = most_rows(batch), attended = batch->pass->kv_heads * batch->pass->group * batch->pass->keys.width;
     struct own own = {.blocks = memory};
     own.normed = memory + BLOCKS(rows) * sizeof(float);
     own.inner = own.normed + bytes_of(rows, stack->hidden, dtype);
@@ -96,36 +102,90 @@ INLINE void place_heads(const int dtype, const struct stack *stack, const struct
     }
 }
 
-INLINE void multiply(const int dtype, const enum then then, struct product product, const struct own *own)
+/* Places the heads of all rows of a tile. */
+INLINE void place_tile(const int dtype, const struct stack *stack, const struct batch *batch, struct rows_of_task rows,
+                       int64_t layer)
 {
+    const struct span *span = &batch->pass->spans[rows.span];
+    for (int64_t row = rows.row; row < rows.row + rows.count; row++) {
+        while (row >= span->row + span->count)
+            span++;
+        place_heads(dtype, stack, batch, &stack->layers[layer], layer, span, row);
+    }
+}
+
+/* The products of a layer. */
+enum weight { QKV, OUTPUT, GATE_UP, DOWN };
+
+/* What comes with each. */
+INLINE enum then then_of(enum weight which) { return which == QKV ? STORE : which == GATE_UP ? GATE : ADD; }
+
+/* A product of `count` rows from `row` of the batch on; own: what its other rows are in or come from. */
+INLINE struct product product_of(const int dtype, const enum weight which, const struct stack *stack,
+                                 const struct batch *batch, int64_t row, int64_t count, int64_t layer,
+                                 const struct own *own)
+{
+    const struct layer *weights = &stack->layers[layer];
+    const struct pass *pass = batch->pass;
+    const int64_t hidden = stack->hidden, inner = stack->inner, width = pass->keys.width;
+    const int64_t attended = pass->kv_heads * pass->group * width, columns = attended + 2 * pass->kv_heads * width;
+    void *stream = at(batch->hidden, row * hidden, dtype), *joined = at(batch->joined, row * columns, dtype);
+    const int64_t normed_stride = stride_of(hidden, dtype), inner_stride = stride_of(inner, dtype);
+    const struct product products[] = {
+        [QKV] = {own->normed, weights->qkv, weights->qkv_bias, joined, normed_stride, columns, count, columns / LANES,
+                 hidden, stack->int8},
+        [OUTPUT] = {own->attended, weights->output, weights->output_bias, stream, stride_of(attended, dtype), hidden,
+                    count, hidden / LANES, attended, stack->int8},
+        [GATE_UP] = {own->normed, weights->gate_up, NULL, own->inner, normed_stride, inner_stride, count, inner / LANES,
+                     hidden, stack->int8},
+        [DOWN] = {own->inner, weights->down, NULL, stream, inner_stride, hidden, count, hidden / LANES, inner,
+                  stack->int8},
+    };
+    return products[which];
+}
+
+/* A product of a tile. */
+INLINE void multiply(const int dtype, const enum weight which, const struct stack *stack, const struct batch *batch,
+                     struct rows_of_task rows, int64_t layer, const struct own *own)
+{
+    struct product product = product_of(dtype, which, stack, batch, rows.row, rows.count, layer, own);
     struct int8_rows quantized;
     if (product.int8) {
         quantized = int8_rows_at(product.packed, product.rows, own->other);
         EXPORT(quantize_rows)(product.packed, product.x, product.stride, product.rows, product.depth, quantized, dtype);
         product.x = &quantized;
     }
-    multiply_tile(dtype, then, &product, 0, product.panels, own->blocks);
+    multiply_tile(dtype, then_of(which), &product, 0, product.panels, own->blocks);
 }
 
 INLINE void project(const int dtype, const struct stack *stack, const struct batch *batch, struct rows_of_task rows,
                     int64_t layer, char *memory)
 {
     const struct layer *weights = &stack->layers[layer];
-    const struct pass *pass = batch->pass;
     const struct own own = own_at(dtype, stack, batch, memory);
-    const int64_t columns = (pass->group + 2) * pass->kv_heads * pass->keys.width;
     norm_tile(dtype, stack, batch, rows, weights->input_norm, own.normed);
-    multiply(dtype, STORE,
-             (struct product){own.normed, weights->qkv, weights->qkv_bias, at(batch->joined, rows.row * columns, dtype),
-                              stride_of(stack->hidden, dtype), columns, rows.count, columns / LANES, stack->hidden,
-                              stack->int8},
-             &own);
-    const struct span *span = &pass->spans[rows.span];
-    for (int64_t row = rows.row; row < rows.row + rows.count; row++) {
-        while (row >= span->row + span->count)
-            span++;
-        place_heads(dtype, stack, batch, weights, layer, span, row);
+    multiply(dtype, QKV, stack, batch, rows, layer, &own);
+    place_tile(dtype, stack, batch, rows, layer);
+}
+
+/* Attention of a work item. to: of the first row of the batch. */
+INLINE void attend_one(const int dtype, const struct batch *batch, const struct item *item, int64_t layer, void *to,
+                       char *memory, float *partials)
+{
+    const struct pass *pass = batch->pass;
+    const int64_t width = pass->keys.width, columns = (pass->group + 2) * pass->kv_heads * width;
+    const int64_t stride = stride_of(pass->kv_heads * pass->group * width, dtype);
+    const int64_t row = pass->spans[item->span].row + item->first, before = item->head * pass->group * width;
+    const void *query = at(batch->joined, row * columns + before, dtype);
+    void *output = at(to, row * stride + before, dtype);
+#if HAS_BFLOAT16
+    if (dtype == BFLOAT16) {
+        headrace_attend_item_bfloat16(pass, batch->scoring, item, layer, query, columns, output, stride, memory, partials);
+        return;
     }
+#endif
+    struct scratch scratch = scratch_at(pass, item->count, memory);
+    attend_item(pass, batch->scoring, item, layer, query, columns, output, stride, &scratch, partials);
 }
 
 /* Attention of all heads of a tile, span by span. */
@@ -133,24 +193,13 @@ INLINE void attend(const int dtype, const struct batch *batch, struct rows_of_ta
                    const struct own *own)
 {
     const struct pass *pass = batch->pass;
-    const int64_t width = pass->keys.width, columns = (pass->group + 2) * pass->kv_heads * width;
-    const int64_t stride = stride_of(pass->kv_heads * pass->group * width, dtype), end = rows.row + rows.count;
+    const int64_t stride = stride_of(pass->kv_heads * pass->group * pass->keys.width, dtype), end = rows.row + rows.count;
     for (int64_t row = rows.row, index = rows.span; row < end; index++) {
         const struct span *span = &pass->spans[index];
         const int64_t after = span->row + span->count < end ? span->row + span->count : end;
         for (int64_t head = 0; head < pass->kv_heads; head++) {
             const struct item item = {index, head, row - span->row, after - row, ALL_SEGMENTS, 0};
-            const void *query = at(batch->joined, row * columns + head * pass->group * width, dtype);
-            void *to = at(own->attended, (row - rows.row) * stride + head * pass->group * width, dtype);
-#if HAS_BFLOAT16
-            if (dtype == BFLOAT16) {
-                headrace_attend_item_bfloat16(pass, batch->scoring, &item, layer, query, columns, to, stride,
-                                              own->other);
-                continue;
-            }
-#endif
-            struct scratch scratch = scratch_at(pass, item.count, own->other);
-            attend_item(pass, batch->scoring, &item, layer, query, columns, to, stride, &scratch, NULL);
+            attend_one(dtype, batch, &item, layer, at(own->attended, -rows.row * stride, dtype), own->other, NULL);
         }
         row = after;
     }
@@ -159,49 +208,12 @@ INLINE void attend(const int dtype, const struct batch *batch, struct rows_of_ta
 INLINE void finish(const int dtype, const struct stack *stack, const struct batch *batch, struct rows_of_task rows,
                    int64_t layer, char *memory)
 {
-    const struct layer *weights = &stack->layers[layer];
     const struct own own = own_at(dtype, stack, batch, memory);
-    const int64_t hidden = stack->hidden, inner = stack->inner;
-    const int64_t attended = batch->pass->kv_heads * batch->pass->group * batch->pass->keys.width;
-    void *stream = at(batch->hidden, rows.row * hidden, dtype);
     attend(dtype, batch, rows, layer, &own);
-    multiply(dtype, ADD,
-             (struct product){own.attended, weights->output, weights->output_bias, stream, stride_of(attended, dtype),
-                              hidden, rows.count, hidden / LANES, attended, stack->int8},
-             &own);
-    norm_tile(dtype, stack, batch, rows, weights->post_norm, own.normed);
-    multiply(dtype, GATE,
-             (struct product){own.normed, weights->gate_up, NULL, own.inner, stride_of(hidden, dtype),
-                              stride_of(inner, dtype), rows.count, inner / LANES, hidden, stack->int8},
-             &own);
-    multiply(dtype, ADD,
-             (struct product){own.inner, weights->down, NULL, stream, stride_of(inner, dtype), hidden, rows.count,
-                              hidden / LANES, inner, stack->int8},
-             &own);
+    multiply(dtype, OUTPUT, stack, batch, rows, layer, &own);
+    norm_tile(dtype, stack, batch, rows, stack->layers[layer].post_norm, own.normed);
+    multiply(dtype, GATE_UP, stack, batch, rows, layer, &own);
+    multiply(dtype, DOWN, stack, batch, rows, layer, &own);
 }
 
-/* The tasks of a dtype, and what runs a pass by them: see headrace_run_graph(). */
-#define TASKS(name, dtype)                                                                                            \
-    static int64_t bytes_##name(const struct stack *stack, const struct batch *batch)                                 \
-    {                                                                                                                 \
-        return task_bytes(dtype, stack, batch);                                                                       \
-    }                                                                                                                 \
-    static void project_##name(const struct stack *stack, const struct batch *batch, struct rows_of_task rows,        \
-                               int64_t layer, char *memory)                                                           \
-    {                                                                                                                 \
-        project(dtype, stack, batch, rows, layer, memory);                                                            \
-    }                                                                                                                 \
-    static void finish_##name(const struct stack *stack, const struct batch *batch, struct rows_of_task rows,         \
-                              int64_t layer, char *memory)                                                            \
-    {                                                                                                                 \
-        finish(dtype, stack, batch, rows, layer, memory);                                                             \
-    }                                                                                                                 \
-    int EXPORT(run_##name)(const struct stack *stack, const struct batch *batch)                                      \
-    {                                                                                                                 \
-        return headrace_run_graph(&(struct tasks){bytes_##name, project_##name, finish_##name}, stack, batch);        \
-    }
-
-TASKS(float32, FLOAT32)
-#if HAS_BFLOAT16
-TASKS(bfloat16, BFLOAT16)
 #endif
