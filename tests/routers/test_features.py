@@ -19,7 +19,7 @@ pytestmark = pytest.mark.routers
 BASE = {"model": "tested", "max_tokens": 6, "temperature": 0, "seed": 1}
 HANDOFF = ("kv_transfer_params", "bootstrap_room", "bootstrap_host", "bootstrap_port")  # what routers write themselves
 KEEPING = ("kv_hints", "prompt_cache_retention", "session_id", "prompt_cache_key")  # they change no answer
-PAUSE_S = 1.0  # between two turns: their KV is retained for twice as long
+PAUSE_S = 2.0  # between two turns: their KV is retained for twice as long
 LABELS = ("id", "system_fingerprint", "stop_reason", "token_id", "index")
 TIMEOUT_S = 60
 
