@@ -36,7 +36,7 @@ class PrefixTree:
         self._events = events
         self._ranking = LeastRecentlyUsed() if ranking is None else ranking
         self._roots: dict[bytes, Node] = {}
-        self.retention = Retention(_evictable, lambda: self.pages, retained)
+        self.retention = Retention(_evictable, self._holders, retained)
         """Which page leaves next, and which of them stay."""
 
         self._ghosts: deque[tuple[Node, int]] = deque()
@@ -158,6 +158,10 @@ class PrefixTree:
     def root_key(self, salt: str) -> bytes:
         """The key of a salt's root."""
         return root_digest(salt.encode()) if self._digests else salt.encode()
+
+    def _holders(self) -> int:
+        """Pages in the tree."""
+        return self.pages
 
     def _add(self, parent: Node, key: bytes) -> Node:
         self._numbers += 1

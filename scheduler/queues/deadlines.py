@@ -65,25 +65,30 @@ AnyRequestTimer = BootstrapTimer | TransferTimer | RequestTimer | AnswerTimer | 
 Timer = AnyRequestTimer | ReservationTimer | PlanTimer | CopyTimer | OrderTimer | DrainTimer
 """What a deadline watches, and whose it is. Timers of different kinds are never equal."""
 
+_Place = tuple[float, int]  # of a deadline in the order: its time, and the number of its set()
+_LAST = (math.inf, 0)
+
 
 class Deadlines:
     """Each timer has at most one deadline, and one entry in the heap that is not later than the deadline.
 
     Moving a deadline back, or clearing it, leaves the entry where it is; it is corrected when it comes up, or dropped
-    when most of the heap is such: clients may set deadlines that are years away.
+    when most of the heap is such: clients may set deadlines that are years away. Equal deadlines come up in the order
+    in which they were set, whenever next() was called.
     """
 
     def __init__(self) -> None:
-        self._at: dict[Timer, float] = {}
-        self._entry: dict[Timer, float] = {}
-        self._heap: list[tuple[float, int, Timer]] = []
+        self._at: dict[Timer, _Place] = {}
+        self._entry: dict[Timer, _Place] = {}
+        self._heap: list[tuple[_Place, Timer]] = []
         self._count = 0
 
     def set(self, timer: Timer, at: float) -> None:
         """Set or move a deadline."""
-        self._at[timer] = at
-        if at < self._entry.get(timer, math.inf):
-            self._push(timer, at)
+        self._count += 1
+        self._at[timer] = place = (at, self._count)
+        if place < self._entry.get(timer, _LAST):
+            self._push(timer, place)
 
     def clear(self, timer: Timer) -> None:
         """Remove a deadline, if there is one."""
@@ -96,31 +101,30 @@ class Deadlines:
     def next(self) -> float | None:
         """The earliest deadline."""
         while self._heap:
-            entry, _, timer = self._heap[0]
-            at = self._at.get(timer)
-            if at == entry:
-                return entry
+            entry, timer = self._heap[0]
+            place = self._at.get(timer)
+            if place == entry:
+                return entry[0]
             heapq.heappop(self._heap)
             if self._entry.get(timer) != entry:
                 continue  # an earlier entry of the same timer took its place
             del self._entry[timer]
-            if at is not None:
-                self._push(timer, at)
+            if place is not None:
+                self._push(timer, place)
         return None
 
     def due(self, now: float) -> Iterator[Timer]:
         """Remove and yield what has passed, earliest first, including deadlines that are set in the past meanwhile."""
         while (at := self.next()) is not None and at <= now:
-            _, _, timer = heapq.heappop(self._heap)
+            _, timer = heapq.heappop(self._heap)
             self._at.pop(timer, None)
             self._entry.pop(timer, None)
             yield timer
 
-    def _push(self, timer: Timer, at: float) -> None:
-        self._count += 1
-        self._entry[timer] = at
-        heapq.heappush(self._heap, (at, self._count, timer))
+    def _push(self, timer: Timer, place: _Place) -> None:
+        self._entry[timer] = place
+        heapq.heappush(self._heap, (place, timer))
         if len(self._heap) > 2 * len(self._at) + SPARE:
             self._entry = {each: self._entry[each] for each in self._at}
-            self._heap = [entry for entry in self._heap if self._entry.get(entry[2]) == entry[0]]
+            self._heap = [entry for entry in self._heap if self._entry.get(entry[1]) == entry[0]]
             heapq.heapify(self._heap)
