@@ -154,6 +154,11 @@ class Scheduler:
         """No request is left, and no page is leased."""
         return not self._state.requests
 
+    @property
+    def problems(self) -> list[str]:
+        """Discrepancies that the last integrity check has found."""
+        return self._problems
+
     def cached_tokens(self, prompt: bytes, salt: str = "") -> int:
         """Leading tokens of a packed prompt whose KV the prefix cache of a replica holds now."""
         return max(replica.cache.cached_positions(prompt, salt) for replica in self._state.replicas)

@@ -1,5 +1,7 @@
 """Messages of the front end to the scheduler (msgpack)."""
 
+from typing import Literal
+
 import msgspec
 
 from headrace.core.types.errors import ErrorInfo
@@ -170,6 +172,13 @@ class EndTrace(FrontendRequest, frozen=True, kw_only=True):
     trace: int
 
 
+class WriteRecording(FrontendRequest, frozen=True, kw_only=True):
+    """Write what the flight recorder has into a file; answered by RecordingWritten. Only to a server that records."""
+
+    token: int
+    reason: Literal["request", "signal"]
+
+
 class StageLost(FrontendRequest, frozen=True, kw_only=True):
     """The supervisor saw a stage process end."""
 
@@ -196,6 +205,7 @@ AnyFrontendRequest = (
     | QueryPrefix
     | StartTrace
     | EndTrace
+    | WriteRecording
     | StageLost
     | Shutdown
 )

@@ -276,6 +276,18 @@ class StageTraced(SchedulerReply, frozen=True, kw_only=True):
     """An encoded headrace.core.trace.StageTrace."""
 
 
+class RecordingWritten(SchedulerReply, frozen=True, kw_only=True):
+    """Answer to WriteRecording with the same token."""
+
+    token: int
+    name: str
+    """Of the file in the folder of recordings; "" where none could be written."""
+
+    bytes: int = 0
+    error: str = ""
+    """Why there is no file; "" where there is."""
+
+
 AnySchedulerReply = (
     EngineState
     | ServerInfo
@@ -298,4 +310,5 @@ AnySchedulerReply = (
     | PrefixReply
     | Traced
     | StageTraced
+    | RecordingWritten
 )

@@ -1,0 +1,85 @@
+"""Random schedules, recorded from a random moment, restored and replayed: every call has the same effects."""
+
+import math
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from headrace.testing.scenario import Scenario
+from headrace.testing.simulator import simulate
+from tests.scheduler.recordings import check_tape, taped
+from tests.soak.cases import case_of
+
+BATCH = 12
+LATEST = 600  # call with which a recording begins
+
+
+def replay(scenario: Scenario, path: Path) -> int:
+    """Run a schedule, record its servers from random calls on, and replay them. Returns the calls."""
+    rng = random.Random(scenario.seed)
+    hides = not (scenario.tiers or scenario.library)
+    with taped(
+        lambda: int(math.exp(rng.uniform(0, math.log(LATEST)))) - 1, lambda: hides and rng.random() < 0.5
+    ) as all:
+        report = simulate(scenario)
+    assert report.violations == [], report.violations[:3]
+    return sum(check_tape(tape, path) for tape in all)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"shape": "colocated"},
+        {"shape": "pair", "rooms": 0.5, "other_prompt": 0.2, "hold": 0.5},
+        {"shape": "pair", "prefixes": 3, "returns": 0.5},
+        {"shape": "pair", "prefills": 3, "lost_peer": 0.9, "crash": 0.3},
+        {"shape": "colocated", "tiers": True, "library": True, "tier_faults": 0.1},
+        {"shape": "pair", "states": True},
+        {"shape": "pair", "dp": 2, "lockstep": True},
+        {"shape": "colocated", "dp": 3, "has_nan_token": True},
+    ],
+    ids=str,
+)
+def test_random_schedules_replay_with_the_same_effects(changes: dict[str, object], tmp_path: Path) -> None:
+    calls = 0
+    for seed in range(BATCH):
+        calls += replay(Scenario(seed + 300_000, requests=6, **changes), tmp_path / "file")  # type: ignore[arg-type]
+    assert calls > 60 * BATCH
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("first", range(0, 4000, 500))
+def test_many_random_schedules(first: int, tmp_path: Path) -> None:
+    calls = 0
+    for seed in range(1_000_000 + first, 1_000_500 + first):
+        if isinstance(scenario := case_of(seed), Scenario):
+            calls += replay(scenario, tmp_path / "file")
+    assert calls > 500 * 20
+
+
+def test_a_replay_does_not_depend_on_the_hashes_of_a_process(tmp_path: Path) -> None:
+    """Another process hashes texts otherwise, so that sets have other orders."""
+    for seed in range(6):
+        with taped() as tapes:
+            simulate(Scenario(seed + 400_000, "pair", requests=6))
+        for number, tape in enumerate(tapes):
+            assert tape.write(tmp_path / f"{seed}-{number}")
+    code = (
+        "import sys; from headrace.scheduler.recording.file import read_recording; "
+        "from tests.scheduler.recordings import replayed; "
+        "print(*{replayed(read_recording(path))[1] for path in sys.argv[1:]})"
+    )
+    files = sorted(map(str, tmp_path.iterdir()))
+    for seed in ("1", "2"):
+        done = subprocess.run(
+            [sys.executable, "-c", code, *files],
+            env={**os.environ, "PYTHONHASHSEED": seed},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert (done.stdout.strip(), done.stderr) == ("", "")

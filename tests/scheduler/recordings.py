@@ -1,0 +1,140 @@
+"""Recordings of the schedulers of simulated schedules: from a moment on, as the flight recorder writes them."""
+
+import platform
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from unittest.mock import patch
+
+from headrace.core.version import headrace_version
+from headrace.scheduler.recording.digest import digest
+from headrace.scheduler.recording.file import (
+    SUFFIX,
+    Header,
+    Hides,
+    Kind,
+    RecordedCall,
+    Recording,
+    apply,
+    encode_calls,
+    encode_header,
+    encode_snapshot,
+    read_recording,
+)
+from headrace.scheduler.recording.hiding import Hiding, Plain
+from headrace.scheduler.scheduler import Effect, Event, Scheduler
+
+
+class Tape:
+    """The calls of one scheduler, from one of them on."""
+
+    def __init__(self, scheduler: Scheduler, first: int, hidden: bool) -> None:
+        """first: the call that begins it. hidden: token ids are hidden."""
+        self.scheduler = scheduler
+        self.calls: list[RecordedCall] = []
+        config = scheduler._state.config
+        self.header = Header(
+            version=headrace_version(),
+            python=platform.python_version(),
+            config=config,
+            hidden=hidden,
+            wall_offset_s=0.0,
+        )
+        self._hiding: Hides = Hiding(random.randbytes(32), config.vocab_size, config.page_size) if hidden else Plain()
+        self._left = first
+        self._snapshot: bytes | None = None
+
+    def before(self, now: float) -> None:
+        """A call comes."""
+        if self._left == 0:
+            self._snapshot = encode_snapshot(0, now, self.scheduler, self._hiding)
+        self._left -= 1
+
+    def made(self, kind: Kind, now: float, event: Event | None, effects: list[Effect]) -> None:
+        """A call was made."""
+        if self._snapshot is not None:
+            self.calls.append(RecordedCall(kind, now, event, effects))
+
+    def write(self, path: Path, raised: str = "") -> bool:
+        """Write it as a file. False if it has not begun."""
+        if self._snapshot is None:
+            return False
+        calls = encode_calls(0, self.calls, self._hiding, raised)
+        path.write_bytes(encode_header(self.header) + self._snapshot + calls)
+        return True
+
+
+@contextmanager
+def taped(first: Callable[[], int] = lambda: 0, hidden: Callable[[], bool] = lambda: False) -> Iterator[list[Tape]]:
+    """Tapes of all schedulers that are made meanwhile, in order. first: the call with which a tape begins."""
+    tapes: dict[int, Tape] = {}
+    make, handle, plan, tick = Scheduler.__init__, Scheduler.handle, Scheduler.plan, Scheduler.tick
+
+    def made(self: Scheduler, *arguments: object) -> None:
+        make(self, *arguments)  # type: ignore[arg-type]
+        tapes[id(self)] = Tape(self, first(), hidden())
+
+    def handled(self: Scheduler, event: Event, now: float) -> list[Effect]:
+        tapes[id(self)].before(now)
+        effects = handle(self, event, now)
+        tapes[id(self)].made("handle", now, event, effects)
+        return effects
+
+    def planned(self: Scheduler, now: float) -> list[Effect]:
+        tapes[id(self)].before(now)
+        effects = plan(self, now)
+        tapes[id(self)].made("plan", now, None, effects)
+        return effects
+
+    def ticked(self: Scheduler, now: float) -> list[Effect]:
+        tapes[id(self)].before(now)
+        effects = tick(self, now)
+        tapes[id(self)].made("tick", now, None, effects)
+        return effects
+
+    found: list[Tape] = []
+    with patch.multiple(Scheduler, __init__=made, handle=handled, plan=planned, tick=ticked):
+        try:
+            yield found
+        finally:
+            found += tapes.values()
+
+
+def replayed(recording: Recording) -> tuple[int, str]:
+    """Calls that were made again, and the first one whose effects were others; "" for none."""
+    count = 0
+    for segment in recording.segments:
+        scheduler = segment.restore()
+        for call in segment.calls:
+            count += 1
+            effects = apply(scheduler, call)
+            if digest(effects) != call.digest:
+                kinds = [type(effect).__name__ for effect in effects]
+                return count, f"call {count}, {call.kind} {type(call.event).__name__} at {call.now}: {kinds}"
+    return count, ""
+
+
+def check_tape(tape: Tape, path: Path) -> int:
+    """Write a tape, read it and make its calls again. Returns how many; AssertionError where one differs."""
+    if not tape.write(path):
+        return 0
+    recording = read_recording(path)
+    count, problem = replayed(recording)
+    assert not problem, problem
+    assert count == len(tape.calls)
+    return count
+
+
+def save_recordings(run: Callable[[], object], folder: Path, name: str) -> list[Path]:
+    """Run a schedule again, and write a recording of each of its schedulers: NAME-0.recording and so on. A schedule
+    follows from its seed, so that nothing is recorded before it has failed."""
+    folder.mkdir(parents=True, exist_ok=True)
+    raised = ""
+    with taped() as tapes:
+        try:
+            run()
+        except Exception as error:
+            raised = f"{type(error).__name__}: {error}"
+    paths = [folder / f"{name}-{number}{SUFFIX}" for number in range(len(tapes))]
+    return [path for path, tape in zip(paths, tapes, strict=True) if tape.write(path, raised)]
