@@ -26,7 +26,7 @@ from headrace.core.messages.peers import ControlClientEffect, ControlServerEffec
 from headrace.core.messages.replies import SchedulerReply
 from headrace.core.runtime.clock import LoopClock
 from headrace.core.runtime.event_loop import EventLoop, EventSource, is_due
-from headrace.scheduler.recording.recorder import Recorder
+from headrace.scheduler.recording.recorder import FlightRecorder
 from headrace.scheduler.scheduler import Effect, Event, Scheduler
 
 log = logging.getLogger(__name__)
@@ -39,7 +39,7 @@ class SchedulerLoop:
 
     front takes SchedulerReply effects, stages take Orders, control_server and control_client their own effects,
     publisher KvEvents. The last three may be absent; an effect for an absent one is a programming error and raises
-    TypeError. observe sees every event before it is handled. A Recorder is a Scheduler whose calls are recorded.
+    TypeError. observe sees every event before it is handled. A FlightRecorder is a Scheduler whose calls are recorded.
 
     Time is that in which this loop ran (LoopClock): after a pause, of this process or of the machine, no peer and no
     stage is judged by what could not be read meanwhile.
@@ -47,7 +47,7 @@ class SchedulerLoop:
 
     def __init__(
         self,
-        scheduler: Scheduler | Recorder,
+        scheduler: Scheduler | FlightRecorder,
         *,
         front: AnySource,
         stages: AnySource,
@@ -63,7 +63,7 @@ class SchedulerLoop:
         self._control_server = control_server
         self._control_client = control_client
         self._publisher = publisher
-        recorder = scheduler.source if isinstance(scheduler, Recorder) else None
+        recorder = scheduler.source if isinstance(scheduler, FlightRecorder) else None
         sources = (front, stages, control_server, control_client, publisher, recorder)
         self._clock = clock
         self._loop = EventLoop([source for source in sources if source is not None], zmq.Poller, clock, clock.wait)

@@ -15,6 +15,7 @@ from headrace.core.config.model import (
     ModelConfig,
     Quantize,
 )
+from headrace.core.config.recording import RecordingConfig
 from headrace.core.config.scheduler import Policy, SchedulerConfig
 from headrace.core.config.server import LogFormat, Role, Routing, ServerConfig
 from headrace.core.config.stages import STAGE_KEY_VARIABLE, GroupConfig, Links, StageConfig
@@ -41,6 +42,7 @@ __all__ = [
     "ModelConfig",
     "Policy",
     "Quantize",
+    "RecordingConfig",
     "Role",
     "Routing",
     "SchedulerConfig",

@@ -3,6 +3,7 @@
 import msgspec
 
 from headrace.core.config.model import EngineConfig, ModelConfig
+from headrace.core.config.recording import RecordingConfig
 from headrace.core.config.scheduler import SchedulerConfig
 from headrace.core.config.server import ServerConfig
 from headrace.core.config.stages import GroupConfig
@@ -21,6 +22,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     group: GroupConfig = GroupConfig()
     kv_events: KvEventsConfig = KvEventsConfig()
     tracing: TracingConfig = TracingConfig()
+    recording: RecordingConfig = RecordingConfig()
 
     @property
     def model_name(self) -> str:

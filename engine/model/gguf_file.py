@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from headrace.core.types.errors import ConfigError
 from headrace.core.types.kv.geometry import ceil_div
-from headrace.engine.model.gguf_header import Header, TensorInfo
+from headrace.engine.model.gguf_header import GgufHeader, TensorInfo
 from headrace.engine.model.gguf_parts import part_paths
 
 ROPE_DIVISORS = "rope_freqs.weight"  # a tensor that is part of the configuration
@@ -56,7 +56,7 @@ class GgufFile:
         """Add one of so many parts. Raises ValueError and others for one that cannot be read, or is another part."""
         with path.open("rb") as file:
             data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        metadata, tensors = Header(data).parse()
+        metadata, tensors = GgufHeader(data).parse()
         said = metadata.get("split.no", 0), metadata.get("split.count", 0)
         if said != (number, count) and (count > 1 or said[1] not in (0, 1)):
             place = "is no part" if not said[1] else f"is part {_plus_one(said[0])} of {said[1]!r:.20}"

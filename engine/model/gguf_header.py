@@ -49,7 +49,7 @@ class Length(NamedTuple):
     items: int
 
 
-class Header:
+class GgufHeader:
     """Parser of the header of one file; one pass over its bytes."""
 
     def __init__(self, data: mmap.mmap) -> None:

@@ -72,7 +72,7 @@ class KvParams(msgspec.Struct, frozen=True, kw_only=True):
         return names[0], f"{tokens} tokens with hash {digest} here; {lengths} with hashes {hashes} there"
 
 
-class Refusal(msgspec.Struct, frozen=True):
+class LoadRefusal(msgspec.Struct, frozen=True):
     """Why a ticket must not be loaded."""
 
     code: str
@@ -87,7 +87,7 @@ class LoadRequest(msgspec.Struct, frozen=True, kw_only=True):
     tokens: int
     """Length of the prompt."""
     prompt_hash: str = ""
-    refusal: Refusal | None = None
+    refusal: LoadRefusal | None = None
     """Why it must not be loaded; None when it may."""
 
 
@@ -105,15 +105,17 @@ def read_load_request(
     try:
         read = msgspec.convert(params, KvParams)
     except msgspec.ValidationError as error:
-        return LoadRequest(ticket=None, tokens=len(tokens), refusal=Refusal(BAD_PARAMS, str(error)))
+        return LoadRequest(ticket=None, tokens=len(tokens), refusal=LoadRefusal(BAD_PARAMS, str(error)))
     digest = prompt_hash(pack(tokens))
     name, problem = read.choose(len(tokens), digest)
     ticket = read.reference(name) if name else None
-    refusal = Refusal(PROMPT_MISMATCH if name else BAD_PARAMS, problem) if problem else None
+    refusal = LoadRefusal(PROMPT_MISMATCH if name else BAD_PARAMS, problem) if problem else None
     if ticket is None and refusal is None:
-        refusal = Refusal(BAD_PARAMS, "neither remote_host with remote_port nor remote_bootstrap_addr says where it is")
+        refusal = LoadRefusal(
+            BAD_PARAMS, "neither remote_host with remote_port nor remote_bootstrap_addr says where it is"
+        )
     if not tokens or beyond_tokens:
-        refusal = Refusal(
+        refusal = LoadRefusal(
             "not_supported", "only prompts that are token ids and nothing else (LoRA, images, embeddings) are fetched"
         )
     return LoadRequest(ticket=ticket, tokens=len(tokens), prompt_hash=digest, refusal=refusal)

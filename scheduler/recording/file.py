@@ -124,7 +124,7 @@ class _Calls(msgspec.Struct, frozen=True):
     raised: str = ""
 
 
-class Segment:
+class RecordedSegment:
     """A snapshot, and the calls that followed it.
 
     number counts segments from the start of the server: a gap is a part that was not written. began is the scheduler's
@@ -185,7 +185,7 @@ class Recording(NamedTuple):
     """A file that was read."""
 
     header: Header
-    segments: Sequence[Segment]
+    segments: Sequence[RecordedSegment]
 
 
 def apply(scheduler: Scheduler, call: Call) -> list[Effect]:
@@ -283,13 +283,13 @@ def _sections(file: Any) -> Iterator[tuple[bytes, bytes]]:
     raise RecordingError(f"it has more than {MAX_SECTIONS} sections")
 
 
-def _segments(sections: list[tuple[bytes, bytes]]) -> list[Segment]:
-    found: list[Segment] = []
+def _segments(sections: list[tuple[bytes, bytes]]) -> list[RecordedSegment]:
+    found: list[RecordedSegment] = []
     for at, (kind, section) in enumerate(sections):
         if kind == _SNAPSHOT:
             following = sections[at + 1] if at + 1 < len(sections) else (b"", b"")
             own = following[0] == _CALLS and _number(following[1]) == _number(section)
-            found.append(Segment(section, following[1] if own else None))
+            found.append(RecordedSegment(section, following[1] if own else None))
     if not found:
         raise RecordingError("it has no segment")
     return found

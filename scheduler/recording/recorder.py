@@ -58,7 +58,7 @@ class _Wanted(msgspec.Struct, frozen=True):
     token: int | None = None
 
 
-class Recorder:
+class FlightRecorder:
     """A Scheduler, whose calls are recorded; and an event source of its loop, for the children that write."""
 
     def __init__(
@@ -321,7 +321,7 @@ class Recorder:
 class RecorderSource:
     """The recorder as an event source without events or commands."""
 
-    def __init__(self, recorder: Recorder) -> None:
+    def __init__(self, recorder: FlightRecorder) -> None:
         self._recorder = recorder
 
     def sockets(self) -> Sequence[int]:

@@ -4,7 +4,7 @@ import re
 from importlib.util import find_spec
 from urllib.parse import urlsplit
 
-from headrace.core.config import Config, GroupConfig, SchedulerConfig
+from headrace.core.config import Config, GroupConfig, RecordingConfig, SchedulerConfig
 from headrace.core.types.errors import ConfigError
 from headrace.core.types.kv.backends import NIXL
 from headrace.core.types.named_values import named_values
@@ -34,6 +34,7 @@ def check(config: Config) -> None:
     _check_nixl(config)
     _check_curve(config)
     _check_tracing(config)
+    _check_recording(config)
     _check_gateway(config)
 
 
@@ -102,6 +103,25 @@ def _check_tracing(config: Config) -> None:
             "--otlp-traces-endpoint (OTEL_EXPORTER_OTLP_ENDPOINT) needs OpenTelemetry's SDK: "
             "pip install 'headrace[tracing]'"
         )
+
+
+def _check_recording(config: Config) -> None:
+    recording, engine = config.recording, config.engine
+    if not recording.folder:
+        for key, given in (
+            ("record-minutes", recording.minutes != RecordingConfig().minutes),
+            ("record-tokens", recording.tokens),
+        ):
+            if given:
+                raise ConfigError(f"--{key} is for recordings: add --record DIR, or leave it out")
+        return
+    tiers = (("host-pages", engine.host_pages), ("disk-path", engine.disk_path), ("kv-library", engine.kv_library))
+    for key, used in tiers:
+        if used and not recording.tokens:
+            raise ConfigError(
+                f"--record cannot hide token ids on a server with --{key}, whose pages are named by digests of them: "
+                "add --record-tokens, or leave one of them out"
+            )
 
 
 def installed(*modules: str) -> bool:

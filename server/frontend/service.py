@@ -9,7 +9,7 @@ from typing import Protocol
 import httpx
 
 from headrace.core.config import Config, ServerConfig
-from headrace.core.messages.frontend import AnyFrontendRequest, Drain, Shutdown, StageLost
+from headrace.core.messages.frontend import AnyFrontendRequest, Drain, Shutdown, StageLost, WriteRecording
 from headrace.core.messages.replies import (
     EngineState,
     PrefillState,
@@ -108,6 +108,7 @@ class Service:
             inspect=inspect_scheduler,
             hang_s=config.scheduler.stage_timeout_s,
         )
+        self.record = self._client.write_recording if config.recording.folder else None
         needed = self.prefills if _needs_prefill_server(config.server) else None
         self.readiness = Readiness(self._client, self.model, needed)
         self.stats = StatsCollector(self._client, self.readiness, self.metrics, config.engine.page_size)
@@ -291,6 +292,10 @@ class Service:
                 self.record_span(news)
             case StatusReply():
                 self._query.take(news)
+
+    def record_by_signal(self) -> None:
+        """Have what the flight recorder has written into a file; the log says which."""
+        self._client.post(WriteRecording(token=0, reason="signal"))
 
     async def stage_lost(self, stage: int, message: str) -> None:
         """Report to the scheduler that the process of a stage has ended."""

@@ -7,19 +7,29 @@ fetch KV from this one) and the control clients (where it fetches from others), 
 
 import hashlib
 import logging
+import platform
 import secrets
 import socket
 import sys
 from collections.abc import Sequence
 from functools import partial
+from pathlib import Path
 
 import msgspec
 import zmq
 
-from headrace.core.config import KvEventsConfig, LogFormat, Role, SchedulerConfig, StageConfig, TransferConfig
+from headrace.core.config import (
+    KvEventsConfig,
+    LogFormat,
+    RecordingConfig,
+    Role,
+    SchedulerConfig,
+    StageConfig,
+    TransferConfig,
+)
 from headrace.core.messages.stage_events import StageReady
 from headrace.core.process_usage import process_usage
-from headrace.core.runtime.clock import LoopClock, SystemClock
+from headrace.core.runtime.clock import LoopClock, SystemClock, wall_time
 from headrace.core.runtime.frames import FrameSocket, opened
 from headrace.core.runtime.liveness import read_activity
 from headrace.core.runtime.logs import configure_logging
@@ -38,9 +48,13 @@ from headrace.core.types.peers.addresses import everywhere, usable_url
 from headrace.core.types.peers.allow_list import allowed_prefills, is_allowed
 from headrace.core.version import headrace_version
 from headrace.scheduler.loop import SchedulerLoop
+from headrace.scheduler.recording.file import Header
+from headrace.scheduler.recording.hiding import Hiding, Plain
+from headrace.scheduler.recording.recorder import FlightRecorder
+from headrace.scheduler.recording.store import RecordingStore
 from headrace.scheduler.scheduler import Event, Scheduler
 from headrace.server.launch.control_clients import ControlClients
-from headrace.server.launch.front_channel import FrontChannel, FrontEndGone
+from headrace.server.launch.front_channel import FrontChannel, FrontEndGone, StatsSource
 from headrace.server.launch.stage_channel import StageChannel
 from headrace.server.launch.stage_connections import FrameRouter, StageRouter, ZmqRouter, bound_port, order_socket
 from headrace.server.stage_group.join_endpoint import JoinEndpoint
@@ -82,6 +96,7 @@ class SchedulerProcessConfig(msgspec.Struct, frozen=True, kw_only=True):
     external: ExternalStages | None = None
     """None: the server starts its stages itself."""
     kv_events: KvEventsConfig = KvEventsConfig()
+    recording: RecordingConfig = RecordingConfig()
     allow_prefill: tuple[str, ...] = ()
     serves_kv: bool = False
     """There is a control endpoint."""
@@ -106,8 +121,10 @@ class ProcessStatistics:
 def run(config: SchedulerProcessConfig) -> None:
     """Run the scheduler's loop until the front end sends Shutdown.
 
-    Raises ConfigError for an address in use, FrontEndGone for a front end that was killed.
+    Raises ConfigError for an address in use, or a folder that cannot be recorded in, FrontEndGone for a front end that
+    was killed.
     """
+    store = _recording_store(config)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     instance = secrets.token_hex(16)
     peer_instance = secrets.token_hex(16) if config.serves_kv else instance  # a secret; the other one is told to all
@@ -122,15 +139,14 @@ def run(config: SchedulerProcessConfig) -> None:
     clock = LoopClock(SystemClock())
     frames = FrameSocket(socket.socket(fileno=config.front))
     stages = _stage_channel(config, context)
+    statistics: list[StatsSource] = [ProcessStatistics(clock), stages]
+    statistics += [each for each in (control_server, control_client, publisher) if each]
     front = FrontChannel(
         frames,
         instance=instance,
         control_port=control_server.port if control_server else 0,
         on_stage_down=stages.stage_down,
-        stats_sources=[
-            ProcessStatistics(clock),
-            *(each for each in (stages, control_server, control_client, publisher) if each),
-        ],
+        stats_sources=statistics,
         experts=stages,
         paused_s=lambda: clock.paused_s,
     )
@@ -144,8 +160,13 @@ def run(config: SchedulerProcessConfig) -> None:
             if control_client is not None:
                 control_client.ready(_hellos(config, peer_instance, ready))
 
+    scheduler = Scheduler(config.scheduler)
+    recorder: FlightRecorder | None = None
+    if store is not None:
+        recorder = _recorder(config, scheduler, store, clock, front)
+        statistics.append(recorder)
     loop = SchedulerLoop(
-        Scheduler(config.scheduler),
+        recorder or scheduler,
         front=front,
         stages=stages,
         control_server=control_server,
@@ -157,11 +178,48 @@ def run(config: SchedulerProcessConfig) -> None:
     freeze_loaded()
     try:
         loop.run()
+    except FrontEndGone:
+        raise
+    except Exception as error:
+        if recorder is not None:
+            recorder.flush(error)
+        raise
     finally:
-        for source in (front, stages, control_server, control_client, publisher):
+        for source in (front, stages, control_server, control_client, publisher, recorder):
             if source is not None:
                 source.close()
         context.term()
+
+
+def _recording_store(config: SchedulerProcessConfig) -> RecordingStore | None:
+    """The folder of recordings, under the server's HTTP port."""
+    folder = config.recording.folder
+    return RecordingStore(Path(folder).absolute(), str(config.http_port)) if folder else None
+
+
+def _recorder(
+    config: SchedulerProcessConfig, scheduler: Scheduler, store: RecordingStore, clock: LoopClock, front: FrontChannel
+) -> FlightRecorder:
+    hidden = not config.recording.tokens
+    own = config.scheduler
+    header = Header(
+        version=headrace_version(),
+        python=platform.python_version(),
+        config=own,
+        hidden=hidden,
+        wall_offset_s=wall_time() - clock.now(),
+        server=f"{config.role} server {socket.gethostname()}:{config.http_port}",
+    )
+    return FlightRecorder(
+        scheduler,
+        store,
+        header,
+        Hiding(secrets.token_bytes(32), own.vocab_size, own.page_size) if hidden else Plain(),
+        keep_s=60.0 * config.recording.minutes,
+        clock=clock.now,
+        wall=wall_time,
+        reply=lambda reply: front.apply(reply, clock.now()),
+    )
 
 
 def _stage_channel(config: SchedulerProcessConfig, context: "zmq.Context[zmq.Socket[bytes]]") -> StageChannel:

@@ -120,6 +120,8 @@ async def _serve(config: Config, memory: Sequence[str], listeners: HttpListeners
     front = FrontEnd(config, FrameSocket(ours), listeners, supervisor, memory)
     service = front.service
     supervisor.watch(service.stage_lost)
+    if config.recording.folder:
+        stop.on_record = service.record_by_signal
     if gateway is not None:
         gateway.start()
     http = asyncio.ensure_future(front.serve())
@@ -188,6 +190,7 @@ def _scheduler(config: Config, front: socket.socket, door: socket.socket) -> Chi
         transfer=config.transfer,
         external=external,
         kv_events=config.kv_events,
+        recording=config.recording,
         allow_prefill=(*config.server.allow_prefill, *config.server.accept_returns),
         serves_kv=config.server.serves_kv,
         fetches_kv=config.server.fetches_kv,

@@ -1,10 +1,10 @@
-"""Signals to a server: the first one that asks it to end drains it, the second one ends it at once; others change
-nothing."""
+"""Signals to a server: the first one that asks it to end drains it, the second one ends it at once; SIGUSR2 has the
+flight recorder write a file, where there is one; others change nothing."""
 
 import asyncio
 import logging
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
@@ -29,6 +29,9 @@ class StopSignals:
         self.second = asyncio.Event()
         self._taken: list[int] = []
         self._passed_over: set[int] = set()
+        self.on_record: Callable[[], None] | None = None
+        """Called for SIGUSR2, in the event loop."""
+
         self._loop: asyncio.AbstractEventLoop | None = None
         self._ending = ending()
         for number in self._ending:
@@ -77,4 +80,8 @@ class StopSignals:
         for event, _ in zip((self.first, self.second), self._taken, strict=False):
             event.set()
         while self._passed_over:
-            log.info("%s changes nothing here", signal_name(self._passed_over.pop()))
+            number = self._passed_over.pop()
+            if number == signal.SIGUSR2 and self.on_record is not None:
+                self.on_record()
+            else:
+                log.info("%s changes nothing here", signal_name(number))

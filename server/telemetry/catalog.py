@@ -398,6 +398,23 @@ PROCESSES: tuple[MetricSpec, ...] = (
     ),
 )
 
+RECORDING: tuple[MetricSpec, ...] = (
+    MetricSpec("recording_bytes_total", "counter", "Bytes written of recordings (--record)."),
+    MetricSpec("recording_segments_total", "counter", "Segments of the recording that were written."),
+    MetricSpec("recording_failures_total", "counter", "Segments and files of the recording that could not be written."),
+    MetricSpec(
+        "recording_files_total",
+        "counter",
+        "Files that were written of the recording, by reason: request (POST /debug/record), signal (SIGUSR2), "
+        "integrity (a check of the scheduler's state has failed), stage_failed (a stage has failed or fell silent).",
+        ("reason",),
+        _each(("request", "signal", "integrity", "stage_failed")),
+    ),
+    MetricSpec(
+        "recording_fork_seconds_total", "counter", "Seconds in which the scheduler was held up to fork its recording."
+    ),
+)
+
 CATALOG: tuple[MetricSpec, ...] = (
     *SCHEDULER,
     *STAGES,
@@ -406,4 +423,5 @@ CATALOG: tuple[MetricSpec, ...] = (
     *KV_EVENTS,
     *FRONT,
     *PROCESSES,
+    *RECORDING,
 )

@@ -22,14 +22,14 @@ from headrace.core.trace import (
     TransferTrace,
 )
 from headrace.server.telemetry.trace_events import Arguments, Timeline, TraceSpan, Track
-from headrace.server.telemetry.tracer import Recording
+from headrace.server.telemetry.tracer import RecordedTrace
 
 SAME_CLOCK_S = 0.05  # how well machines agree on the time of day; their monotonic clocks differ by far more
 SCHEDULER = Track(1, 1)
 FIRST_STAGE = 2  # its process number
 
 
-def trace_json(recording: Recording, wall_offset_s: float, about: Arguments) -> bytes:
+def trace_json(recording: RecordedTrace, wall_offset_s: float, about: Arguments) -> bytes:
     """The JSON of a trace. wall_offset_s: headrace.core.runtime.clock.wall_offset() of the scheduler. about: added to
     otherData, beside notes on the recording."""
     scheduler = recording.scheduler

@@ -16,7 +16,7 @@ TRACE_RUNNING = "trace_running"  # 409
 PARTS_TIMEOUT_S = 5.0  # for the scheduler and the stages to send their parts
 
 
-class Recording(msgspec.Struct, frozen=True):
+class RecordedTrace(msgspec.Struct, frozen=True):
     """The parts of one trace."""
 
     scheduler: SchedulerTrace
@@ -55,7 +55,7 @@ class Tracer:
         self._traces = 0
         self._collected: _Parts | None = None
 
-    async def record(self, seconds: float) -> Recording:
+    async def record(self, seconds: float) -> RecordedTrace:
         """Record for so many seconds; cancelling this coroutine ends the recording. Raises HeadraceError: 409 during
         another recording, 503 if the scheduler does not answer."""
         if self._collected is not None:
@@ -75,7 +75,7 @@ class Tracer:
             self._collected = None
         if collected.scheduler is None:
             raise refusals.NO_TRACE.raised(seconds=self._timeout_s)
-        return Recording(collected.scheduler, collected.stages, collected.paused_s)
+        return RecordedTrace(collected.scheduler, collected.stages, collected.paused_s)
 
     def take(self, part: Traced | StageTraced) -> None:
         """Add the part of one process. Parts of an earlier recording are dropped."""

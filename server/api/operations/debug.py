@@ -1,16 +1,19 @@
-"""GET /debug/trace: a recording of the next seconds, for Perfetto, and GET /debug/experts: rows that each expert of
-each layer has computed. For operators: a recording names requests and tickets of all tenants."""
+"""GET /debug/trace: a recording of the next seconds, for Perfetto; POST /debug/record: the last minutes of the
+scheduler into a file; and GET /debug/experts: rows that each expert of each layer has computed. For operators: a
+recording names requests and tickets of all tenants."""
 
 import asyncio
 import math
+from collections.abc import Awaitable, Callable
 from typing import Annotated, Any
 
 import msgspec
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
+from headrace.core.messages.replies import RecordingWritten
 from headrace.core.runtime.clock import wall_offset
-from headrace.core.types.errors import invalid, shown
+from headrace.core.types.errors import ErrorInfo, HeadraceError, invalid, shown
 from headrace.core.types.ranks.expert_load import total_rows
 from headrace.core.version import headrace_version
 from headrace.server.api.description.operation import Parameter, described
@@ -22,6 +25,7 @@ from headrace.server.telemetry.tracer import Tracer
 
 DEFAULT_S = 5.0
 SHORTEST_S, LONGEST_S = 0.1, 60.0
+WriteRecording = Callable[[], Awaitable[RecordingWritten]]
 Seconds = Annotated[float, msgspec.Meta(ge=SHORTEST_S, le=LONGEST_S)]
 
 
@@ -41,6 +45,14 @@ class ExpertRowsReply(msgspec.Struct, frozen=True):
     """Layers that have experts; empty for a dense model."""
 
 
+class RecordingReply(msgspec.Struct, frozen=True):
+    """Body of the response."""
+
+    file: str
+    """Name of the file in the folder of --record, on the server's machine."""
+    bytes: int
+
+
 _TRACE = described(
     "A recording of the next seconds, for Perfetto",
     reply=dict[str, Any],
@@ -48,11 +60,20 @@ _TRACE = described(
     audience="operators",
     parameters=(Parameter("seconds", "query", Seconds, f"Its length; {DEFAULT_S:g} if it is not given."),),
 )
+_RECORD = described(
+    "The last minutes of the scheduler into a file, for headrace replay",
+    reply=RecordingReply,
+    errors=(409, 503),
+    audience="operators",
+)
 _EXPERTS = described("Rows that experts have computed", reply=ExpertRowsReply, audience="operators")
 
 
-def debug_routes(tracer: Tracer, stats: StatsCollector, model: ServedModel, role: str) -> APIRouter:
-    """Routes for finding out why a server is slow, and whether tokens are spread evenly over experts."""
+def debug_routes(
+    tracer: Tracer, stats: StatsCollector, model: ServedModel, role: str, record: WriteRecording | None
+) -> APIRouter:
+    """Routes for finding out why a server is slow, or did what it did, and whether tokens are spread evenly over
+    experts. record: None on a server that records nothing."""
     router = APIRouter()
 
     @router.get("/debug/trace", openapi_extra=_TRACE)
@@ -66,6 +87,19 @@ def debug_routes(tracer: Tracer, stats: StatsCollector, model: ServedModel, role
             return msgspec.Raw(
                 await asyncio.to_thread(trace_json, recording, wall_offset() + recording.paused_s, about)
             )
+
+        return JsonAnswer(work)
+
+    @router.post("/debug/record", openapi_extra=_RECORD)
+    async def write_recording() -> Response:
+        async def work() -> RecordingReply:
+            if record is None:
+                message = "this server records nothing: start it with --record DIR"
+                raise HeadraceError(ErrorInfo(code="not_recording", message=message, status=409))
+            written = await record()
+            if written.error:
+                raise HeadraceError(ErrorInfo(code="not_recorded", message=written.error, status=500))
+            return RecordingReply(written.name, written.bytes)
 
         return JsonAnswer(work)
 

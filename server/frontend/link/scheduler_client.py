@@ -10,7 +10,15 @@ import asyncio
 import logging
 from collections.abc import Callable
 
-from headrace.core.messages.frontend import Abort, AnyFrontendRequest, KvHint, QueryPrefix, QueryStats, Submit
+from headrace.core.messages.frontend import (
+    Abort,
+    AnyFrontendRequest,
+    KvHint,
+    QueryPrefix,
+    QueryStats,
+    Submit,
+    WriteRecording,
+)
 from headrace.core.messages.replies import (
     AnySchedulerReply,
     Drained,
@@ -18,6 +26,7 @@ from headrace.core.messages.replies import (
     KvHinted,
     PrefillState,
     PrefixReply,
+    RecordingWritten,
     RequestFailed,
     RequestFinished,
     RequestTraced,
@@ -44,6 +53,7 @@ log = logging.getLogger(__name__)
 
 PROBE_S = 1.0
 HINT_S = 5.0  # in which the scheduler has to answer a hint
+RECORDING_S = 60.0  # in which it has to have written a recording
 LATE_S = 0.25  # by which this loop may be late before it counts as having slept
 SUSPECT_S = 1.5  # without an answer to a probe, after which the scheduler's process is looked at
 SILENT_S = 5.0  # in which the scheduler could have answered a probe, after which the server is unhealthy
@@ -79,6 +89,7 @@ class SchedulerClient:
         self._queries: dict[int, asyncio.Future[Stats]] = {}
         self._prefix_queries: dict[int, asyncio.Future[PrefixReply]] = {}
         self._hints: dict[int, asyncio.Future[tuple[HintResult, ...]]] = {}
+        self._recordings: dict[int, asyncio.Future[RecordingWritten]] = {}
         self._token = 0
         self._inspect = inspect
         self._silence = Silence(Limits(LOST_S, max(LOST_S, hang_s)), clock.now())
@@ -244,6 +255,23 @@ class SchedulerClient:
         finally:
             del self._hints[token]
 
+    async def write_recording(self) -> RecordingWritten:
+        """Have what the flight recorder has written into a file. Raises HeadraceError (503) if there is no answer."""
+        if problem := self.problem():
+            raise refusals.SCHEDULER_SILENT.raised(problem=problem)
+        answer: asyncio.Future[RecordingWritten] = asyncio.get_running_loop().create_future()
+        self._token += 1
+        token = self._token
+        self._recordings[token] = answer
+        self.post(WriteRecording(token=token, reason="request"))
+        try:
+            return await asyncio.wait_for(answer, RECORDING_S)
+        except TimeoutError:
+            problem = f"the scheduler has not answered in {RECORDING_S:g} s"
+            raise refusals.SCHEDULER_SILENT.raised(problem=problem) from None
+        finally:
+            del self._recordings[token]
+
     async def wait_drained(self) -> None:
         """Wait until the scheduler has sent Drained and every call was left."""
         await self.wait_for(lambda: self._drained and not self._calls)
@@ -319,6 +347,9 @@ class SchedulerClient:
             case KvHinted():
                 if (hinted := self._hints.get(message.token)) is not None and not hinted.done():
                     hinted.set_result(message.results)
+            case RecordingWritten():
+                if (written := self._recordings.get(message.token)) is not None and not written.done():
+                    written.set_result(message)
             case StageDown() | Traced() | StageTraced() | RequestTraced() | StatusReply():
                 self._on_news(message)
             case Drained():

@@ -18,7 +18,7 @@ from tests.server.fake_prefills import Prefills, decode, fetched
 from tests.server.fakes import FakeLink, client, in_loop, json_of, running, saying
 
 EVERYONE = {"/", "/docs", "/health", "/ready", "/metrics", "/query"}
-OPERATORS = {"/status", "/debug/trace", "/debug/experts", "/kv_event_sources", "/v1/returns"}
+OPERATORS = {"/status", "/debug/trace", "/debug/experts", "/debug/record", "/kv_event_sources", "/v1/returns"}
 KEYS: dict[str, Any] = {"api_keys": ("boss",), "tenant_keys": ("anna=a", "bob=b")}
 ANNA, BOB, BOSS, NOBODY = ({"Authorization": f"Bearer {key}"} for key in ("a", "b", "boss", "wrong"))
 APPS: list[Callable[[Service], FastAPI]] = [create_app, create_bootstrap_app]

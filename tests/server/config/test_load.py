@@ -54,6 +54,7 @@ def test_every_toml_key_is_a_flag_with_the_same_meaning(tmp_path: Path) -> None:
             case "text":
                 samples[setting.key] = ('"127.0.0.2"', [setting.option, "127.0.0.2"])
     samples["dp-external"] = ('"1/3@[::1]:9000"', ["--dp-external", "1/3@[::1]:9000"])
+    samples["record-tokens"] = ("true", ["--record-tokens"])
     samples["pipeline-depth"] = ("3", ["--pipeline-depth", "3"])
     samples["policy-reserve"] = ("0.5", ["--policy-reserve", "0.5"])
     samples["kv-memory"] = ("0.5", ["--kv-memory", "0.5"])
@@ -89,6 +90,8 @@ def test_every_toml_key_is_a_flag_with_the_same_meaning(tmp_path: Path) -> None:
             role = ["--dp", "2", "--expert-parallel", "--overlap"]
         elif key in ("gateway-decode", "sibling", "accept-return"):
             role = ["--role", "prefill"]
+        elif key in ("record-minutes", "record-tokens"):
+            role = ["--record", "folder"]
         elif key == "kv-return":
             role = ["--role", "decode", "--prefill", "http://a:1"]
         elif key == "kv-events-replay-port":

@@ -20,7 +20,7 @@ from headrace.core.trace import (
 )
 from headrace.core.types.ranks.layout import Layout
 from headrace.server.telemetry.trace_report import trace_json
-from headrace.server.telemetry.tracer import Recording
+from headrace.server.telemetry.tracer import RecordedTrace
 from tests.server.telemetry.trace_format import check, lanes, of
 
 START, END = 1000.0, 1002.0
@@ -46,7 +46,7 @@ def stage(*plans: PlanTrace, **changes: Any) -> StageTrace:
 def drawn(of_scheduler: SchedulerTrace, *stages: StageTrace | None) -> dict[str, Any]:
     """The checked trace of these stages; None for one that did not answer."""
     parts = {number: msgspec.msgpack.encode(each) for number, each in enumerate(stages) if each is not None}
-    trace: dict[str, Any] = json.loads(trace_json(Recording(of_scheduler, parts), OFFSET, {"role": "prefill"}))
+    trace: dict[str, Any] = json.loads(trace_json(RecordedTrace(of_scheduler, parts), OFFSET, {"role": "prefill"}))
     check(trace)
     return trace
 
