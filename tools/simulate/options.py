@@ -125,7 +125,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     ours.add_argument("--hints", metavar="{" + ",".join(HINTS) + "},...", help=_HINTS_HELP)
     ours.add_argument("--open", metavar="{off,on,cancel},...", help=_OPEN_HELP)
     ours.add_argument("--parts", metavar="{" + ",".join(PARTS) + "},...", help=_PARTS_HELP)
-    ours.add_argument("--router", metavar="NAME,...", default="score", help=_ROUTER_HELP)
+    ours.add_argument("--router", metavar="NAME,...", default="score", help=ROUTER_HELP)
     ours.add_argument(
         "--fetch-rate",
         metavar="TOKENS",
@@ -144,7 +144,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     ours.add_argument(
         "--send-objective", action="store_true", help="every request asks for its objective, as by slo_ttft_ms"
     )
-    ours.add_argument("--retries", metavar="N", help=_RETRIES_HELP)
+    ours.add_argument("--retries", metavar="N", help=RETRIES_HELP)
     ours.add_argument("--json", metavar="FILE", help="also write all figures to this file")
     ours.add_argument("--plot", metavar="FILE.png", help="also draw them; needs pip install 'headrace[plot]'")
     engine = parser.add_argument_group("engine (one of)").add_mutually_exclusive_group()
@@ -215,12 +215,12 @@ _RETURNS_HELP = (
     "whether decode servers offer the KV of each turn to the prefill server of its prompt, at --fetch-rate, as with "
     "--kv-return of headrace serve. Adds a table by turn (with --remote always)"
 )
-_ROUTER_HELP = f"how a server is chosen where there are several: {', '.join(ROUTERS)} (default: score)"
+ROUTER_HELP = f"how a server is chosen where there are several: {', '.join(ROUTERS)} (default: score)"
 _OBJECTIVE_HELP = (
     "time to first token that counts as good: prop: 1 s + 5 x computing the prompt alone; class: 2, 8, 30 s up to "
     "4,096, 32,768, more tokens; flat: 30 s (default: prop)"
 )
-_RETRIES_HELP = (
+RETRIES_HELP = (
     "how often a client comes again when it is refused with 429, after Retry-After seconds (default: 0); times count "
     "from its first attempt"
 )
@@ -241,6 +241,12 @@ def points(given: Mapping[str, Any], environ: Mapping[str, str], longest: int) -
         max_model_len=longest + 2,
         vocab_size=0,
     )
+    return combinations(given, fixed, base.engine.host_pages)
+
+
+def combinations(given: Mapping[str, Any], fixed: SchedulerConfig, host_pages: int) -> list[Point]:
+    """Replays of every combination of the flags' values. fixed, host_pages: where no flag says otherwise. Raises
+    ConfigError for a bad value."""
     settings = {setting.key: _listed(setting.key, given[setting.key]) for setting in REPLAYED if setting.key in given}
     lists: dict[str, tuple[Any, ...]] = {
         **settings,
@@ -265,7 +271,7 @@ def points(given: Mapping[str, Any], environ: Mapping[str, str], longest: int) -
             Point(
                 swept={key: chosen[key] for key in swept if key != "load"},
                 scheduler=msgspec.structs.replace(fixed, **changed),
-                host_pages=chosen.get(HOST_PAGES, base.engine.host_pages),
+                host_pages=chosen.get(HOST_PAGES, host_pages),
                 replicas=chosen["replicas"],
                 **_parts(chosen),
                 router=chosen["router"],

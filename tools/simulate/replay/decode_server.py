@@ -107,7 +107,7 @@ class ReplayDecodeServer:
         tier: DecodeTier,
         prefills: Sequence[ReplayReplica],
         tokens: Callable[[str], None],
-        ended: Callable[[str, int, bool, ErrorInfo | None], None],
+        ended: Callable[[str, int, float, bool, ErrorInfo | None], None],
     ) -> None:
         """prefills: the prefill servers, which have a peer called "decode-NUMBER" by this."""
         self.name = f"decode-{number}"
@@ -201,6 +201,11 @@ class ReplayDecodeServer:
         sampling = SamplingParams(temperature=0.0, max_tokens=generated)
         self._driver.handle(Submit(rid=rid, prompt=prompt, sampling=sampling, route=route, terms=terms))
 
+    def cancel(self, rid: str) -> None:
+        """The client of a request gives it up, if it is here and has not ended."""
+        if rid in self._served:
+            self._driver.handle(Abort(rid=rid))
+
     def _hear_loads(self) -> None:
         if self._world.now - self._reported_at >= REPORTED_S:
             self._reported_at = self._world.now
@@ -230,9 +235,9 @@ class ReplayDecodeServer:
                 case RequestFinished() | RequestFailed() if effect.rid in self._handed_over:
                     self._handed_over.pop(effect.rid)(effect)
                 case RequestFinished():
-                    self._end(effect.rid, effect.usage.cached_tokens, None)
+                    self._end(effect.rid, effect.usage.cached_tokens, effect.timing.queue_s, None)
                 case RequestFailed():
-                    self._end(effect.rid, 0, effect.error)
+                    self._end(effect.rid, 0, 0.0, effect.error)
                 case _:
                     pass
 
@@ -270,7 +275,9 @@ class ReplayDecodeServer:
 
     def _arrived(self, rid: str, ended: RequestFinished | RequestFailed) -> None:
         """The prefill server has handed the KV over, or failed the prompt."""
-        served = self._served[rid]
+        served = self._served.get(rid)
+        if served is None:
+            return  # its client has given it up
         assert served.sent is not None, "it is not computed here"
         self._router.done(served.sent)
         if isinstance(ended, RequestFailed):
@@ -285,14 +292,14 @@ class ReplayDecodeServer:
             event = KvReceived(stage=stage, request=served.serial, first=first, bytes=1, chunks=1)
             self._world.at(self._world.now, lambda event=event: self._driver.handle(event))  # type: ignore[misc]
 
-    def _end(self, rid: str, cached_tokens: int, error: ErrorInfo | None) -> None:
+    def _end(self, rid: str, cached_tokens: int, queue_s: float, error: ErrorInfo | None) -> None:
         served = self._served.pop(rid)
         self._fetched.pop(served.serial, None)
         if served.sent is not None:
             self._router.done(served.sent)
             if self._tier.returns and error is None:
                 self._offer(served, self._prefills[served.sent.replica])
-        self._ended(rid, cached_tokens, served.sent is not None, error)
+        self._ended(rid, cached_tokens, queue_s, served.sent is not None, error)
 
     def _offer(self, served: DecodedRequest, prefill: ReplayReplica) -> None:
         """Offer the KV of a turn, as KvReturns does: what has filled a page since its prompt and is still here."""

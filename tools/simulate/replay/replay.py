@@ -108,6 +108,9 @@ class ReplayOutcome(msgspec.Struct, gc=False):
     remote: bool = True
     """A prefill server has computed the prompt."""
 
+    queue_s: float = 0.0
+    """Seconds in the queue of the server that it was sent to; 0 for one that ended with an error."""
+
     @property
     def token_s(self) -> float | None:
         """Seconds per generated token after the first one; None where there is none."""
@@ -133,6 +136,9 @@ class ReplayResult(msgspec.Struct, frozen=True):
 
     offers: dict[str, int] = {}
     """KV that decode servers have offered back: how much was taken and has come, and why the rest has not."""
+
+    decode_busy_s: tuple[float, ...] = ()
+    """As busy_s, of the decode servers."""
 
 
 class Replay:
@@ -218,6 +224,7 @@ class Replay:
             max(0.0, self._last_token_at - began),
             sum(replica.pipeline.plans for replica in self._replicas),
             dict(sum((replica.returns.results for replica in self._replicas), Counter())),
+            tuple(max(server.pipeline.busy_s) for server in self._decodes),
         )
 
     def _await_arrival(self, number: int) -> None:
@@ -233,6 +240,8 @@ class Replay:
             outcome.turn = self._turn_numbers[number]
         self._outcomes.append(outcome)
         self._send(number)
+        if request.cancel_s is not None:
+            self._world.at(self._world.now + request.cancel_s, lambda: self._cancel(number))
 
     def _await_growth(self) -> None:
         """Next turns are opened, and grow."""
@@ -270,6 +279,15 @@ class Replay:
         replica = self._replicas[outcome.replica]
         self._later(lambda: replica.submit(rid, text, terms, outcome.attempts))
 
+    def _cancel(self, number: int) -> None:
+        """The client of a request gives it up, if it has not ended."""
+        rid, chosen = str(number), self._outcomes[number].replica
+        if self._decodes:
+            for server in self._decodes:
+                server.cancel(rid)
+        else:
+            self._later(lambda: self._replicas[chosen].cancel(rid))
+
     def _choose(self, rid: str, prompt: bytes, terms: RequestTerms, opened: int | None = None) -> int:
         """The server of a request; the one that has its open prompt, if one has."""
         if self._router is None:
@@ -296,9 +314,10 @@ class Replay:
 
     def _terms(self, number: int) -> RequestTerms:
         objective_s, tenant = self._settings.objective_s, self._tenant(number)
-        slo = None if objective_s is None else objective_s(self._requests[number].tokens)
+        request = self._requests[number]
+        slo = request.slo_ttft_s if objective_s is None else objective_s(request.tokens)
         if not self._turns:
-            return RequestTerms(tenant=tenant, slo_ttft_s=slo)
+            return RequestTerms(tenant=tenant, slo_ttft_s=slo, priority=request.priority)
         turn = self._turns[number]  # tenants of servers have salts of their own
         return RequestTerms(tenant=tenant, slo_ttft_s=slo, cache_salt=tenant, retain=turn.retain, session=turn.session)
 
@@ -311,10 +330,10 @@ class Replay:
         if outcome.first_token_s is None:
             outcome.first_token_s = outcome.end_s
 
-    def _served(self, rid: str, cached_tokens: int, remote: bool, error: ErrorInfo | None) -> None:
+    def _served(self, rid: str, cached_tokens: int, queue_s: float, remote: bool, error: ErrorInfo | None) -> None:
         """A request has ended at its decode server."""
         self._outcomes[int(rid)].remote = remote
-        self._ended(rid, cached_tokens, error)
+        self._ended(rid, cached_tokens, queue_s, error)
 
     def _cached(self, replica: int, event: KvEventMessage) -> None:
         for server in self._decodes:
@@ -333,7 +352,7 @@ class Replay:
             self._last_token_at = self._world.now
             outcome.first_token_s = self._world.now - outcome.arrival_s
 
-    def _ended(self, rid: str, cached_tokens: int, error: ErrorInfo | None) -> None:
+    def _ended(self, rid: str, cached_tokens: int, queue_s: float, error: ErrorInfo | None) -> None:
         if self._router is not None:
             self._router.answered(rid)
         outcome = self._outcomes[int(rid)]
@@ -343,6 +362,7 @@ class Replay:
             wait_s = max(1, ceil(retry_s))  # as HTTP has it
             self._world.at(self._world.now + wait_s, lambda: self._send(int(rid)))
             return
-        outcome.cached_tokens, outcome.error = cached_tokens, "" if error is None else error.code
+        outcome.cached_tokens, outcome.queue_s = cached_tokens, queue_s
+        outcome.error = "" if error is None else error.code
         self._left -= 1
         self._progress(len(self._requests) - self._left)

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from headrace.core.config import SchedulerConfig
-from headrace.core.messages.frontend import Submit
+from headrace.core.messages.frontend import Abort, Submit
 from headrace.core.messages.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KvEventMessage, ReplicaKvEvent
 from headrace.core.messages.orders import Order, PrepareReceive
 from headrace.core.messages.peers import AskReserve, PeerJoined, PeerReserved
@@ -47,8 +47,8 @@ class HostTier(NamedTuple):
 class ReplayReplica:
     """Takes prompts and reports what becomes of them, at the virtual times at which it does.
 
-    first_token: called with rid. ended: called with rid, cached tokens and the error, if there was one. cached: called
-    with what the prefix cache gained or lost, if the configuration has kv_events.
+    first_token: called with rid. ended: called with rid, cached tokens, seconds in the queue and the error, if there
+    was one. cached: called with what the prefix cache gained or lost, if the configuration has kv_events.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class ReplayReplica:
         fetch_tokens_s: float | None,
         host: HostTier,
         first_token: Callable[[str], None],
-        ended: Callable[[str, int, ErrorInfo | None], None],
+        ended: Callable[[str, int, float, ErrorInfo | None], None],
         cached: Callable[[KvEventMessage], None] = lambda _event: None,
         *,
         cancels: bool = False,
@@ -137,6 +137,10 @@ class ReplayReplica:
             rid, lambda: self._bring(prompt, terms, lambda: self._start(rid, prompt, terms, attempt))
         )
 
+    def cancel(self, rid: str) -> None:
+        """The client of a request gives it up, if it has not ended."""
+        self._driver.handle(Abort(rid=rid))
+
     def _bring(self, prompt: bytes, terms: RequestTerms, go_on: Callable[[], None]) -> None:
         """Go on with a prompt when what siblings have of it has come."""
         if self._siblings is None:
@@ -207,10 +211,10 @@ class ReplayReplica:
                 case RequestFinished() | RequestFailed() if effect.rid in self._handed_over:
                     self._handed_over.pop(effect.rid)(effect)
                 case RequestFinished():
-                    self._ended(effect.rid, effect.usage.cached_tokens, None)
+                    self._ended(effect.rid, effect.usage.cached_tokens, effect.timing.queue_s, None)
                 case RequestFailed():
                     self._leave_queue(effect.rid)
-                    self._ended(effect.rid, 0, effect.error)
+                    self._ended(effect.rid, 0, 0.0, effect.error)
                 case _:
                     pass
 

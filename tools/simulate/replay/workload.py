@@ -42,6 +42,13 @@ class TraceRequest(msgspec.Struct, frozen=True, gc=False):
     tenant: str = ""
     """Whose it is; "" where the trace does not say."""
 
+    priority: int = 0
+    slo_ttft_s: float | None = None
+    """Seconds within which its client would like the first token; None: it has not said."""
+
+    cancel_s: float | None = None
+    """Seconds after its arrival at which its client gives it up; None: it waits for its end."""
+
 
 def prompt(request: TraceRequest, vocabulary: int = VOCABULARY) -> bytes:
     """The packed token ids of a request's prompt, all below vocabulary."""
