@@ -150,6 +150,11 @@ class Scheduler:
         self._idle_check = IdleCheck()
 
     @property
+    def state(self) -> State:
+        """What it knows, for those who explain what it has decided: they only read."""
+        return self._state
+
+    @property
     def idle(self) -> bool:
         """No request is left, and no page is leased."""
         return not self._state.requests

@@ -105,6 +105,15 @@ class KeyedPolicy:
             yield request
             self._advance(sources, name, firsts, now)
 
+    def ranked(self, now: float) -> list[Request]:
+        """All requests by their keys as of now, those of tenants that are ahead behind others of their priority."""
+
+        def place(request: Request) -> Key:
+            priority, *key = self._key(request, now)
+            return (priority, self._tenants.ahead(request)[0], *key)
+
+        return sorted(self._requests.values(), key=place)
+
     def __iter__(self) -> Iterator[Request]:
         return iter(list(self._requests.values()))
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from headrace.core.messages.orders import Forward
 from headrace.core.types.requests.request import Discard
 from headrace.scheduler.costs.chunking import Cost
-from tests.scheduler.batching.prompt_runs import CHUNK, OVERHEAD, Prompt, run
+from tests.scheduler.batching.prompt_runs import CHUNK, OVERHEAD, Prompt, run, seconds
 from tests.scheduler.bench import Bench
 
 POLICIES = ("fcfs", "srpt", "slo")
@@ -287,3 +287,33 @@ def test_requests_that_end_leave_nothing_behind(policy: str) -> None:
         bench.abort(f"r{index}")
     bench.assert_empty()
     assert bench.metric("unplanned_seconds") == 0
+
+
+@settings(deadline=None, max_examples=40)
+@given(PROMPTS, st.sampled_from(POLICIES), st.integers(1, 60), COSTS)
+def test_the_order_for_reports_is_the_order_of_the_plans(
+    prompts: list[Prompt], policy: str, plans: int, cost: Cost
+) -> None:
+    """Looking at it changes nothing: with and without, the plans are the same."""
+    looked_at = Bench(policy=policy, chunk_tokens=CHUNK, max_model_len=1024, kv_pages=512, tenant_lag_s=0.02)
+    compared = Bench(policy=policy, chunk_tokens=CHUNK, max_model_len=1024, kv_pages=512, tenant_lag_s=0.02)
+    for number in range(plans):
+        ordered = []
+        for bench in (looked_at, compared):
+            for index, prompt in enumerate(prompts):
+                if prompt.at == number:
+                    text = [index] * (prompt.length % 300 + 1)
+                    terms = {"priority": prompt.priority, "tenant": prompt.tenant, "slo_ttft_s": prompt.slo_ttft_s}
+                    bench.submit(f"r{index}", text, route=Discard(), max_tokens=1, **terms)
+            if bench is looked_at:
+                queue = bench.scheduler.state.replicas[0].queues.policy
+                ranked = [request.rid for request in queue.ranked(bench.now)]
+                assert ranked == [request.rid for request in queue.order(bench.now)]
+                assert ranked == [request.rid for request in queue.ranked(bench.now)]
+            forward = bench.plan()
+            ordered.append(forward)
+            if forward is not None:
+                bench.now += 0.01
+                taken = seconds(cost, [(row.start, row.count) for row in forward.rows])
+                bench.done(forward, *[1 for row in forward.rows if row.sample is not None], seconds=taken)
+        assert ordered[0] == ordered[1]
