@@ -1,1 +1,1 @@
-"""The command line: headrace serve, gateway, stage, up, check, demo, bench, simulate."""
+"""The command line: headrace serve, gateway, stage, up, check, demo, bench, simulate, replay."""

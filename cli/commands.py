@@ -1,4 +1,4 @@
-"""The command `headrace`: serve, up, gateway, dynamo, stage, check, bake, keys, demo, simulate, bench."""
+"""The command `headrace`: serve, up, gateway, dynamo, stage, check, bake, keys, demo, simulate, replay, bench."""
 
 import argparse
 import os
@@ -26,6 +26,7 @@ from headrace.server.config.toml_file import to_toml
 from headrace.server.config.values import nearest
 from headrace.server.stage_group import rank_info
 from headrace.tools.bake import options as bake_options
+from headrace.tools.replay import options as replay_options
 from headrace.tools.simulate import options as simulate_options
 
 INTERRUPTED = INTERRUPTED_BY + signal.SIGINT
@@ -127,6 +128,10 @@ def _run(given: argparse.Namespace) -> int:
             from headrace.tools.simulate import command  # a server does not need the simulator
 
             return command.main(given, os.environ)
+        case "replay":
+            from headrace.tools.replay import command as replay_command
+
+            return replay_command.main(given)
         case "bench serve":
             from headrace.tools.bench import command as bench_command  # nor the client of a benchmark
 
@@ -190,6 +195,10 @@ def build_parser() -> argparse.ArgumentParser:
     about, usage = simulate_options.DESCRIPTION, "headrace simulate TRACE [flags]"
     simulate_options.add_flags(
         commands.add_parser("simulate", help=about, description=about, usage=usage, allow_abbrev=False)
+    )
+    about, usage = replay_options.DESCRIPTION, replay_options.USAGE
+    replay_options.add_flags(
+        commands.add_parser("replay", help=about, description=about, usage=usage, allow_abbrev=False)
     )
     bench = commands.add_parser("bench", help=BENCH, description=BENCH, allow_abbrev=False)
     bench.add_argument("benchmark", nargs="?", help="serve, or a module of benchmarks/ (default: all of them)")

@@ -2,6 +2,7 @@
 
 import argparse
 import re
+from collections.abc import Iterator
 
 import pytest
 
@@ -58,11 +59,18 @@ def test_make_targets_and_benchmarks_exist(name: str) -> None:
 
 def flags() -> set[str]:
     """Every option of every sub-command of headrace."""
-    (commands,) = [action for action in build_parser()._actions if isinstance(action, argparse._SubParsersAction)]
     bench_serve = argparse.ArgumentParser()
     bench_options.add_flags(bench_serve)
-    parsers = [*commands.choices.values(), bench_serve]
-    return {option for parser in parsers for action in parser._actions for option in action.option_strings}
+    return {option for parser in (build_parser(), bench_serve) for option in options(parser)}
+
+
+def options(parser: argparse.ArgumentParser) -> Iterator[str]:
+    """Those of a parser, and of the sub-commands below it."""
+    for action in parser._actions:
+        yield from action.option_strings
+        if isinstance(action, argparse._SubParsersAction):
+            for below in action.choices.values():
+                yield from options(below)
 
 
 @pytest.mark.parametrize("name", DOCUMENTS)
@@ -70,6 +78,8 @@ def test_headrace_flags_exist(name: str) -> None:
     """In command lines that begin with headrace, up to the end of the line or of a continued one."""
     known = flags()
     joined = text(name).replace("\\\n", " ")
-    for line in re.findall(r"headrace (?:serve|check|gateway|stage|keys|demo|simulate|bench)\b([^`\n]*)", joined):
+    for line in re.findall(
+        r"headrace (?:serve|check|gateway|stage|keys|demo|simulate|replay|bench)\b([^`\n]*)", joined
+    ):
         unknown = set(re.findall(r"(?<!\S)(--[a-z][\w-]*)", line.split("#")[0])) - known
         assert not unknown, f"{name}: {unknown} in: headrace ...{line}"

@@ -1,0 +1,117 @@
+"""The command headrace replay: the state at a time, steps, mistakes in one line."""
+
+import io
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from headrace.cli import commands as cli
+from headrace.scheduler.recording.file import read_recording
+from headrace.tools.replay import steps
+from headrace.tools.replay.playback import Playback
+from tests.scheduler.bench import Bench
+from tests.tools.replay.tapes import taped
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    """Three prompts, one of which is too long for what is left of the pool, three passes of a tenth of a second."""
+    with taped(4) as tapes:
+        bench = Bench(chunk_tokens=8, kv_pages=8, pipeline_depth=0, prefix_cache=False, policy="fcfs")
+        for rid, tokens in (("a", 16), ("b", 12), ("c", 20)):
+            bench.submit(rid, [len(rid)] * tokens, max_tokens=1)
+        for _ in range(3):
+            forward = bench.plan()
+            assert forward is not None
+            bench.now += 0.1
+            bench.done(forward, *[1 for row in forward.rows if row.sample is not None])
+        bench.plan()
+    return tapes[0].write(tmp_path)
+
+
+def test_the_state_at_a_time(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["replay", str(path), "--at", "0.1"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("0.100 s (2025-11-24 ")
+    assert lines[0].endswith(" of 11 calls")
+    text = "\n".join(lines)
+    assert "queues    bootstrap 0 (0 tokens), waiting 2 (32 tokens), running 1 (16 tokens)" in text
+    assert "pages     4 free, 0 cached, 4 leased of 8" in text
+    assert "passes    1 of 1 in flight" in text
+    assert "8 tokens in 1 row, for 0.000 s: a to 16" in text
+    assert "waiting   2\n  b: 0 of 12 tokens computed, waiting for 0.100 s: " in text
+    assert "c: 0 of 20 tokens computed, waiting for 0.100 s: it needs 5 pages and lacks 1: 4 are free" in text
+
+
+def test_steps_are_a_listing_where_there_is_no_terminal(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["replay", str(path), "--step", "--at", "0.2"]) == 0
+    rest = capsys.readouterr().out.splitlines()
+    assert cli.main(["replay", str(path), "--step"]) == 0
+    everything = capsys.readouterr().out.splitlines()
+    assert len(everything) == 11
+    assert everything[-len(rest) :] == rest
+    assert "StageReady" in everything[0]
+    assert "Submit a: 16 tokens, DecodeHere → no effects" in everything[1]
+    assert "plan → Forward " in everything[4]
+    assert "a [0, 8)" in everything[4]
+
+
+def test_stepping_forward_and_back(path: Path) -> None:
+    typed: Iterator[str] = iter(["", "3", "-", "-2", "@0.1", "/b", "s", "?", "@x", "99", "", "q"])
+    out = io.StringIO()
+    steps.interact(Playback(read_recording(path)), lambda _prompt: next(typed), out)
+    shown = out.getvalue()
+    assert shown.count("after 3 of 11 calls") == 1
+    assert shown.count("after 1 of 11 calls") == 1
+    assert shown.count("the recording ends here") == 2
+    assert shown.count(steps.HELP) == 3
+    assert "(not as recorded)" not in shown
+    end = io.StringIO()
+
+    def closed(_prompt: str) -> str:
+        raise EOFError
+
+    steps.interact(Playback(read_recording(path)), closed, end)
+    assert end.getvalue().endswith(f"{steps.HELP}\n")
+
+
+MISTAKES = [
+    (["replay"], "FILE"),
+    (["replay", "/nowhere/x.recording"], "/nowhere/x.recording: No such file or directory"),
+    (["replay", "/"], "Is a directory"),
+    (["replay", "{path}", "wy"], "invalid choice: 'wy'"),
+    (["replay", "{path}", "why"], "REQUEST"),
+    (["replay", "{path}", "why", "d"], "the recording has no request 'd'; "),
+    (["replay", "{path}", "picture"], "-o"),
+    (["replay", "{path}", "--verbos"], "unknown argument --verbos; did you mean --verbose?"),
+    (["replay", "{path}", "--at", "0.4"], "--at: expected seconds from 0 to 0.300, the length of it, got '0.4'"),
+    (["replay", "{path}", "--at", "nan"], "got 'nan'"),
+    (["replay", "{path}", "--at", "1", "why", "a"], "--at does not go with why"),
+    (["replay", "{path}", "diff", "--polcy", "slo"], "unknown argument --polcy; did you mean --policy?"),
+    (["replay", "{path}", "diff", "--policy", "lifo"], "--policy"),
+    (["replay", "{path}", "diff", "--replicas", "0"], "--replicas: expected whole numbers from 1"),
+    (["replay", "{path}", "diff", "--page-size", "8"], "unknown argument --page-size"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "message"), MISTAKES, ids=lambda value: " ".join(value))
+def test_mistakes_are_one_line_and_status_2(
+    arguments: list[str], message: str, path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main([argument.format(path=path) for argument in arguments]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("headrace: ")
+    assert err.count("\n") == 1
+    assert message in err
+
+
+@pytest.mark.parametrize("content", [b"", b"HRRECORD", b"\x00" * 100, b'{"timestamp": 1}\n'])
+def test_what_is_no_recording(content: bytes, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "trace.jsonl"
+    path.write_bytes(content)
+    assert cli.main(["replay", str(path)]) == 2
+    err = capsys.readouterr().err
+    assert err.startswith(f"headrace: {path}: ")
+    assert err.count("\n") == 1

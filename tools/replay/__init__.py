@@ -1,0 +1,1 @@
+"""`headrace replay`: runs the scheduler over a recording: the same decisions again, explained, varied and drawn."""
