@@ -10,7 +10,7 @@ from headrace.core.version import headrace_version
 from headrace.scheduler.recording.digest import digest
 from headrace.scheduler.recording.file import Header, Recording
 from headrace.tools.output import table
-from headrace.tools.replay.playback import Playback, Step
+from headrace.tools.replay.playback import Playback, PlayedCall
 from headrace.tools.replay.words import called, counted, effects_line, short
 
 
@@ -23,7 +23,7 @@ class SecondDigest:
     recorded: hashlib.blake2b = field(default_factory=lambda: hashlib.blake2b(digest_size=8))
     replayed: hashlib.blake2b = field(default_factory=lambda: hashlib.blake2b(digest_size=8))
 
-    def add(self, step: Step) -> None:
+    def add(self, step: PlayedCall) -> None:
         """Take in a call."""
         self.calls += 1
         self.recorded.update(b"%d," % step.call.digest)
@@ -75,7 +75,7 @@ def check(recording: Recording, progress: Callable[[int, int], None]) -> tuple[V
     return verdict, playback
 
 
-def _count(verdict: Verdict, playback: Playback, step: Step) -> None:
+def _count(verdict: Verdict, playback: Playback, step: PlayedCall) -> None:
     verdict.calls += 1
     verdict.arrivals += isinstance(step.call.event, Submit)
     for effect in step.effects:
@@ -87,7 +87,7 @@ def _count(verdict: Verdict, playback: Playback, step: Step) -> None:
     verdict.seconds[-1].add(step)
 
 
-def _difference(playback: Playback, step: Step) -> str:
+def _difference(playback: Playback, step: PlayedCall) -> str:
     at, segment = playback.since(step.call.now), playback.segment_of(step.position)
     what = called(step.call, playback.name_of)
     recorded = f" (recorded: {short(step.call.raised)})" if step.call.raised and not step.equal else ""

@@ -14,7 +14,7 @@ from headrace.scheduler.recording.file import Recording, RecordingError, read_re
 from headrace.tools.output import ProgressLine, check_output, check_plotting, write_json
 from headrace.tools.replay import check, counterfactual, moment, options, picture, steps, story
 from headrace.tools.replay.playback import Playback
-from headrace.tools.replay.timeline import Timeline, gather
+from headrace.tools.replay.timeline import RecordedTimeline, gather
 from headrace.tools.replay.words import short
 from headrace.tools.simulate import options as simulate_options
 
@@ -121,7 +121,7 @@ def _picture(name: str, recording: Recording, output: str) -> None:
         check_plotting(path)
     timeline, playback = gather(recording)
     wall = playback.wall(playback.began)
-    passes = len({(one.seq, one.rank) for one in timeline.passes})
+    passes = len({one.seq for one in timeline.passes})
     picture.draw(timeline, f"{name}: {len(timeline.lives):,} requests, {passes:,} passes, from {wall}", path)
     say(f"wrote {path}")
 
@@ -145,6 +145,6 @@ def _diff(name: str, recording: Recording, given: Mapping[str, Any]) -> None:
     write_json(json_file, found)
 
 
-def _length(timeline: Timeline, number: int) -> int:
+def _length(timeline: RecordedTimeline, number: int) -> int:
     life = timeline.lives[number]
     return life.prompt_tokens + max(life.tokens, life.submit.sampling.max_tokens)

@@ -27,7 +27,7 @@ from headrace.scheduler.costs.cost_model import Load
 from headrace.scheduler.requests.phase import Phase
 from headrace.scheduler.state.state import State
 from headrace.tools.output import quantile, table
-from headrace.tools.replay.timeline import RequestLife, StagePass, Timeline
+from headrace.tools.replay.timeline import RankPass, RecordedTimeline, RequestLife
 from headrace.tools.simulate.options import Point
 from headrace.tools.simulate.replay.decode_server import DecodeTier
 from headrace.tools.simulate.replay.replay import Replay, ReplaySettings
@@ -98,9 +98,9 @@ class Counterfactual(msgspec.Struct, frozen=True, kw_only=True):
     """What was recorded, the same as simulated, and what was asked for."""
 
 
-def fit(passes: Iterable[StagePass], config: SchedulerConfig) -> FittedCosts:
+def fit(passes: Iterable[RankPass], config: SchedulerConfig) -> FittedCosts:
     """Least squares of the relative errors over the passes of a recording. Raises ConfigError for too few of them."""
-    layout, by_stage = config.layout, defaultdict[int, list[StagePass]](list)
+    layout, by_stage = config.layout, defaultdict[int, list[RankPass]](list)
     for one in passes:
         place = layout.place(one.rank)
         if place.shard == 0 and one.rows and one.seconds > 0:
@@ -124,7 +124,7 @@ def fit(passes: Iterable[StagePass], config: SchedulerConfig) -> FittedCosts:
 
 
 def compare(
-    name: str, timeline: Timeline, state: State, points: Sequence[tuple[str, Point]], retries: int
+    name: str, timeline: RecordedTimeline, state: State, points: Sequence[tuple[str, Point]], retries: int
 ) -> Counterfactual:
     """What was recorded, and each point simulated; the first one is as it was. state: at the end of the recording.
     Raises ConfigError for a recording of which there is nothing to simulate."""
@@ -210,7 +210,7 @@ def _cells(row: CounterfactualRow) -> list[str]:
     ]  # fmt: skip
 
 
-def _features(one: StagePass) -> tuple[float, float, float, float]:
+def _features(one: RankPass) -> tuple[float, float, float, float]:
     """What the seconds of a pass are linear in: squares, tokens, 1, and tokens whose KV is read by decoding."""
     squares, tokens, reads = 0, 0, 0
     for row in one.rows:
@@ -308,7 +308,7 @@ class _PromptTexts:
         return (*shared, PromptSegment(own, left)) if left else shared
 
 
-def _recorded(lives: Sequence[RequestLife], timeline: Timeline, config: SchedulerConfig) -> CounterfactualRow:
+def _recorded(lives: Sequence[RequestLife], timeline: RecordedTimeline, config: SchedulerConfig) -> CounterfactualRow:
     """What was."""
     layout, busy = config.layout, defaultdict[int, float](float)
     for one in timeline.passes:

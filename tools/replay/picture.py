@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from headrace.core.types.errors import ConfigError
 from headrace.scheduler.requests.phase import Phase
 from headrace.tools.output import new_figure, save_figure
-from headrace.tools.replay.timeline import RequestLife, Timeline
+from headrace.tools.replay.timeline import RecordedTimeline, RequestLife
 from headrace.tools.replay.words import short
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ NAMES = {
 }
 PREFILL, DECODE, FAILED = "#3a7ca5", "#8cb369", "#bc4b51"
 LINES = {"waiting": "#d1890b", "running": "#3a7ca5"}  # of the first panel
-TOKENS, PAGES = "#7d5ba6", "#5b8e7d"
+TOKENS, LEASED, USED = "#7d5ba6", "#bc4b51", "#9aa5b1"
 
 
 class BusySpan(NamedTuple):
@@ -62,7 +62,7 @@ class RequestBar(NamedTuple):
     about: str
 
 
-def bars(timeline: Timeline) -> tuple[list[RequestBar], int]:
+def bars(timeline: RecordedTimeline) -> tuple[list[RequestBar], int]:
     """The requests that are drawn, by arrival, and how many are not: those that were here for the shortest time."""
     lives = [life for life in timeline.lives if life.phases]
     kept = sorted(lives, key=_length, reverse=True)[:MOST_BARS]
@@ -70,7 +70,7 @@ def bars(timeline: Timeline) -> tuple[list[RequestBar], int]:
     return [_bar(life, timeline) for life in lives if id(life) in chosen], len(lives) - len(kept)
 
 
-def busy(timeline: Timeline, rank: int) -> list[BusySpan]:
+def busy(timeline: RecordedTimeline, rank: int) -> list[BusySpan]:
     """The passes of a rank, those that are close to each other together."""
     least = (timeline.ended - timeline.began) / FINEST
     found: list[BusySpan] = []
@@ -87,7 +87,7 @@ def busy(timeline: Timeline, rank: int) -> list[BusySpan]:
     return found
 
 
-def draw(timeline: Timeline, title: str, path: Path) -> None:
+def draw(timeline: RecordedTimeline, title: str, path: Path) -> None:
     """Write the picture, as PNG or HTML by the name of the file. Raises ConfigError for a file that cannot be
     written."""
     if path.suffix.lower() == ".png":
@@ -103,7 +103,7 @@ def _length(life: RequestLife) -> float:
     return life.phases[-1].end - life.phases[0].start
 
 
-def _bar(life: RequestLife, timeline: Timeline) -> RequestBar:
+def _bar(life: RequestLife, timeline: RecordedTimeline) -> RequestBar:
     began = timeline.began
     spans = tuple(
         (span.phase, max(0.0, span.start - began), span.end - began)
@@ -125,7 +125,7 @@ def _bar(life: RequestLife, timeline: Timeline) -> RequestBar:
 # --- PNG
 
 
-def _draw_png(timeline: Timeline, title: str, path: Path) -> None:
+def _draw_png(timeline: RecordedTimeline, title: str, path: Path) -> None:
     requests, left_out = bars(timeline)
     ranks = list(timeline.ranks)
     rows = max(8, min(60, len(requests)))
@@ -141,14 +141,18 @@ def _draw_png(timeline: Timeline, title: str, path: Path) -> None:
         left = queues.twinx()
         left.step(at, [point.unplanned for point in points], where="post", color=TOKENS, linewidth=0.8)
         left.set_ylabel("tokens to plan", color=TOKENS, fontsize=8)
-        pages.step(at, [point.free_pages for point in points], where="post", color=PAGES)
+        used, leased = [point.used_pages for point in points], [point.leased_pages for point in points]
+        pages.fill_between(at, used, step="post", color=USED, alpha=0.5, linewidth=0, label="cached")
+        pages.fill_between(at, leased, step="post", color=LEASED, alpha=0.7, linewidth=0, label="leased")
         pages.set_ylim(0, max(1, timeline.pages) * 1.05)
+        pages.legend(fontsize=8, loc="upper left")
     queues.set_ylabel("requests")
-    pages.set_ylabel("free pages")
+    pages.set_ylabel("KV pages")
     for place, rank in enumerate(ranks):
         for decodes, color in ((False, PREFILL), (True, DECODE)):
             found = [(one.start, one.end - one.start) for one in busy(timeline, rank) if one.decodes == decodes]
             passes.broken_barh(found, (place - 0.4, 0.8), color=color)
+    passes.set_ylim(len(ranks) - 0.5, -0.5)
     passes.set_yticks(range(len(ranks)), [timeline.ranks[rank] for rank in ranks], fontsize=8)
     for row, bar in enumerate(requests):
         for phase, start, end in bar.spans:
@@ -187,7 +191,7 @@ svg text { font: 11px system-ui, sans-serif; fill: #52606d }
 """
 
 
-def as_html(timeline: Timeline, title: str) -> str:
+def as_html(timeline: RecordedTimeline, title: str) -> str:
     """The picture as an HTML page."""
     requests, left_out = bars(timeline)
     svg = _Svg(timeline.ended - timeline.began)
@@ -216,7 +220,7 @@ class _Svg:
         self._seconds = seconds
         self.bottom = 10.0
 
-    def parts(self, timeline: Timeline, requests: Sequence[RequestBar]) -> Iterator[str]:
+    def parts(self, timeline: RecordedTimeline, requests: Sequence[RequestBar]) -> Iterator[str]:
         """All parts."""
         began, loads = timeline.began, timeline.loads
         waiting = [(point.at - began, point.waiting) for point in loads]
@@ -227,8 +231,10 @@ class _Svg:
         yield from self._panel(
             "tokens to plan", [([(p.at - began, p.unplanned) for p in loads], TOKENS, "tokens to plan")]
         )
-        free = [(point.at - began, point.free_pages) for point in loads]
-        yield from self._panel("free pages", [(free, PAGES, "free pages")], timeline.pages)
+        used = [(point.at - began, point.used_pages) for point in loads]
+        leased = [(point.at - began, point.leased_pages) for point in loads]
+        lines = [(used, USED, "leased or cached pages"), (leased, LEASED, "leased pages")]
+        yield from self._panel("KV pages", lines, timeline.pages)
         for rank, name in timeline.ranks.items():
             yield self._text(self.bottom + RANK - 6, name)
             for one in busy(timeline, rank):

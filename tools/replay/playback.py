@@ -20,7 +20,7 @@ from headrace.scheduler.recording.file import Call, Recording, RecordingError, a
 from headrace.scheduler.scheduler import Effect, Scheduler
 
 
-class Step(NamedTuple):
+class PlayedCall(NamedTuple):
     """A call that was applied."""
 
     position: int
@@ -62,7 +62,7 @@ class Playback:
         """Calls of the recording."""
         return self._starts[-1]
 
-    def __iter__(self) -> Iterator[Step]:
+    def __iter__(self) -> Iterator[PlayedCall]:
         """Apply the calls that are left, one by one."""
         while (step := self.step()) is not None:
             yield step
@@ -112,7 +112,7 @@ class Playback:
         found: Call = self._segments[segment].calls[position - self._starts[segment]]
         return found
 
-    def step(self) -> Step | None:
+    def step(self) -> PlayedCall | None:
         """Apply the next call; None at the end."""
         position = self.position
         if position == len(self):
@@ -127,11 +127,11 @@ class Playback:
             effects = apply(self.scheduler, call)
         except Exception as error:  # a crash that was recorded, or whatever a damaged state leads to
             self.differed, self.position = True, self._starts[segment + 1]
-            return Step(position, call, [], _told(error) == call.raised, _place(error))
+            return PlayedCall(position, call, [], _told(error) == call.raised, _place(error))
         equal = digest(effects) == call.digest and not call.raised
         self.differed |= not equal
         self.position += 1
-        return Step(position, call, effects, equal)
+        return PlayedCall(position, call, effects, equal)
 
     def seek(self, position: int) -> None:
         """Go to the state after so many calls, forward or back."""

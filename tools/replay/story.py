@@ -29,7 +29,7 @@ from headrace.scheduler.scheduler import Effect, Event
 from headrace.scheduler.state.replica import Replica
 from headrace.scheduler.state.state import State
 from headrace.tools.replay import waits
-from headrace.tools.replay.playback import Playback, Step
+from headrace.tools.replay.playback import Playback, PlayedCall
 from headrace.tools.replay.words import counted, short
 
 MOST_NAMED = 3
@@ -149,7 +149,7 @@ class _Story:
     def _state(self) -> State:
         return self._playback.scheduler.state
 
-    def look(self, step: Step) -> None:
+    def look(self, step: PlayedCall) -> None:
         """A call was applied."""
         now, event = step.call.now, step.call.event
         if step.raised:

@@ -88,7 +88,7 @@ class RequestLife:
         return None if self.first_token is None or self.known_before else self.first_token - self.arrived
 
 
-class StagePass(NamedTuple):
+class RankPass(NamedTuple):
     """A forward pass on one rank."""
 
     rank: int
@@ -129,15 +129,18 @@ class LoadPoint(NamedTuple):
     unplanned: int
     """Prompt tokens that are in no pass yet."""
 
-    free_pages: int
-    """Neither leased nor cached."""
+    leased_pages: int
+    """That requests have, of all pools."""
+
+    used_pages: int
+    """The same, and those that are cached."""
 
     in_flight: int
     """Passes that were ordered and are not done."""
 
 
 @dataclass(slots=True, eq=False)
-class Timeline:
+class RecordedTimeline:
     """A whole recording."""
 
     began: float
@@ -145,7 +148,7 @@ class Timeline:
     lives: list[RequestLife]
     """In the order of arrival."""
 
-    passes: list[StagePass]
+    passes: list[RankPass]
     loads: list[LoadPoint]
     ranks: dict[int, str]
     """Names of the ranks that have computed passes."""
@@ -161,7 +164,7 @@ class _Gathering:
     def __init__(self) -> None:
         self.lives: list[RequestLife] = []
         self._open: dict[str, RequestLife] = {}  # by rid
-        self.passes: list[StagePass] = []
+        self.passes: list[RankPass] = []
         self.loads: list[LoadPoint] = []
         self._rows: dict[tuple[int, int], tuple[PlanRow, ...]] = {}  # by replica and number of the pass
         self._cancelled: set[tuple[int, int]] = set()
@@ -251,7 +254,7 @@ class _Gathering:
             kept = () if (replica.index, event.seq) in self._cancelled else rows
             start = max(now - event.duration_s, self._ends.get(event.stage, now - event.duration_s))
             self._ends[event.stage] = now
-            self.passes.append(StagePass(event.stage, event.seq, start, now, event.duration_s, kept))
+            self.passes.append(RankPass(event.stage, event.seq, start, now, event.duration_s, kept))
             if event.stage == replica.sampler:
                 del self._rows[replica.index, event.seq]
 
@@ -268,14 +271,15 @@ class _Gathering:
             waiting,
             sum(phases.values()) - waiting,
             state.unplanned,
-            sum(replica.cache.free for replica in state.replicas),
+            sum(replica.cache.leased for replica in state.replicas),
+            sum(replica.cache.leased + replica.cache.cached for replica in state.replicas),
             state.plans_in_flight,
         )
         if not self.loads or self.loads[-1][1:] != counts:
             self.loads.append(LoadPoint(now, *counts))
 
 
-def gather(recording: Recording) -> tuple[Timeline, Playback]:
+def gather(recording: Recording) -> tuple[RecordedTimeline, Playback]:
     """Play a recording to its end."""
     gathering = _Gathering()
     playback = Playback(recording, gathering.adopt)
@@ -284,7 +288,7 @@ def gather(recording: Recording) -> tuple[Timeline, Playback]:
     gathering.close(playback.now)
     state = playback.scheduler.state
     ranks = sorted({one.rank for one in gathering.passes})
-    timeline = Timeline(
+    timeline = RecordedTimeline(
         playback.began,
         playback.now,
         gathering.lives,

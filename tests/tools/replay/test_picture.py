@@ -6,6 +6,7 @@ from html.parser import HTMLParser
 from itertools import pairwise
 from pathlib import Path
 from types import ModuleType
+from xml.etree import ElementTree
 
 import pytest
 
@@ -53,7 +54,8 @@ def test_passes_of_a_rank_do_not_overlap_and_loads_are_those_of_the_state(record
         assert sum(one.tokens for one in drawn) == sum(one.tokens for one in mine)
     last, state = timeline.loads[-1], playback.scheduler.state
     assert last.unplanned == state.unplanned
-    assert last.free_pages == sum(replica.cache.free for replica in state.replicas)
+    assert last.leased_pages == sum(replica.cache.leased for replica in state.replicas)
+    assert last.used_pages == sum(replica.cache.total - replica.cache.free for replica in state.replicas)
 
 
 class _Page(HTMLParser):
@@ -88,6 +90,7 @@ def test_the_page_needs_nothing_else_and_has_a_bar_for_each_request(
     assert capsys.readouterr().out == f"wrote {out}\n"
     text = out.read_text(encoding="utf-8")
     page = _Page(text)
+    ElementTree.fromstring(text[text.index("<svg") : text.index("</svg>") + len("</svg>")])  # it is well-formed
     assert "http" not in text.replace("http://www.w3.org/2000/svg", "")
     assert "a&lt;b&gt;.recording" in text
     timeline, _ = gather(read_recording(path))
@@ -95,7 +98,7 @@ def test_the_page_needs_nothing_else_and_has_a_bar_for_each_request(
     assert {life.rid for life in timeline.lives if life.phases and life.phases[-1].end > life.phases[0].start} <= drawn
     for x, width in re.findall(r'<rect class="bar" x="([\d.-]+)" y="[\d.]+" width="([\d.]+)"', text):
         assert picture.LEFT - 0.1 <= float(x) <= float(x) + float(width) <= picture.WIDTH
-    assert page.tags.count("path") == 4
+    assert page.tags.count("path") == 5
 
 
 def test_of_many_requests_the_longest_are_drawn(recording: Recording, monkeypatch: pytest.MonkeyPatch) -> None:
