@@ -11,7 +11,7 @@ late. The time that a request has waited for its decode server is taken as recor
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from statistics import median
+from statistics import fmean, median
 from typing import Any
 
 import msgspec
@@ -37,6 +37,9 @@ from headrace.tools.simulate.replay.workload import PromptSegment, TraceRequest
 
 LEAST_PASSES = 8
 RIDGE = 1e-9  # pulls what the passes do not determine to zero
+ROUNDS = 12  # of the fit
+CLOSE = 1e-3  # relative errors that are no more than this weigh alike
+SHORTEST_S = 1e-6  # of a predicted pass
 
 
 class FittedCosts(msgspec.Struct, frozen=True):
@@ -47,6 +50,9 @@ class FittedCosts(msgspec.Struct, frozen=True):
 
     read_s: float
     """Seconds of all stages for each token whose KV a request that decodes reads."""
+
+    between_s: float
+    """Mean seconds between two passes of the first stage that was given the later one in time."""
 
     error: float
     """Median of the relative errors of the passes, without their signs."""
@@ -70,7 +76,7 @@ class CounterfactualRow(msgspec.Struct, frozen=True, kw_only=True):
     """Mean seconds in the queue, of requests with a first token."""
 
     busy_s: float
-    """Engine seconds: of the busiest stage, all servers together."""
+    """Engine seconds: of the busiest stage, with those between two passes, all servers together."""
 
     hits: float
     """Share of the prompt tokens of requests with a first token that were cached."""
@@ -99,7 +105,7 @@ class Counterfactual(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def fit(passes: Iterable[RankPass], config: SchedulerConfig) -> FittedCosts:
-    """Least squares of the relative errors over the passes of a recording. Raises ConfigError for too few of them."""
+    """What the passes of a recording say. Raises ConfigError for too few of them."""
     layout, by_stage = config.layout, defaultdict[int, list[RankPass]](list)
     for one in passes:
         place = layout.place(one.rank)
@@ -114,13 +120,23 @@ def fit(passes: Iterable[RankPass], config: SchedulerConfig) -> FittedCosts:
     for stage in range(config.stages):
         features = [_features(one) for one in by_stage[stage]]
         seconds = [one.seconds for one in by_stage[stage]]
-        a, b, c, read = _least_squares(features, seconds)
+        a, b, c, read = _fitted(features, seconds)
         costs.append((a, b, c))
         reads += read
         for vector, taken in zip(features, seconds, strict=True):
-            predicted = sum(x * y for x, y in zip((a, b, c, read), vector, strict=True))
-            errors.append(abs(predicted - taken) / taken)
-    return FittedCosts(tuple(costs), reads, median(errors), len(errors))
+            errors.append(abs(_predicted((a, b, c, read), vector) - taken) / taken)
+    return FittedCosts(tuple(costs), reads, _between(by_stage[0]), median(errors), len(errors))
+
+
+def _between(passes: Sequence[RankPass]) -> float:
+    """Mean seconds from the end of a pass to the beginning of one that had been ordered by then, by rank."""
+    found, last = [], dict[int, RankPass]()
+    for one in passes:
+        before = last.get(one.rank)
+        if before is not None and one.ordered < before.end:
+            found.append(one.end - before.end - one.seconds)
+        last[one.rank] = one
+    return max(0.0, fmean(found)) if found else 0.0
 
 
 def compare(
@@ -140,7 +156,7 @@ def compare(
     if not counted:
         raise ConfigError("no request arrives in this recording: there is nothing to simulate")
     decodes = sum(life.submit.route.decodes_here for life in counted) * 2 > len(counted)
-    rows = [_recorded(counted, timeline, config)]
+    rows = [_recorded(counted, timeline, config, fitted)]
     began = min(_queued_at(life) for life in reached)
     reached.sort(key=_queued_at)
     requests = _trace(reached, config.page_size, began)
@@ -176,7 +192,7 @@ def as_text(found: Counterfactual) -> str:
     costs = "; ".join(f"{a:.3g} l² + {b:.3g} l + {c:.3g} s" for a, b, c in fitted.costs)
     lines = [
         f"{found.recording}: costs fitted to {fitted.passes:,} passes, which they miss by {100 * fitted.error:.0f} % "
-        f"(median): {costs}"
+        f"(median): {costs}, and {1000 * fitted.between_s:.2f} ms between two passes"
     ]
     if found.servers > 1:
         lines.append(f"Its {found.servers} data-parallel replicas are simulated as servers behind a router")
@@ -220,22 +236,42 @@ def _features(one: RankPass) -> tuple[float, float, float, float]:
     return float(squares), float(tokens), 1.0, float(reads)
 
 
-def _least_squares(features: Sequence[tuple[float, ...]], seconds: Sequence[float]) -> list[float]:
-    """Coefficients, none of them negative, that minimise the sum of the squared relative errors. Each feature is scaled
-    by its largest value, so that what the passes do not determine is pulled to zero alike."""
+def _fitted(features: Sequence[tuple[float, ...]], seconds: Sequence[float]) -> list[float]:
+    """Coefficients, none of them negative, with the least sum of relative errors: by least squares whose weights follow
+    from the errors before (iteratively reweighted), so that a pass that was held up, or that made up for one, says
+    little. In the end they are scaled: all passes together take as long as they did."""
+    weights, found = [1.0] * len(seconds), [0.0] * len(features[0])
+    for _ in range(ROUNDS):
+        found = _least_squares(features, seconds, weights)
+        predicted = [max(_predicted(found, vector), SHORTEST_S) for vector in features]
+        pairs = zip(predicted, seconds, strict=True)
+        weights = [1 / (given * max(abs(taken - given), CLOSE * given)) for given, taken in pairs]
+    scale = sum(seconds) / sum(_predicted(found, vector) for vector in features)
+    return [scale * value for value in found]
+
+
+def _predicted(coefficients: Sequence[float], vector: Sequence[float]) -> float:
+    return sum(x * y for x, y in zip(coefficients, vector, strict=True))
+
+
+def _least_squares(
+    features: Sequence[tuple[float, ...]], seconds: Sequence[float], weights: Sequence[float]
+) -> list[float]:
+    """Coefficients, none of them negative, with the least sum of weighted squares of errors. Each feature is scaled by
+    its largest value, so that what the passes do not determine is pulled to zero alike."""
     size = len(features[0])
     units = [max(column) or 1.0 for column in zip(*features, strict=True)]
     matrix = [[0.0] * size for _ in range(size)]
     right = [0.0] * size
-    for vector, taken in zip(features, seconds, strict=True):
-        scaled = [value / unit / taken for value, unit in zip(vector, units, strict=True)]
+    for vector, taken, weight in zip(features, seconds, weights, strict=True):
+        scaled = [value / unit for value, unit in zip(vector, units, strict=True)]
         for row, left in enumerate(scaled):
-            right[row] += left
+            right[row] += weight * left * taken
             for column, value in enumerate(scaled):
-                matrix[row][column] += left * value
-    weight = RIDGE * max(matrix[index][index] for index in range(size))
+                matrix[row][column] += weight * left * value
+    ridge = RIDGE * max(matrix[index][index] for index in range(size))
     for index in range(size):
-        matrix[index][index] += weight
+        matrix[index][index] += ridge
     return [value / unit for value, unit in zip(solve_nonnegative(matrix, right), units, strict=True)]
 
 
@@ -308,11 +344,13 @@ class _PromptTexts:
         return (*shared, PromptSegment(own, left)) if left else shared
 
 
-def _recorded(lives: Sequence[RequestLife], timeline: RecordedTimeline, config: SchedulerConfig) -> CounterfactualRow:
+def _recorded(
+    lives: Sequence[RequestLife], timeline: RecordedTimeline, config: SchedulerConfig, fitted: FittedCosts
+) -> CounterfactualRow:
     """What was."""
     layout, busy = config.layout, defaultdict[int, float](float)
     for one in timeline.passes:
-        busy[one.rank] += one.seconds
+        busy[one.rank] += one.seconds + (fitted.between_s if layout.place(one.rank).stage == 0 else 0.0)
     busiest = [max(busy[rank] for rank in layout.replica_ranks(index)) for index in range(config.dp)]
     answered = [life for life in lives if life.ttft_s is not None]
     return _row(
@@ -337,17 +375,19 @@ def _simulated(
     retries: int,
 ) -> CounterfactualRow:
     scheduler, tier = point.scheduler, None
+    (a, b, c), *others = fitted.costs
+    costs = ((a, b, c + fitted.between_s), *others)
     if decodes:
         tier = DecodeTier(
             remote="never",
-            costs=fitted.costs,
+            costs=costs,
             servers=point.replicas,
             chunk_tokens=scheduler.chunk_tokens,
             read_s=fitted.read_s,
         )
     settings = ReplaySettings(
         scheduler=scheduler,
-        costs=fitted.costs,
+        costs=costs,
         replicas=1 if decodes else point.replicas,
         router=ROUTERS[point.router],
         host=HostTier(point.host_pages),

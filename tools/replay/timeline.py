@@ -102,6 +102,7 @@ class RankPass(NamedTuple):
     seconds: float
     """Of computing."""
 
+    ordered: float
     rows: tuple[PlanRow, ...]
     """Empty for one that was cancelled, or was ordered before the recording began."""
 
@@ -166,7 +167,9 @@ class _Gathering:
         self._open: dict[str, RequestLife] = {}  # by rid
         self.passes: list[RankPass] = []
         self.loads: list[LoadPoint] = []
-        self._rows: dict[tuple[int, int], tuple[PlanRow, ...]] = {}  # by replica and number of the pass
+        self._ordered: dict[
+            tuple[int, int], tuple[float, tuple[PlanRow, ...]]
+        ] = {}  # by replica and number of the pass
         self._cancelled: set[tuple[int, int]] = set()
         self._ends: dict[int, float] = {}  # of the last pass of each rank
         self._state: State | None = None
@@ -182,7 +185,7 @@ class _Gathering:
                 self._add(life)
         for replica in state.replicas:
             for plan in replica.plans:
-                self._rows.setdefault((replica.index, plan.seq), ())
+                self._ordered.setdefault((replica.index, plan.seq), (plan.begun, ()))
 
     def step(self, call: Call, effects: list[Effect]) -> None:
         """A call was applied."""
@@ -218,9 +221,9 @@ class _Gathering:
     def _effect(self, effect: Effect, now: float) -> None:
         match effect:
             case ReplicaOrder(replica=replica, order=order):
-                self._order(order, replica)
+                self._order(order, replica, now)
             case Forward() | CancelForward():
-                self._order(effect, 0)
+                self._order(effect, 0, now)
             case Tokens(rid=rid, tokens=tokens) if (life := self._open.get(rid)) is not None:
                 life.tokens += len(tokens)
                 if life.first_token is None:
@@ -239,9 +242,9 @@ class _Gathering:
             case _:
                 pass
 
-    def _order(self, order: object, replica: int) -> None:
+    def _order(self, order: object, replica: int, now: float) -> None:
         if isinstance(order, Forward):
-            self._rows[replica, order.seq] = order.rows
+            self._ordered[replica, order.seq] = now, order.rows
         elif isinstance(order, CancelForward):
             self._cancelled.add((replica, order.forward))
 
@@ -249,14 +252,15 @@ class _Gathering:
         """A rank has computed a pass. One that was cancelled says nothing of what passes take."""
         assert self._state is not None, "a call was applied"
         replica = self._state.with_rank(event.stage)
-        rows = self._rows.get((replica.index, event.seq))
-        if rows is not None:
+        found = self._ordered.get((replica.index, event.seq))
+        if found is not None:
+            ordered, rows = found
             kept = () if (replica.index, event.seq) in self._cancelled else rows
             start = max(now - event.duration_s, self._ends.get(event.stage, now - event.duration_s))
             self._ends[event.stage] = now
-            self.passes.append(RankPass(event.stage, event.seq, start, now, event.duration_s, kept))
+            self.passes.append(RankPass(event.stage, event.seq, start, now, event.duration_s, ordered, kept))
             if event.stage == replica.sampler:
-                del self._rows[replica.index, event.seq]
+                del self._ordered[replica.index, event.seq]
 
     def _left(self, request: Request, phase: Phase, since: float, now: float) -> None:
         life = self._open.get(request.rid) or self._add(RequestLife(request.submit, request.arrived))
