@@ -41,7 +41,7 @@ def main(given: argparse.Namespace) -> int:
             case "diff":
                 _diff(path.name, recording, vars(given))
             case "picture":
-                _picture(path.name, recording, given.output)
+                _picture(path.name, recording, given)
             case _ if given.step or given.at is not None:
                 _look(recording, given)
             case _:
@@ -92,7 +92,7 @@ def _look(recording: Recording, given: argparse.Namespace) -> None:
     """The state at a time, or the calls from there on."""
     playback = Playback(recording)
     if given.at is not None:
-        playback.seek(playback.position_at(_seconds(given.at, playback)))
+        playback.seek(playback.position_at(_seconds("--at", given.at, playback)))
     if not given.step:
         say(moment.as_text(playback))
     elif sys.stdin.isatty() and sys.stdout.isatty():
@@ -102,27 +102,33 @@ def _look(recording: Recording, given: argparse.Namespace) -> None:
             say(line)
 
 
-def _seconds(text: str, playback: Playback) -> float:
+def _seconds(flag: str, text: str, playback: Playback) -> float:
     try:
         value = float(text)
     except ValueError:
         value = -1.0
     if not 0 <= value <= playback.seconds:
-        raise ConfigError(f"--at: expected seconds from 0 to {playback.seconds:.3f}, the length of it, got {text!r}")
+        raise ConfigError(f"{flag}: expected seconds from 0 to {playback.seconds:.3f}, the length of it, got {text!r}")
     return value
 
 
-def _picture(name: str, recording: Recording, output: str) -> None:
-    path = check_output("-o", output)
+def _picture(name: str, recording: Recording, given: argparse.Namespace) -> None:
+    path = check_output("-o", given.output)
     assert path is not None, "argparse asks for it"
     if path.suffix.lower() not in PICTURES:
-        raise ConfigError(f"-o: expected a file name that ends in {' or '.join(PICTURES)}, got {output!r}")
+        raise ConfigError(f"-o: expected a file name that ends in {' or '.join(PICTURES)}, got {given.output!r}")
     if path.suffix.lower() == ".png":
         check_plotting(path)
     timeline, playback = gather(recording)
+    start, end = picture.whole(timeline)
+    start = start if given.start is None else _seconds("--from", given.start, playback)
+    end = end if given.end is None else _seconds("--to", given.end, playback)
+    if start >= end and (given.start is not None or given.end is not None):
+        raise ConfigError(f"--from and --to: there is nothing from {start:g} s to {end:g} s")
     wall = playback.wall(playback.began)
     passes = len({one.seq for one in timeline.passes})
-    picture.draw(timeline, f"{name}: {len(timeline.lives):,} requests, {passes:,} passes, from {wall}", path)
+    title = f"{name}: {len(timeline.lives):,} requests, {passes:,} passes, from {wall}"
+    picture.draw(timeline, title, path, picture.Window(start, end))
     say(f"wrote {path}")
 
 

@@ -9,7 +9,7 @@ from headrace.scheduler.state.replica import Replica
 from headrace.scheduler.state.state import State
 from headrace.tools.replay import waits
 from headrace.tools.replay.playback import Playback
-from headrace.tools.replay.words import called, counted, short
+from headrace.tools.replay.words import brief, called, counted, short
 
 MOST = 12  # requests of a list
 
@@ -50,7 +50,7 @@ def _replica(playback: Playback, replica: Replica, now: float) -> Iterator[str]:
     yield f"pages     {cache.free:,} free, {cache.cached:,} cached, {cache.leased:,} leased of {cache.total:,}{at}"
     yield f"passes    {len(replica.plans)} of {state.config.credits} in flight{at}"
     for plan in replica.plans:
-        shown = [f"{short(row.request.rid)} to {row.end:,}" for row in plan.rows[:MOST]]
+        shown = [f"{brief(row.request.rid)} to {row.end:,}" for row in plan.rows[:MOST]]
         more = f" and {len(plan.rows) - MOST} more" if len(plan.rows) > MOST else ""
         decoding = f", {plan.decode_rows} that decode" if plan.decode_rows else ""
         yield (
@@ -82,7 +82,7 @@ def _listed(state: State, now: float) -> Iterator[tuple[str, Sequence[Request]]]
 
 def _request(state: State, request: Request, now: float) -> str:
     done, tokens = min(request.computed, request.prompt_tokens), request.prompt_tokens
-    text = f"{short(request.rid)}: {done:,} of {tokens:,} tokens computed{', open prompt' * request.open}"
+    text = f"{brief(request.rid)}: {done:,} of {tokens:,} tokens computed{', open prompt' * request.open}"
     if request.generated:
         text += f", {request.generated:,} generated"
     text += f", {request.phase.value} for {now - request.since:.3f} s"

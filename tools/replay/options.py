@@ -35,6 +35,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     why.add_argument("request", metavar="REQUEST", help="its id, or a beginning of it that no other has")
     picture = questions.add_parser("picture", help=_PICTURE, description=_PICTURE, allow_abbrev=False)
     picture.add_argument("-o", "--output", metavar="OUT.png|OUT.html", required=True, help="the file to write")
+    picture.add_argument("--from", dest="start", metavar="SECONDS", help="draw what was from then on (default: all)")
+    picture.add_argument("--to", dest="end", metavar="SECONDS", help="and until then")
     usage = "headrace replay FILE diff [flags]"
     diff = questions.add_parser("diff", help=_DIFF, description=_DIFF, usage=usage, allow_abbrev=False)
     _add_diff(diff)

@@ -6,19 +6,22 @@ parts say what they are when the pointer is on them.
 
 from collections.abc import Iterable, Iterator, Sequence
 from html import escape
+from math import ceil
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from headrace.core.types.errors import ConfigError
 from headrace.scheduler.requests.phase import Phase
 from headrace.tools.output import new_figure, save_figure
-from headrace.tools.replay.timeline import RecordedTimeline, RequestLife
-from headrace.tools.replay.words import short
+from headrace.tools.replay.timeline import LoadPoint, RecordedTimeline, RequestLife
+from headrace.tools.replay.words import brief, short
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.patches import Patch
 
 MOST_BARS = 400  # requests
+MOST_NAMED = 60  # requests whose names are beside their bars in a PNG
 FINEST = 2000  # spans closer to each other than this part of the picture's width are drawn as one
 COLORS = {
     Phase.BOOTSTRAP: "#b8c0cc",
@@ -41,8 +44,20 @@ LINES = {"waiting": "#d1890b", "running": "#3a7ca5"}  # of the first panel
 TOKENS, LEASED, USED = "#7d5ba6", "#bc4b51", "#9aa5b1"
 
 
+class Window(NamedTuple):
+    """The part of a recording that is drawn. Seconds since it began, as in all that follows."""
+
+    start: float
+    end: float
+
+    @property
+    def seconds(self) -> float:
+        """Its length."""
+        return self.end - self.start
+
+
 class BusySpan(NamedTuple):
-    """Passes of one rank that are drawn as one. Seconds since the recording began."""
+    """Passes of one rank that are drawn as one."""
 
     start: float
     end: float
@@ -53,7 +68,7 @@ class BusySpan(NamedTuple):
 
 
 class RequestBar(NamedTuple):
-    """A request that is drawn. Seconds since the recording began."""
+    """A request that is drawn."""
 
     name: str
     spans: tuple[tuple[Phase, float, float], ...]
@@ -62,22 +77,29 @@ class RequestBar(NamedTuple):
     about: str
 
 
-def bars(timeline: RecordedTimeline) -> tuple[list[RequestBar], int]:
+def whole(timeline: RecordedTimeline) -> Window:
+    """All of a recording."""
+    return Window(0.0, timeline.ended - timeline.began)
+
+
+def bars(timeline: RecordedTimeline, window: Window) -> tuple[list[RequestBar], int]:
     """The requests that are drawn, by arrival, and how many are not: those that were here for the shortest time."""
-    lives = [life for life in timeline.lives if life.phases]
+    first, last = window.start + timeline.began, window.end + timeline.began
+    known = (life for life in timeline.lives if life.phases)
+    lives = [life for life in known if life.phases[-1].end >= first and life.phases[0].start <= last]
     kept = sorted(lives, key=_length, reverse=True)[:MOST_BARS]
     chosen = {id(life) for life in kept}
-    return [_bar(life, timeline) for life in lives if id(life) in chosen], len(lives) - len(kept)
+    return [_bar(life, timeline.began, window) for life in lives if id(life) in chosen], len(lives) - len(kept)
 
 
-def busy(timeline: RecordedTimeline, rank: int) -> list[BusySpan]:
+def busy(timeline: RecordedTimeline, rank: int, window: Window) -> list[BusySpan]:
     """The passes of a rank, those that are close to each other together."""
-    least = (timeline.ended - timeline.began) / FINEST
+    least = window.seconds / FINEST
     found: list[BusySpan] = []
     for one in timeline.passes:
-        if one.rank != rank:
+        start, end = max(window.start, one.start - timeline.began), min(window.end, one.end - timeline.began)
+        if one.rank != rank or start > end:
             continue
-        start, end = max(0.0, one.start - timeline.began), one.end - timeline.began
         decodes = 2 * one.decodes > len(one.rows)
         last = found[-1] if found else None
         if last is not None and last.decodes == decodes and start - last.end < least and end - last.start < 4 * least:
@@ -87,14 +109,14 @@ def busy(timeline: RecordedTimeline, rank: int) -> list[BusySpan]:
     return found
 
 
-def draw(timeline: RecordedTimeline, title: str, path: Path) -> None:
+def draw(timeline: RecordedTimeline, title: str, path: Path, window: Window) -> None:
     """Write the picture, as PNG or HTML by the name of the file. Raises ConfigError for a file that cannot be
     written."""
     if path.suffix.lower() == ".png":
-        _draw_png(timeline, title, path)
+        _draw_png(timeline, title, path, window)
         return
     try:
-        path.write_text(as_html(timeline, title), encoding="utf-8")
+        path.write_text(as_html(timeline, title, window), encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"cannot write {path}: {error.strerror}") from error
 
@@ -103,21 +125,21 @@ def _length(life: RequestLife) -> float:
     return life.phases[-1].end - life.phases[0].start
 
 
-def _bar(life: RequestLife, timeline: RecordedTimeline) -> RequestBar:
-    began = timeline.began
-    spans = tuple(
-        (span.phase, max(0.0, span.start - began), span.end - began)
-        for span in life.phases
-        if span.phase in COLORS and span.end > began
-    )
+def _bar(life: RequestLife, began: float, window: Window) -> RequestBar:
+    cut = [(one.phase, max(window.start, one.start - began), min(window.end, one.end - began)) for one in life.phases]
+    spans = tuple((phase, start, end) for phase, start, end in cut if phase in COLORS and start < end)
+
+    def shown(at: float | None) -> float | None:
+        return at - began if at is not None and window.start <= at - began <= window.end else None
+
     parts = [f"{short(life.rid)}: {life.prompt_tokens:,} tokens"]
     parts += [f"first token after {life.ttft_s:.3f} s"] if life.ttft_s is not None else []
     parts += [f"ended: {life.outcome}"] if life.outcome else ["open at the end"]
     return RequestBar(
-        short(life.rid),
+        brief(life.rid),
         spans,
-        None if life.first_token is None else life.first_token - began,
-        life.ended - began if life.failed and life.ended is not None else None,
+        shown(life.first_token),
+        shown(life.ended) if life.failed else None,
         ", ".join(parts),
     )
 
@@ -125,52 +147,80 @@ def _bar(life: RequestLife, timeline: RecordedTimeline) -> RequestBar:
 # --- PNG
 
 
-def _draw_png(timeline: RecordedTimeline, title: str, path: Path) -> None:
-    requests, left_out = bars(timeline)
-    ranks = list(timeline.ranks)
-    rows = max(8, min(60, len(requests)))
-    figure = new_figure(14, 5 + 0.35 * len(ranks) + 0.11 * rows)
-    ratios = [2.2, 1.6, 0.4 + 0.35 * max(1, len(ranks)), 0.11 * rows + 0.6]
-    queues, pages, passes, lives = figure.subplots(4, 1, sharex=True, height_ratios=ratios)
-    at = [point.at - timeline.began for point in timeline.loads] + [timeline.ended - timeline.began]
-    points = [*timeline.loads, timeline.loads[-1]] if timeline.loads else []
-    if points:
-        queues.step(at, [point.waiting for point in points], where="post", color=LINES["waiting"], label="wait")
-        queues.step(at, [point.running for point in points], where="post", color=LINES["running"], label="have pages")
-        queues.legend(fontsize=8, loc="upper left")
-        left = queues.twinx()
-        left.step(at, [point.unplanned for point in points], where="post", color=TOKENS, linewidth=0.8)
-        left.set_ylabel("tokens to plan", color=TOKENS, fontsize=8)
-        used, leased = [point.used_pages for point in points], [point.leased_pages for point in points]
-        pages.fill_between(at, used, step="post", color=USED, alpha=0.5, linewidth=0, label="cached")
-        pages.fill_between(at, leased, step="post", color=LEASED, alpha=0.7, linewidth=0, label="leased")
-        pages.set_ylim(0, max(1, timeline.pages) * 1.05)
-        pages.legend(fontsize=8, loc="upper left")
-    queues.set_ylabel("requests")
-    pages.set_ylabel("KV pages")
-    for place, rank in enumerate(ranks):
-        for decodes, color in ((False, PREFILL), (True, DECODE)):
-            found = [(one.start, one.end - one.start) for one in busy(timeline, rank) if one.decodes == decodes]
-            passes.broken_barh(found, (place - 0.4, 0.8), color=color)
-    passes.set_ylim(len(ranks) - 0.5, -0.5)
-    passes.set_yticks(range(len(ranks)), [timeline.ranks[rank] for rank in ranks], fontsize=8)
-    for row, bar in enumerate(requests):
-        for phase, start, end in bar.spans:
-            lives.broken_barh([(start, end - start)], (row - 0.45, 0.9), color=COLORS[phase])
-    tokens = [(bar.first_token, row) for row, bar in enumerate(requests) if bar.first_token is not None]
-    lives.scatter([x for x, _ in tokens], [y for _, y in tokens], s=4, color="black", zorder=3)
-    failed = [(bar.failed, row) for row, bar in enumerate(requests) if bar.failed is not None]
-    lives.scatter([x for x, _ in failed], [y for _, y in failed], s=14, marker="x", color=FAILED, zorder=3)
-    lives.set_ylim(len(requests) - 0.5, -0.5)
-    lives.set_ylabel(f"requests{f' (without {left_out:,} short ones)' if left_out else ''}")
-    lives.set_xlabel("seconds")
-    used = {phase for bar in requests for phase, _, _ in bar.spans}
-    handles = [_patch(COLORS[phase], NAMES[phase]) for phase in COLORS if phase in used]
-    lives.legend(handles=handles, fontsize=8, ncols=max(1, len(handles)), loc="lower left", bbox_to_anchor=(0, 1.0))
-    for panel in (queues, pages, passes, lives):
+def _draw_png(timeline: RecordedTimeline, title: str, path: Path, window: Window) -> None:
+    requests, left_out = bars(timeline, window)
+    rows, ranks = max(8, min(60, len(requests))), max(1, len(timeline.ranks))
+    figure = new_figure(14, 5 + 0.35 * ranks + 0.11 * rows)
+    ratios = [2.2, 1.6, 0.4 + 0.35 * ranks, 0.11 * rows + 0.6]
+    panels = figure.subplots(4, 1, sharex=True, height_ratios=ratios)
+    _draw_queues(panels[0], timeline)
+    _draw_pages(panels[1], timeline)
+    _draw_passes(panels[2], timeline, window)
+    _draw_requests(panels[3], requests, left_out)
+    panels[3].set_xlim(window.start - 0.01 * window.seconds, window.end + 0.01 * window.seconds)
+    for panel in panels:
         panel.grid(alpha=0.3, axis="x")
     figure.suptitle(title, fontsize=10)
     save_figure(figure, path)
+
+
+def _draw_queues(panel: "Axes", timeline: RecordedTimeline) -> None:
+    """Requests that wait and that have pages, and the tokens that are left to plan."""
+    at, points = _points(timeline)
+    panel.step(at, [point.waiting for point in points], where="post", color=LINES["waiting"], label="wait")
+    panel.step(at, [point.running for point in points], where="post", color=LINES["running"], label="have pages")
+    panel.legend(fontsize=8, loc="upper left")
+    panel.set_ylabel("requests")
+    right = panel.twinx()
+    right.step(at, [point.unplanned for point in points], where="post", color=TOKENS, linewidth=0.8)
+    right.set_ylabel("tokens to plan", color=TOKENS, fontsize=8)
+
+
+def _draw_pages(panel: "Axes", timeline: RecordedTimeline) -> None:
+    """What of the pools is leased, and cached besides."""
+    at, points = _points(timeline)
+    used, leased = [point.used_pages for point in points], [point.leased_pages for point in points]
+    panel.fill_between(at, used, step="post", color=USED, alpha=0.5, linewidth=0, label="cached")
+    panel.fill_between(at, leased, step="post", color=LEASED, alpha=0.7, linewidth=0, label="leased")
+    panel.set_ylim(0, max(1, timeline.pages) * 1.05)
+    panel.legend(fontsize=8, loc="upper left")
+    panel.set_ylabel("KV pages")
+
+
+def _draw_passes(panel: "Axes", timeline: RecordedTimeline, window: Window) -> None:
+    """A row for each rank."""
+    for place, rank in enumerate(timeline.ranks):
+        spans = busy(timeline, rank, window)
+        for decodes, color in ((False, PREFILL), (True, DECODE)):
+            found = [(one.start, one.end - one.start) for one in spans if one.decodes == decodes]
+            panel.broken_barh(found, (place - 0.4, 0.8), color=color)
+    panel.set_ylim(max(1, len(timeline.ranks)) - 0.5, -0.5)
+    panel.set_yticks(range(len(timeline.ranks)), list(timeline.ranks.values()), fontsize=8)
+
+
+def _draw_requests(panel: "Axes", requests: Sequence[RequestBar], left_out: int) -> None:
+    """A bar for each, by phase; dots are first tokens, crosses failures."""
+    for row, bar in enumerate(requests):
+        for phase, start, end in bar.spans:
+            panel.broken_barh([(start, end - start)], (row - 0.45, 0.9), color=COLORS[phase])
+    tokens = [(bar.first_token, row) for row, bar in enumerate(requests) if bar.first_token is not None]
+    panel.scatter([x for x, _ in tokens], [y for _, y in tokens], s=4, color="black", zorder=3)
+    failed = [(bar.failed, row) for row, bar in enumerate(requests) if bar.failed is not None]
+    panel.scatter([x for x, _ in failed], [y for _, y in failed], s=14, marker="x", color=FAILED, zorder=3)
+    panel.set_ylim(max(1, len(requests)) - 0.5, -0.5)
+    if len(requests) <= MOST_NAMED:
+        panel.set_yticks(range(len(requests)), [bar.name for bar in requests], fontsize=6)
+    panel.set_ylabel(f"requests{f' (without {left_out:,} short ones)' if left_out else ''}")
+    panel.set_xlabel("seconds")
+    drawn = {phase for bar in requests for phase, _, _ in bar.spans}
+    handles = [_patch(COLORS[phase], NAMES[phase]) for phase in COLORS if phase in drawn]
+    panel.legend(handles=handles, fontsize=8, ncols=max(1, len(handles)), loc="lower left", bbox_to_anchor=(0, 1.0))
+
+
+def _points(timeline: RecordedTimeline) -> tuple[list[float], list[LoadPoint]]:
+    """The counts, the last one again at the end, and their times."""
+    points = [*timeline.loads, timeline.loads[-1]]
+    return [*(point.at - timeline.began for point in timeline.loads), timeline.ended - timeline.began], points
 
 
 def _patch(color: str, label: str) -> "Patch":
@@ -191,10 +241,10 @@ svg text { font: 11px system-ui, sans-serif; fill: #52606d }
 """
 
 
-def as_html(timeline: RecordedTimeline, title: str) -> str:
+def as_html(timeline: RecordedTimeline, title: str, window: Window) -> str:
     """The picture as an HTML page."""
-    requests, left_out = bars(timeline)
-    svg = _Svg(timeline.ended - timeline.began)
+    requests, left_out = bars(timeline, window)
+    svg = _Svg(window)
     shown = "".join(svg.parts(timeline, requests))
     keys = "".join(_key(COLORS[phase], NAMES[phase]) for phase in COLORS)
     keys += _key(DECODE, "passes that mostly decode") + _key(FAILED, "failed")
@@ -215,9 +265,9 @@ def _key(color: str, text: str) -> str:
 class _Svg:
     """Places the parts of the picture, from top to bottom."""
 
-    def __init__(self, seconds: float) -> None:
-        self._scale = (WIDTH - LEFT - RIGHT) / (seconds or 1.0)
-        self._seconds = seconds
+    def __init__(self, window: Window) -> None:
+        self._window = window
+        self._scale = (WIDTH - LEFT - RIGHT) / (window.seconds or 1.0)
         self.bottom = 10.0
 
     def parts(self, timeline: RecordedTimeline, requests: Sequence[RequestBar]) -> Iterator[str]:
@@ -237,7 +287,7 @@ class _Svg:
         yield from self._panel("KV pages", lines, timeline.pages)
         for rank, name in timeline.ranks.items():
             yield self._text(self.bottom + RANK - 6, name)
-            for one in busy(timeline, rank):
+            for one in busy(timeline, rank, self._window):
                 about = f"{one.passes} passes, {one.tokens:,} tokens" if one.passes > 1 else f"{one.tokens:,} tokens"
                 color = DECODE if one.decodes else PREFILL
                 yield self._rect(one.start, one.end, self.bottom, RANK - 4, color, f"{name}: {about}")
@@ -267,7 +317,7 @@ class _Svg:
         """A line that keeps each value until the next one; values within a pixel of each other are one, the highest."""
         found: list[str] = []
         pixel, highest, before = -1, 0, None
-        ordered = [*points]
+        ordered = [(at, value) for at, value in points if at <= self._window.end]
         for number, (at, value) in enumerate(ordered):
             here = int(self._x(at))
             highest = max(highest, value) if here == pixel else value
@@ -281,7 +331,7 @@ class _Svg:
             before = base - unit * value
             found.append(f"L{here} {before:.1f}")
         if found and before is not None:
-            found.append(f"L{self._x(self._seconds):.0f} {before:.1f}")
+            found.append(f"L{self._x(self._window.end):.0f} {before:.1f}")
         return "".join(found)
 
     def _request(self, bar: RequestBar) -> Iterator[str]:
@@ -298,10 +348,9 @@ class _Svg:
         self.bottom += BAR + 2
 
     def _axis(self) -> Iterator[str]:
-        step = next(size for size in _steps_of_time() if self._seconds / size <= 12)
+        step = next(size for size in _steps_of_time() if self._window.seconds / size <= 12)
         self.bottom += 4
-        count = int(self._seconds / step)
-        for number in range(count + 1):
+        for number in range(ceil(self._window.start / step), int(self._window.end / step) + 1):
             x = self._x(number * step)
             yield f'<line class="axis" x1="{x:.1f}" y1="0" x2="{x:.1f}" y2="{self.bottom:.1f}" opacity=".5"/>'
             yield f'<text x="{x:.1f}" y="{self.bottom + 12:.1f}" text-anchor="middle">{number * step:g} s</text>'
@@ -320,7 +369,7 @@ class _Svg:
         return f'<text x="{LEFT - 8}" y="{y:.1f}" text-anchor="end">{escape(text)}</text>'
 
     def _x(self, seconds: float) -> float:
-        return LEFT + max(0.0, seconds) * self._scale
+        return LEFT + max(0.0, seconds - self._window.start) * self._scale
 
 
 def _steps_of_time() -> Iterator[float]:

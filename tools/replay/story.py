@@ -30,7 +30,7 @@ from headrace.scheduler.state.replica import Replica
 from headrace.scheduler.state.state import State
 from headrace.tools.replay import waits
 from headrace.tools.replay.playback import Playback, PlayedCall
-from headrace.tools.replay.words import counted, short
+from headrace.tools.replay.words import brief, counted, short
 
 MOST_NAMED = 3
 NEAR = 5
@@ -339,7 +339,7 @@ class _Story:
         if not ahead:
             return f"it waits {what}, as the first in the queue"
         tokens = sum(other.work.tokens for other in ahead)
-        named = first_of([f"{short(each.rid)} ({each.work.tokens:,})" for each in ahead], MOST_NAMED)
+        named = first_of([f"{brief(each.rid)} ({each.work.tokens:,})" for each in ahead], MOST_NAMED)
         return f"it waits {what}, behind {counted(len(ahead), 'request')} with {counted(tokens, 'token')} left: {named}"
 
     def _preempted(self, request: Request, before: Noted) -> str:
@@ -354,7 +354,7 @@ class _Story:
             ),
             None,
         )
-        whom = f"{short(first.rid)}, whose decode server has" if first is not None else "another prompt"
+        whom = f"{brief(first.rid)}, whose decode server has" if first is not None else "another prompt"
         return f"{whom}, needs them, and its own decode server has not reserved"
 
     def _kept(self, request: Request) -> str:
@@ -438,7 +438,7 @@ class _Story:
         over = self._over
         over.until, over.passes, over.tokens = now, over.passes + 1, over.tokens + tokens
         for row in order.rows:
-            over.others[short(self._playback.name_of(row.request) or "?")] += row.count
+            over.others[brief(self._playback.name_of(row.request) or "?")] += row.count
 
     def _flush(self) -> None:
         """Tell of the passes that went by."""
@@ -454,7 +454,7 @@ class _Story:
         """The rows of a pass beside its own."""
         prefills = [row for row in order.rows if row is not own and not (row.generated and row.count == 1)]
         decoding = len(order.rows) - len(prefills) - 1
-        names = [f"{short(self._playback.name_of(row.request) or '?')} ({row.count:,})" for row in prefills]
+        names = [f"{brief(self._playback.name_of(row.request) or '?')} ({row.count:,})" for row in prefills]
         parts = [first_of(names, MOST_NAMED)] if names else []
         parts += [f"{decoding} that decode"] if decoding else []
         return f", beside {' and '.join(parts)}" if parts else ", alone"

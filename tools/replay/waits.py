@@ -7,7 +7,7 @@ from headrace.scheduler.requests.phase import Phase
 from headrace.scheduler.requests.record import Request
 from headrace.scheduler.state.replica import Replica
 from headrace.scheduler.state.state import State
-from headrace.tools.replay.words import short
+from headrace.tools.replay.words import brief, short
 
 
 class WaitReason(NamedTuple):
@@ -26,7 +26,7 @@ def reason(state: State, request: Request, tokens: int = 0, rows: int = 0) -> Wa
     peer = short(state.peer_of(request)) or "its peer"
     match request.phase:
         case Phase.BOOTSTRAP if request.outgoing is None:
-            return WaitReason("peer", f"no decode server has reserved ticket {short(request.ticket)}")
+            return WaitReason("peer", f"no decode server has reserved ticket {brief(request.ticket)}")
         case Phase.BOOTSTRAP:
             text = f"it is held back: the owner of {peer} has more KV unacknowledged than is left of the pool"
             return WaitReason("held back", text)
@@ -74,7 +74,7 @@ def _lacking(state: State, replica: Replica, request: Request) -> WaitReason | N
     older = _claimant(replica, request)
     if older is None:
         return None
-    return WaitReason("claim", f"pages are kept for {short(older.rid)}, which came before it and lacks some")
+    return WaitReason("claim", f"pages are kept for {brief(older.rid)}, which came before it and lacks some")
 
 
 def _claimant(replica: Replica, request: Request) -> Request | None:

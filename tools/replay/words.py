@@ -16,6 +16,7 @@ from headrace.scheduler.scheduler import Effect
 MOST_ROWS = 6
 MOST_FIELDS = 8
 LONGEST = 60  # characters of a text
+LONG_ID, ID_BEGINNING = 20, 13  # characters: "cmpl-" and eight digits of 32
 
 NOTHING = "no effects"
 
@@ -52,12 +53,17 @@ def effects_line(effects: Sequence[Effect], name_of: NameOf, most: int = 4) -> s
 
 def name(serial: int, name_of: NameOf) -> str:
     """A request that stages know by a number."""
-    return short(name_of(serial) or f"#{serial}")
+    return brief(name_of(serial) or f"#{serial}")
 
 
 def counted(number: int, what: str) -> str:
     """So many of something."""
     return f"{number:,} {what}{'s' * (number != 1)}"
+
+
+def brief(rid: str) -> str:
+    """The id of a request as it is named beside others: the beginning of a long one, which `why` takes, too."""
+    return short(rid if len(rid) <= LONG_ID else rid[:ID_BEGINNING])
 
 
 def short(text: str) -> str:

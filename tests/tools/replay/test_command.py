@@ -88,6 +88,8 @@ MISTAKES = [
     (["replay", "{path}", "--at", "0.4"], "--at: expected seconds from 0 to 0.300, the length of it, got '0.4'"),
     (["replay", "{path}", "--at", "nan"], "got 'nan'"),
     (["replay", "{path}", "--at", "1", "why", "a"], "--at does not go with why"),
+    (["replay", "{path}", "picture", "-o", "x.html", "--from", "0.2", "--to", "0.1"], "nothing from 0.2 s to 0.1 s"),
+    (["replay", "{path}", "picture", "-o", "x.html", "--to", "9"], "--to: expected seconds from 0 to 0.300"),
     (["replay", "{path}", "diff", "--polcy", "slo"], "unknown argument --polcy; did you mean --policy?"),
     (["replay", "{path}", "diff", "--policy", "lifo"], "--policy"),
     (["replay", "{path}", "diff", "--replicas", "0"], "--replicas: expected whole numbers from 1"),

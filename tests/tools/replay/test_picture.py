@@ -49,7 +49,7 @@ def test_passes_of_a_rank_do_not_overlap_and_loads_are_those_of_the_state(record
     for rank in timeline.ranks:
         mine = [one for one in timeline.passes if one.rank == rank]
         assert all(before.end <= after.start + 1e-9 for before, after in pairwise(mine))
-        drawn = picture.busy(timeline, rank)
+        drawn = picture.busy(timeline, rank, picture.whole(timeline))
         assert sum(one.passes for one in drawn) == len(mine)
         assert sum(one.tokens for one in drawn) == sum(one.tokens for one in mine)
     last, state = timeline.loads[-1], playback.scheduler.state
@@ -104,12 +104,29 @@ def test_the_page_needs_nothing_else_and_has_a_bar_for_each_request(
 def test_of_many_requests_the_longest_are_drawn(recording: Recording, monkeypatch: pytest.MonkeyPatch) -> None:
     timeline, _ = gather(recording)
     monkeypatch.setattr(picture, "MOST_BARS", 3)
-    drawn, left = picture.bars(timeline)
+    drawn, left = picture.bars(timeline, picture.whole(timeline))
     with_phases = [life for life in timeline.lives if life.phases]
     assert (len(drawn), left) == (3, len(with_phases) - 3)
     lengths = sorted(life.phases[-1].end - life.phases[0].start for life in with_phases)
     assert min(picture._length(life) for life in with_phases if life.rid in {bar.name for bar in drawn}) == lengths[-3]
-    assert f"Without {left} requests" in picture.as_html(timeline, "x")
+    assert f"Without {left} requests" in picture.as_html(timeline, "x", picture.whole(timeline))
+
+
+def test_a_window(recording: Recording) -> None:
+    """What is drawn lies in it, and all of it is what it was."""
+    timeline, _ = gather(recording)
+    times = [point.at - timeline.began for point in timeline.loads]
+    window = picture.Window(times[len(times) // 4], times[len(times) // 2])
+    drawn, _ = picture.bars(timeline, window)
+    assert 0 < len(drawn) < len(timeline.lives)
+    for bar in drawn:
+        assert all(window.start <= start < end <= window.end for _, start, end in bar.spans)
+    for rank in timeline.ranks:
+        spans = picture.busy(timeline, rank, window)
+        assert all(window.start <= one.start <= one.end <= window.end for one in spans)
+    text = picture.as_html(timeline, "x", window)
+    for x, width in re.findall(r'<rect class="bar" x="([\d.-]+)" y="[\d.]+" width="([\d.]+)"', text):
+        assert picture.LEFT - 0.1 <= float(x) <= float(x) + float(width) <= picture.WIDTH
 
 
 def test_a_png(tmp_path: Path) -> None:
