@@ -37,7 +37,7 @@ def main(given: argparse.Namespace) -> int:
     try:
         match given.question:
             case "why":
-                say(story.tell(recording, story.find(recording, given.request)))
+                say(story.tell(Playback(recording), story.find(recording, given.request)))
             case "diff":
                 _diff(path.name, recording, vars(given))
             case "picture":

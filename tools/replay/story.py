@@ -112,9 +112,8 @@ def find(recording: Recording, asked: str) -> str:
     raise ConfigError(f"the recording has no request {short(asked)!r}; {hint}")
 
 
-def tell(recording: Recording, rid: str) -> str:
-    """The story of a request."""
-    playback = Playback(recording)
+def tell(playback: Playback, rid: str) -> str:
+    """The story of a request in the calls that are left."""
     story = _Story(rid, playback)
     for step in playback:
         story.look(step)

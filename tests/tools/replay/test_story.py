@@ -12,6 +12,7 @@ from headrace.core.types.errors import ConfigError
 from headrace.core.types.requests.request import SendTo
 from headrace.scheduler.recording.file import Recording, read_recording
 from headrace.tools.replay import story
+from headrace.tools.replay.playback import Playback
 from tests.scheduler.bench import Bench
 from tests.tools.replay.tapes import Tape, taped
 from tests.tools.replay.test_check import schedules
@@ -26,7 +27,7 @@ def tapes() -> Iterator[list[Tape]]:
 def told(tapes: list[Tape], folder: Path, rid: str) -> list[str]:
     """The sentences, without their times."""
     recording = read_recording(tapes[0].write(folder))
-    return [line.partition(" s  ")[2] or line for line in story.tell(recording, rid).splitlines()]
+    return [line.partition(" s  ")[2] or line for line in story.tell(Playback(recording), rid).splitlines()]
 
 
 def has(lines: list[str], pattern: str) -> str:
@@ -162,7 +163,7 @@ def stories(recording: Recording) -> Iterator[tuple[str, list[str]]]:
         if hasattr(call.event, "rid")
     )  # fmt: skip
     for rid in names:
-        yield rid, story.tell(recording, story.find(recording, rid)).splitlines()
+        yield rid, story.tell(Playback(recording), story.find(recording, rid)).splitlines()
 
 
 @pytest.mark.parametrize("seed", [0, 1, 3, 5, 6, 9])
