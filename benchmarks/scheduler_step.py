@@ -3,13 +3,19 @@
 `python -m benchmarks.scheduler_step` fills the queue of one scheduler per policy with the same prompts, without stages,
 and lets each of them make plans in turns. A step is one plan of --chunk tokens, its PlanDone, and a new prompt for each
 one that has ended, so that as many wait at the end as at the beginning. --tight has a pool that the first prompts fill,
-where most of what waits does not fit.
+where most of what waits does not fit. --record measures one policy with and without the flight recorder, which writes
+to a temporary folder, and prints what its forks took.
 """
 
 import gc
+import platform
 import random
+import resource
+import statistics
+import tempfile
 import time
 from collections.abc import Sequence
+from pathlib import Path
 
 from benchmarks.arguments import add_rounds, make_parser
 from benchmarks.report import print_table, run, spread
@@ -19,31 +25,43 @@ from headrace.core.messages.frontend import Submit
 from headrace.core.messages.orders import Forward
 from headrace.core.messages.replies import RequestFinished
 from headrace.core.messages.stage_events import PlanDone, SampledToken, StageReady
+from headrace.core.runtime.clock import wall_time
+from headrace.core.runtime.event_loop import is_due
 from headrace.core.types.kv.geometry import Geometry
 from headrace.core.types.packed import pack
 from headrace.core.types.requests.request import Discard, SamplingParams
+from headrace.core.version import headrace_version
+from headrace.scheduler.recording.file import Header
+from headrace.scheduler.recording.hiding import Hiding
+from headrace.scheduler.recording.recorder import FlightRecorder
+from headrace.scheduler.recording.store import RecordingStore
 from headrace.scheduler.scheduler import Scheduler
 
 POLICIES: tuple[Policy, ...] = ("fcfs", "srpt", "slo")
 VOCABULARY = 30_000
 LENGTH = 256  # of every prompt, so that a step has the same work under every policy
 PLAN_S = 0.02  # in the scheduler's own time
+WRITING_S = 2.0  # for which a child of the recorder lives, likewise
 
 
 class Bench:
     """One scheduler with a full queue."""
 
-    def __init__(self, policy: Policy, waiting: int, chunk: int, pages: int) -> None:
-        """waiting: prompts in the queue. chunk: tokens of a plan."""
-        self._scheduler = Scheduler(
-            SchedulerConfig(
-                policy=policy,
-                chunk_tokens=chunk,
-                kv_pages=pages,
-                max_queued_tokens=1 << 40,
-                max_queued_requests=1 << 30,
-            )
+    def __init__(self, policy: Policy, waiting: int, chunk: int, pages: int, folder: Path | None = None) -> None:
+        """waiting: prompts in the queue. chunk: tokens of a plan. folder: of recordings; None: nothing is recorded."""
+        self._config = SchedulerConfig(
+            policy=policy,
+            chunk_tokens=chunk,
+            kv_pages=pages,
+            vocab_size=VOCABULARY,
+            max_queued_tokens=1 << 40,
+            max_queued_requests=1 << 30,
         )
+        scheduler = Scheduler(self._config)
+        self._recorder = None if folder is None else self._record(scheduler, folder)
+        self._scheduler = self._recorder or scheduler
+        self._written_at = 0.0
+        self.forks_ms: list[float] = []
         self._random = random.Random(0)
         self._now = 0.0
         self._count = 0
@@ -59,6 +77,30 @@ class Bench:
         for _ in range(waiting):
             self._submit()
 
+    def _record(self, scheduler: Scheduler, folder: Path) -> FlightRecorder:
+        header = Header(
+            version=headrace_version(),
+            python=platform.python_version(),
+            config=self._config,
+            hidden=True,
+            wall_offset_s=0.0,
+        )
+        return FlightRecorder(
+            scheduler,
+            RecordingStore(folder, "bench"),
+            header,
+            Hiding(bytes(32), VOCABULARY, self._config.page_size),
+            keep_s=300.0,
+            clock=time.perf_counter,
+            wall=wall_time,
+            reply=lambda _reply: None,
+        )
+
+    def close(self) -> None:
+        """End the recorder."""
+        if self._recorder is not None:
+            self._recorder.close()
+
     def step(self, count: int) -> float:
         """CPU seconds of so many steps."""
         started = time.process_time()
@@ -68,12 +110,27 @@ class Bench:
 
     def _step(self) -> None:
         self._now += PLAN_S
+        if self._recorder is not None:
+            self._write(self._recorder)
         forward = next(each for each in self._scheduler.plan(self._now) if isinstance(each, Forward))
         samples = tuple(SampledToken(row.request, 1) for row in forward.rows if row.sample is not None)
         done = PlanDone(stage=0, seq=forward.seq, duration_s=PLAN_S, samples=samples)
         for effect in self._scheduler.handle(done, self._now):
             if isinstance(effect, RequestFinished):
                 self._submit()
+
+    def _write(self, recorder: FlightRecorder) -> None:
+        """As the loop does when the recorder is due. Its child lives for some of the scheduler's seconds, which pass in
+        a blink here: it is waited for when they have passed."""
+        if recorder.descriptors():
+            while recorder.descriptors() and self._now >= self._written_at:
+                time.sleep(0.01)
+                recorder.work(self._now)
+        elif is_due(recorder.due(), self._now):
+            began = time.perf_counter()
+            recorder.work(self._now)
+            self.forks_ms.append(1000 * (time.perf_counter() - began))
+            self._written_at = self._now + WRITING_S
 
     def _submit(self) -> None:
         self._count += 1
@@ -83,6 +140,39 @@ class Bench:
         self._scheduler.handle(Submit(rid=rid, prompt=prompt, sampling=sampling, route=Discard()), self._now)
 
 
+def _measure(benches: Sequence[Bench], steps: int, rounds: int) -> list[list[float]]:
+    """Microseconds of a step of each of them, by round, in turns."""
+    times: list[list[float]] = [[] for _ in benches]
+    for number in range(rounds + 1):
+        for bench, taken in zip(benches, times, strict=True):
+            seconds = bench.step(steps)
+            if number:  # the first round warms up
+                taken.append(seconds / steps * 1e6)
+    return times
+
+
+def _measure_recording(waiting: int, chunk: int, pages: int, steps: int, rounds: int) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        plain = Bench("srpt", waiting, chunk, pages)
+        recorded = Bench("srpt", waiting, chunk, pages, Path(folder))
+        gc.collect()
+        gc.freeze()
+        times = _measure([plain, recorded], steps, rounds)
+        written = sum(each.stat().st_size for each in Path(folder).rglob("*"))
+        recorded.close()
+    medians = [statistics.median(taken) for taken in times]
+    rows = [
+        [name, spread(taken), f"{median / medians[0]:.3f}"]
+        for name, taken, median in zip(("not recorded", "recorded"), times, medians, strict=True)
+    ]
+    print_table(f"scheduler step, srpt, {waiting:,} waiting", ["", "µs", "ratio of medians"], rows)
+    resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    print(
+        f"fork: {spread(recorded.forks_ms)} ms, {len(recorded.forks_ms)} in {(rounds + 1) * steps} steps, with "
+        f"{resident:.0f} MiB resident; {written / 1e6:.1f} MB in the ring"
+    )
+
+
 def main(arguments: Sequence[str]) -> int:
     """Measure and print. Returns the exit status."""
     parser = make_parser("scheduler_step", __doc__)
@@ -90,20 +180,20 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--chunk", type=int, default=2048, metavar="TOKENS", help="tokens of a plan")
     parser.add_argument("--steps", type=int, default=300, metavar="N", help="steps of a round")
     parser.add_argument("--tight", action="store_true", help="a pool that a few prompts fill")
+    parser.add_argument("--record", action="store_true", help="the flight recorder's cost, under srpt")
     add_rounds(parser, 7)
     given = parser.parse_args(arguments)
     pages = 160 if given.tight else 4096
+    if given.record:
+        for waiting in given.waiting:
+            _measure_recording(waiting, given.chunk, pages, given.steps, given.rounds)
+        return 0
     rows = []
     for waiting in given.waiting:
         benches = [Bench(policy, waiting, given.chunk, pages) for policy in POLICIES]
         gc.collect()
         gc.freeze()  # the prompts that wait: collecting them would be measured with every policy
-        times: list[list[float]] = [[] for _ in benches]
-        for number in range(given.rounds + 1):
-            for bench, taken in zip(benches, times, strict=True):
-                seconds = bench.step(given.steps)
-                if number:  # the first round warms up
-                    taken.append(seconds / given.steps * 1e6)
+        times = _measure(benches, given.steps, given.rounds)
         for policy, taken in zip(POLICIES, times, strict=True):
             ratio = min(taken) / min(times[0])  # of the fastest rounds: a busy machine only adds to them
             rows.append([f"{policy}, {waiting:,} waiting", spread(taken), f"{ratio:.2f}"])

@@ -20,7 +20,7 @@ import msgspec
 
 from headrace.core.messages.frontend import QueryStats, Shutdown, StageLost, WriteRecording
 from headrace.core.messages.replies import RecordingWritten, StageDown
-from headrace.core.messages.stage_events import StageFailed
+from headrace.core.messages.stage_events import StageFailed, StageSilence
 from headrace.core.runtime.forked import Forked, ForkFailed
 from headrace.core.stats import Counters, Stats
 from headrace.scheduler.recording.file import SUFFIX, Header, Hides, RecordedCall, encode_calls, encode_snapshot
@@ -30,19 +30,20 @@ from headrace.scheduler.scheduler import Effect, Event, Scheduler
 
 log = logging.getLogger(__name__)
 
-SEGMENT_S = 30.0
+SEGMENT_S = 60.0  # each costs a fork, and copies of the pages that are written meanwhile
 SEGMENT_CALLS = 50_000
 MOST_CALLS = 4 * SEGMENT_CALLS  # that are kept while a child writes
 WRITE_LIMIT_S = 120.0
 ALARM_S = 2.0  # from an alarm to its file, which has what came of it
 BETWEEN_ALARMS_S = 60.0
 FLUSH_WAIT_S = 10.0
+FREED_CALLS = 1000  # at a time, once they are written: about a millisecond
 
 Reason = Literal["request", "signal", "integrity", "stage_failed", "exception", "killed"]
 """Why a file was written; killed: the server before this one was."""
 
 _PER_CALL = 4  # entries of the list: kind, time, event, effects
-_ALARMING = (StageFailed, StageLost)
+_WATCHED = frozenset((StageFailed, StageLost, StageSilence, QueryStats, Shutdown))
 
 
 class _Written(msgspec.Struct, frozen=True):
@@ -84,6 +85,7 @@ class FlightRecorder:
         self._wall = wall
         self._reply = reply
         self._calls: list[Any] = []
+        self._written: list[Any] = []  # calls that are being written, or are to be freed
         self._number = -1  # of the segment that is recorded
         self._ends = 0.0
         self._begun: deque[tuple[int, float]] = deque()  # segments in the ring
@@ -100,21 +102,15 @@ class FlightRecorder:
 
     def handle(self, event: Event, now: float) -> list[Effect]:
         """Scheduler.handle()."""
-        if type(event) is WriteRecording:
+        if type(event) is WriteRecording:  # for the recorder itself
             self._wanted.append(_Wanted(event.reason, now, event.token))
             return []
         calls = self._calls
         calls += ("handle", now, event)
         effects = self._scheduler.handle(event, now)
         calls.append(effects)
-        if isinstance(event, _ALARMING):
-            self._alarm("stage_failed", now)
-        elif type(event) is QueryStats and self._sound is bool(self._scheduler.problems):
-            self._sound = not self._sound
-            if not self._sound:
-                self._alarm("integrity", now)
-        elif type(event) is Shutdown:
-            self._ended = True
+        if type(event) in _WATCHED:
+            self._watch(event, now)
         return effects
 
     def plan(self, now: float) -> list[Effect]:
@@ -183,7 +179,7 @@ class FlightRecorder:
         """When work() has something to do."""
         if self._child is not None:
             return 0.0 if len(self._calls) > _PER_CALL * MOST_CALLS else self._child_until
-        if len(self._calls) > _PER_CALL * SEGMENT_CALLS:
+        if self._written or len(self._calls) > _PER_CALL * SEGMENT_CALLS:
             return 0.0
         return min([self._ends, *(wanted.due for wanted in self._wanted)])
 
@@ -194,6 +190,9 @@ class FlightRecorder:
             if len(self._calls) > _PER_CALL * MOST_CALLS:
                 self._calls, self._whole = [], False
             return
+        if self._written:  # while the child lived its pages would have been copied first
+            del self._written[-_PER_CALL * FREED_CALLS :]
+            return
         wanted = next((each for each in self._wanted if each.due <= now), None)
         if wanted is not None and self._whole:
             self._wanted.remove(wanted)
@@ -202,13 +201,28 @@ class FlightRecorder:
         else:
             self._next_segment(now)
 
+    def _watch(self, event: Event, now: float) -> None:
+        """An event that may have to be reported was handled."""
+        match event:
+            case StageFailed() | StageLost():
+                self._alarm("stage_failed", now)
+            case StageSilence() if event.reason:
+                self._alarm("stage_failed", now)
+            case QueryStats() if self._sound is bool(self._scheduler.problems):
+                self._sound = not self._sound
+                if not self._sound:
+                    self._alarm("integrity", now)
+            case Shutdown():
+                self._ended = True
+
     def _alarm(self, reason: Reason, now: float) -> None:
         if now - self._last_alarm >= BETWEEN_ALARMS_S:
             self._last_alarm = now
             self._wanted.append(_Wanted(reason, now + ALARM_S))
 
     def _next_segment(self, now: float) -> None:
-        number, calls = self._number, self._calls if self._whole else None
+        number, self._written = self._number, self._calls
+        calls = self._written if self._whole else None
         self._number, self._calls, self._ends = number + 1, [], now + SEGMENT_S
         self._begun.append((number + 1, now))
         while len(self._begun) > 1 and self._begun[1][1] <= now - self._keep_s:
@@ -218,12 +232,12 @@ class FlightRecorder:
         self._fork(lambda: self._write_segment(number, calls, now, first), now)
 
     def _fork(self, write: Callable[[], _Written], now: float) -> None:
-        self._child_until = now + WRITE_LIMIT_S + 2.0
+        self._child_until, began = now + WRITE_LIMIT_S + 2.0, self._clock()
         try:
             self._child = Forked(lambda: msgspec.msgpack.encode(write()), WRITE_LIMIT_S)
         except OSError as error:
             self._conclude(_Written(error=f"no process could be forked: {error.strerror}"))
-        self._counters.add("recording_fork_seconds_total", self._clock() - now)
+        self._counters.add("recording_fork_seconds_total", self._clock() - began)
 
     def _hear(self, child: Forked) -> None:
         try:
