@@ -3,8 +3,10 @@
 import os
 import signal
 import ssl
+import sys
 from collections.abc import Iterator
 from functools import cache
+from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import settings
@@ -12,6 +14,11 @@ from hypothesis import settings
 from headrace.core.runtime.signals import ENDING
 from headrace.server.config.load import CPUINFO_VARIABLE
 from tests.cpus import KINDS, cpuinfo, other_kind
+
+if TYPE_CHECKING:
+    from tests.scheduler.recordings import FailedSchedules
+
+FAILED: "pytest.StashKey[FailedSchedules]" = pytest.StashKey()
 
 settings.register_profile("headrace", deadline=None)  # how fast a machine is, and how busy, is no failure
 settings.load_profile("headrace")
@@ -27,6 +34,29 @@ def pytest_configure(config: pytest.Config) -> None:
     kind = config.getoption("cpu")
     if kind is not None:
         os.environ[CPUINFO_VARIABLE] = cpuinfo(other_kind() if kind == "other" else kind)
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Where tests simulate schedules, those that break a guarantee are recorded when their test fails."""
+    if "headrace.testing.simulator" in sys.modules:
+        from tests.scheduler.recordings import FailedSchedules
+
+        session.stash[FAILED] = failed = FailedSchedules()
+        failed.watch()
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if (failed := item.session.stash.get(FAILED, None)) is not None:
+        failed.forget()
+
+
+@pytest.hookimpl(hookwrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: "pytest.CallInfo[None]") -> Iterator[None]:
+    outcome = yield
+    report = outcome.get_result()  # type: ignore[attr-defined]
+    failed = item.session.stash.get(FAILED, None)
+    if failed is not None and call.when == "call" and report.failed and (paths := failed.save()):
+        report.sections.append(("recordings, for headrace replay", "\n".join(map(str, paths))))
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -2,6 +2,7 @@
 
 import os
 import re
+import shutil
 import socket
 import subprocess
 import tempfile
@@ -11,12 +12,15 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import httpx
 import psutil
 
 from headrace.core.runtime.process import module_command
+from headrace.scheduler.recording.file import SUFFIX
 from headrace.server.launch.local_server import KEY_VARIABLES
 from tests.e2e.harness import Server
 from tests.e2e.strikes import ranks_of
+from tests.scheduler.recordings import FOLDER
 
 SHARED_MEMORY = Path("/dev/shm")
 WATCH_S = 0.2  # between looks at the process, and before it is started again
@@ -43,10 +47,11 @@ class Supervised(Server):
         self.place = place or Place()
         self.url = f"http://{self.place.address}:{self.port}"
         self.folder = Path(tempfile.mkdtemp(prefix=f"hr-{name}-"))
+        self.recordings = Path(tempfile.mkdtemp(prefix=f"hr-recordings-{name}-"))
         self.lives = 0
         self.statuses: list[int] = []
         """Exit statuses of lives that ended by themselves."""
-        self._flags = tuple(flags)
+        self._flags = (*flags, "--record", str(self.recordings))
         self._past: dict[int, psutil.Process] = {}
         self._pools: set[str] = set()  # files in shared memory that its processes were seen to have mapped
         self._logs: list[str] = []
@@ -128,7 +133,16 @@ class Supervised(Server):
                 process.kill()
         super().close()
         with suppress(OSError):
-            subprocess.run(["rm", "-rf", str(self.folder)], check=False, timeout=30)
+            subprocess.run(["rm", "-rf", str(self.folder), str(self.recordings)], check=False, timeout=30)
+
+    def keep_recordings(self, name: str) -> list[Path]:
+        """What it has recorded, with what it has now if it still answers, in the folder of recordings of failed
+        tests."""
+        with suppress(httpx.HTTPError):
+            self.post("/debug/record", {})
+        FOLDER.mkdir(exist_ok=True)
+        kept = [(each, FOLDER / f"{name}-{self.name}-{each.name}") for each in self.recordings.glob(f"*{SUFFIX}")]
+        return [shutil.copy(each, path) for each, path in kept]
 
 
 class Manager:

@@ -22,9 +22,12 @@ def parameters() -> list[object]:
 def test_fault(case: Case, benches: Benches, request: pytest.FixtureRequest) -> None:
     if reason := reason_to_skip(case):
         pytest.skip(reason)
+    pair = benches.pair(case.struck.bench)
     try:
-        result = run(case, benches.pair(case.struck.bench), served_within(request.config))
+        result = run(case, pair, served_within(request.config))
     except BaseException:
+        for server in pair.servers:
+            print("recorded, for headrace replay:", *server.keep_recordings(case.name.replace("/", "-")))
         benches.drop()
         raise
     request.node.user_properties.append(("cell", (case.fault, case.place, case.phase, summary(result))))

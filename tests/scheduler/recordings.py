@@ -4,6 +4,7 @@ import platform
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from unittest.mock import patch
 
@@ -24,6 +25,9 @@ from headrace.scheduler.recording.file import (
 )
 from headrace.scheduler.recording.hiding import Hiding, Plain
 from headrace.scheduler.scheduler import Effect, Event, Scheduler
+from headrace.testing.scenario import Scenario
+from headrace.testing.server import SimulationReport
+from headrace.testing.simulator import Simulation, simulate
 
 
 class Tape:
@@ -126,15 +130,52 @@ def check_tape(tape: Tape, path: Path) -> int:
     return count
 
 
-def save_recordings(run: Callable[[], object], folder: Path, name: str) -> list[Path]:
-    """Run a schedule again, and write a recording of each of its schedulers: NAME-0.recording and so on. A schedule
-    follows from its seed, so that nothing is recorded before it has failed."""
-    folder.mkdir(parents=True, exist_ok=True)
+MOST_RECORDED = 4  # schedules of one test
+FOLDER = Path("recordings")
+"""Where failing tests leave theirs, below the working directory."""
+
+
+def save_recordings(run: Callable[[], object], name: str, folder: Path = FOLDER) -> list[Path]:
+    """Run a schedule that has failed again, and write a recording of each of its schedulers: NAME-0.recording, ….
+    A schedule follows from its seed, so that none is recorded before it has failed."""
     raised = ""
     with taped() as tapes:
         try:
             run()
         except Exception as error:
             raised = f"{type(error).__name__}: {error}"
+    if tapes:
+        folder.mkdir(parents=True, exist_ok=True)
     paths = [folder / f"{name}-{number}{SUFFIX}" for number in range(len(tapes))]
     return [path for path, tape in zip(paths, tapes, strict=True) if tape.write(path, raised)]
+
+
+class FailedSchedules:
+    """Remembers which simulated schedules of the running test broke a guarantee, and records them if it fails."""
+
+    def __init__(self) -> None:
+        self._failed: list[Scenario] = []
+
+    def watch(self) -> None:
+        """From now on, in this process."""
+        run = Simulation.run
+
+        def watched(simulation: Simulation) -> SimulationReport:
+            report = None
+            try:
+                report = run(simulation)
+                return report
+            finally:
+                if (report is None or report.violations) and len(self._failed) < MOST_RECORDED:
+                    self._failed.append(simulation._scenario)
+
+        Simulation.run = watched  # type: ignore[method-assign]
+
+    def forget(self) -> None:
+        """Another test begins."""
+        self._failed.clear()
+
+    def save(self) -> list[Path]:
+        """The test has failed: record its schedules that broke a guarantee."""
+        failed, self._failed = self._failed, []
+        return [path for each in failed for path in save_recordings(partial(simulate, each), f"schedule-{each.seed}")]

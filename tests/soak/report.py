@@ -10,6 +10,7 @@ def failure_text(failure: Failure) -> str:
     """A failure: what was broken, what runs it again, and a test of it."""
     lines = [f"seed {failure.seed} broke a guarantee:", *(f"    {problem}" for problem in failure.problems)]
     lines += ["  again:", f"    {failure.command}"]
+    lines += [f"  recorded: {path}" for path in failure.recordings]
     if failure.test:
         lines += [f"  as a test (after {failure.runs} schedules of shrinking):"]
         lines += [f"    {line}" for line in failure.test.splitlines()]

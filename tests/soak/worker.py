@@ -6,12 +6,14 @@ import multiprocessing
 import signal
 import time
 from collections import Counter
+from functools import partial
 from multiprocessing.queues import Queue
 from multiprocessing.synchronize import Event
 from types import FrameType
 
 import msgspec
 
+from tests.scheduler.recordings import save_recordings
 from tests.soak.cases import Case, case_of, run_case, signature
 from tests.soak.coverage import Recorder, Transition
 from tests.soak.shrink import command, regression_test, shrink
@@ -37,6 +39,8 @@ class Failure(msgspec.Struct, frozen=True):
     """Code of a regression test; empty if the schedule was not shrunk."""
     runs: int = 0
     """Schedules that shrinking took."""
+    recordings: tuple[str, ...] = ()
+    """Files for headrace replay, of each of its schedulers."""
 
 
 class Batch(msgspec.Struct, frozen=True):
@@ -81,10 +85,16 @@ def work(process: int, seeds: range, recording: bool, reports: "Queue[Batch]", s
 def examine(case: Case, seed: int, problems: list[str], shrinks: bool) -> Failure:
     """Make a failure of what a schedule has broken."""
     if not shrinks:
-        return Failure(seed, tuple(problems[:3]), command(case))
+        return Failure(seed, tuple(problems[:3]), command(case), recordings=_recorded(case))
     simple = shrink(case, problems[0])
     test = regression_test(simple.case, simple.problem)
-    return Failure(seed, (*problems[:3], f"simplest: {simple.problem}"), command(simple.case), test, simple.runs)
+    shown = (*problems[:3], f"simplest: {simple.problem}")
+    return Failure(seed, shown, command(simple.case), test, simple.runs, _recorded(simple.case))
+
+
+def _recorded(case: Case) -> tuple[str, ...]:
+    """Run it once more, and record the schedulers that it has."""
+    return tuple(map(str, save_recordings(partial(run_case, case), f"soak-{case.seed}")))
 
 
 class _Worker:
