@@ -55,3 +55,17 @@ def test_deadlines_in_years_that_are_cleared_take_up_no_memory() -> None:
         assert list(deadlines.due(number)) == []
 
     assert grown_bytes(serve) < 50_000
+
+
+@given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 3)), max_size=30), st.data())
+def test_equal_deadlines_come_up_as_they_were_set_whenever_the_next_is_asked(
+    sets: list[tuple[int, int]], data: st.DataObject
+) -> None:
+    """What a scheduler decides must not depend on how often its loop looks."""
+    asked, never = Deadlines(), Deadlines()
+    for request, at in sets:
+        for deadlines in (asked, never):
+            deadlines.set(LeaseTimer(request), float(at))
+        if data.draw(st.booleans()):
+            asked.next()
+    assert list(asked.due(5.0)) == list(never.due(5.0))
