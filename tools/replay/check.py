@@ -1,7 +1,6 @@
 """Whether a recording gives the same decisions again: digests by second, the first call that differs, a summary."""
 
 import hashlib
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from headrace.core.messages.frontend import Submit
@@ -10,7 +9,7 @@ from headrace.core.version import headrace_version
 from headrace.scheduler.recording.digest import digest
 from headrace.scheduler.recording.file import Header, Recording
 from headrace.tools.output import table
-from headrace.tools.replay.playback import Playback, PlayedCall
+from headrace.tools.replay.playback import Playback, PlayedCall, Progress, nobody
 from headrace.tools.replay.words import called, counted, effects_line, short
 
 
@@ -58,9 +57,9 @@ class Verdict:
         return not self.differences
 
 
-def check(recording: Recording, progress: Callable[[int, int], None]) -> tuple[Verdict, Playback]:
-    """Replay all calls. progress: called with the calls that were applied, and all of them."""
-    playback, verdict = Playback(recording), Verdict()
+def check(recording: Recording, progress: Progress = nobody) -> tuple[Verdict, Playback]:
+    """Replay all calls."""
+    playback, verdict = Playback(recording, progress), Verdict()
     verdict.open_before = sum(not request.ended for request in playback.scheduler.state.requests)
     differed = -1  # segment
     for step in playback:
@@ -71,7 +70,6 @@ def check(recording: Recording, progress: Callable[[int, int], None]) -> tuple[V
             verdict.differences.append(_difference(playback, step))
         elif step.raised and step.equal:
             verdict.crashes.append(_difference(playback, step))
-        progress(playback.position, len(playback))
     return verdict, playback
 
 

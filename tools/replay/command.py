@@ -13,7 +13,7 @@ from headrace.core.version import headrace_version
 from headrace.scheduler.recording.file import Recording, RecordingError, read_recording
 from headrace.tools.output import ProgressLine, check_output, check_plotting, write_json
 from headrace.tools.replay import check, counterfactual, moment, options, picture, steps, story
-from headrace.tools.replay.playback import Playback
+from headrace.tools.replay.playback import Playback, Progress
 from headrace.tools.replay.timeline import RecordedTimeline, gather
 from headrace.tools.replay.words import short
 from headrace.tools.simulate import options as simulate_options
@@ -34,24 +34,37 @@ def main(given: argparse.Namespace) -> int:
     path = Path(given.recording)
     _check_flags(given)
     recording = _read(path)
+    line = ProgressLine(sys.stderr, SystemClock(), PROGRESS_S)
+
+    def progress(what: str, done: int, of: int) -> None:
+        line.show(f"{what}: {done:,} of {of:,}, {100 * done // of} %")
+
     try:
-        match given.question:
-            case "why":
-                say(story.tell(Playback(recording), story.find(recording, given.request)))
-            case "diff":
-                _diff(path.name, recording, vars(given))
-            case "picture":
-                _picture(path.name, recording, given)
-            case _ if given.step or given.at is not None:
-                _look(recording, given)
-            case _:
-                return _check(path.name, recording, verbose=given.verbose)
+        text, status = _answer(path.name, recording, given, progress)
     except RecordingError as error:
         raise ConfigError(f"{path}: {_line(error)}{_version(recording)}") from error
     except _OF_FOREIGN_STATE as error:
         what = f"its state is none that this release knows ({type(error).__name__}: {_line(error)})"
         raise ConfigError(f"{path}: {what}{_version(recording)}") from error
-    return 0
+    finally:
+        line.close()
+    say(text)
+    return status
+
+
+def _answer(name: str, recording: Recording, given: argparse.Namespace, progress: Progress) -> tuple[str, int]:
+    """What is to be printed, and the exit status."""
+    match given.question:
+        case "why":
+            return story.tell(Playback(recording, progress), story.find(recording, given.request)), 0
+        case "diff":
+            return _diff(name, recording, vars(given), progress), 0
+        case "picture":
+            return _picture(name, recording, given, progress), 0
+        case _ if given.step or given.at is not None:
+            return _look(recording, given), 0
+    verdict, playback = check.check(recording, progress)
+    return check.as_text(name, verdict, playback, verbose=given.verbose), 0 if verdict.equal else DIFFERENT
 
 
 def _read(path: Path) -> Recording:
@@ -78,28 +91,19 @@ def _check_flags(given: argparse.Namespace) -> None:
             raise ConfigError(f"--{flag} does not go with {given.question}; leave one of them out")
 
 
-def _check(name: str, recording: Recording, *, verbose: bool) -> int:
-    progress = ProgressLine(sys.stderr, SystemClock(), PROGRESS_S)
-    verdict, playback = check.check(
-        recording, lambda done, of: progress.show(f"{done:,} of {of:,} calls, {100 * done // of} %")
-    )
-    progress.close()
-    say(check.as_text(name, verdict, playback, verbose=verbose))
-    return 0 if verdict.equal else DIFFERENT
-
-
-def _look(recording: Recording, given: argparse.Namespace) -> None:
+def _look(recording: Recording, given: argparse.Namespace) -> str:
     """The state at a time, or the calls from there on."""
     playback = Playback(recording)
     if given.at is not None:
         playback.seek(playback.position_at(_seconds("--at", given.at, playback)))
     if not given.step:
-        say(moment.as_text(playback))
-    elif sys.stdin.isatty() and sys.stdout.isatty():
+        return moment.as_text(playback)
+    if sys.stdin.isatty() and sys.stdout.isatty():
         steps.interact(playback, input, sys.stdout)
-    else:
-        for line in steps.listing(playback):
-            say(line)
+        return "left"
+    for line in steps.listing(playback):
+        say(line)
+    return "the recording ends here"
 
 
 def _seconds(flag: str, text: str, playback: Playback) -> float:
@@ -112,14 +116,14 @@ def _seconds(flag: str, text: str, playback: Playback) -> float:
     return value
 
 
-def _picture(name: str, recording: Recording, given: argparse.Namespace) -> None:
+def _picture(name: str, recording: Recording, given: argparse.Namespace, progress: Progress) -> str:
     path = check_output("-o", given.output)
     assert path is not None, "argparse asks for it"
     if path.suffix.lower() not in PICTURES:
         raise ConfigError(f"-o: expected a file name that ends in {' or '.join(PICTURES)}, got {given.output!r}")
     if path.suffix.lower() == ".png":
         check_plotting(path)
-    timeline, playback = gather(recording)
+    timeline, playback = gather(recording, progress)
     start, end = picture.whole(timeline)
     start = start if given.start is None else _seconds("--from", given.start, playback)
     end = end if given.end is None else _seconds("--to", given.end, playback)
@@ -129,13 +133,13 @@ def _picture(name: str, recording: Recording, given: argparse.Namespace) -> None
     passes = len({one.seq for one in timeline.passes})
     title = f"{name}: {len(timeline.lives):,} requests, {passes:,} passes, from {wall}"
     picture.draw(timeline, title, path, picture.Window(start, end))
-    say(f"wrote {path}")
+    return f"wrote {path}"
 
 
-def _diff(name: str, recording: Recording, given: Mapping[str, Any]) -> None:
+def _diff(name: str, recording: Recording, given: Mapping[str, Any], progress: Progress) -> str:
     json_file = check_output("--json", given["json"])
     retries = simulate_options.parse_whole("--retries", given["retries"]) or 0
-    timeline, playback = gather(recording)
+    timeline, playback = gather(recording, progress)
     state = playback.scheduler.state
     longest = max((_length(timeline, number) for number in range(len(timeline.lives))), default=1)
     config, host_pages = counterfactual.as_recorded(state, longest)
@@ -146,9 +150,9 @@ def _diff(name: str, recording: Recording, given: Mapping[str, Any]) -> None:
     (first,) = simulate_options.combinations(recorded | others, config, host_pages)
     combinations = simulate_options.combinations(recorded | others | named, config, host_pages)
     points = counterfactual.points_of(named, combinations, first)
-    found = counterfactual.compare(name, timeline, state, points, retries)
-    say(counterfactual.as_text(found))
+    found = counterfactual.compare(name, timeline, state, points, retries, progress)
     write_json(json_file, found)
+    return counterfactual.as_text(found)
 
 
 def _length(timeline: RecordedTimeline, number: int) -> int:

@@ -27,6 +27,7 @@ from headrace.scheduler.costs.cost_model import Load
 from headrace.scheduler.requests.phase import Phase
 from headrace.scheduler.state.state import State
 from headrace.tools.output import quantile, table
+from headrace.tools.replay.playback import Progress, nobody
 from headrace.tools.replay.timeline import RankPass, RecordedTimeline, RequestLife
 from headrace.tools.simulate.options import Point
 from headrace.tools.simulate.replay.decode_server import DecodeTier
@@ -140,7 +141,12 @@ def _between(passes: Sequence[RankPass]) -> float:
 
 
 def compare(
-    name: str, timeline: RecordedTimeline, state: State, points: Sequence[tuple[str, Point]], retries: int
+    name: str,
+    timeline: RecordedTimeline,
+    state: State,
+    points: Sequence[tuple[str, Point]],
+    retries: int,
+    progress: Progress = nobody,
 ) -> Counterfactual:
     """What was recorded, and each point simulated; the first one is as it was. state: at the end of the recording.
     Raises ConfigError for a recording of which there is nothing to simulate."""
@@ -161,7 +167,7 @@ def compare(
     reached.sort(key=_queued_at)
     requests = _trace(reached, config.page_size, began)
     for label, point in points:
-        rows.append(_simulated(label, point, reached, requests, fitted, decodes, retries))
+        rows.append(_simulated(label, point, reached, requests, fitted, decodes, retries, progress))
     left = len(lives) - len(counted)
     return Counterfactual(
         recording=name, fitted=fitted, servers=config.dp, decodes=decodes, left_out=left, rows=rows
@@ -176,7 +182,7 @@ def as_recorded(state: State, longest: int) -> tuple[SchedulerConfig, int]:
     config = msgspec.structs.replace(
         state.config,
         kv_pages=cache.total,
-        max_model_len=longest + 2,
+        max_model_len=state.config.max_model_len or longest + 2,
         vocab_size=0,
         dp=1,
         tp=1,
@@ -373,6 +379,7 @@ def _simulated(
     fitted: FittedCosts,
     decodes: bool,
     retries: int,
+    progress: Progress,
 ) -> CounterfactualRow:
     scheduler, tier = point.scheduler, None
     (a, b, c), *others = fitted.costs
@@ -394,7 +401,7 @@ def _simulated(
         retries=retries,
         decode=tier,
     )
-    result = Replay(settings, requests).run()
+    result = Replay(settings, requests, lambda ended: progress(f"{label}: requests", ended, len(requests))).run()
     pairs = [(life, outcome) for life, outcome in zip(lives, result.outcomes, strict=True) if not life.known_before]
     return _row(
         label,

@@ -19,6 +19,13 @@ from headrace.scheduler.recording.digest import digest
 from headrace.scheduler.recording.file import Call, Recording, RecordingError, apply
 from headrace.scheduler.scheduler import Effect, Scheduler
 
+Progress = Callable[[str, int, int], None]
+"""Is told what is counted, how many are done, and of how many."""
+
+
+def nobody(_what: str, _done: int, _of: int) -> None:
+    """Nobody wants to know."""
+
 
 class PlayedCall(NamedTuple):
     """A call that was applied."""
@@ -38,10 +45,16 @@ class PlayedCall(NamedTuple):
 class Playback:
     """A recording, and the Scheduler after some of its calls."""
 
-    def __init__(self, recording: Recording, prepare: Callable[[Scheduler], None] = lambda _scheduler: None) -> None:
-        """prepare: is given each Scheduler that is restored. Raises RecordingError for a recording without calls, and
-        for one that is damaged, as all of its methods do."""
+    def __init__(
+        self,
+        recording: Recording,
+        progress: Progress = nobody,
+        prepare: Callable[[Scheduler], None] = lambda _scheduler: None,
+    ) -> None:
+        """progress: is told how far iterating is. prepare: is given each Scheduler that is restored. Raises
+        RecordingError for a recording without calls, and for one that is damaged, as all of its methods do."""
         self.recording = recording
+        self._progress = progress
         self._prepare = prepare
         self._segments = recording.segments
         self._starts = [0, *accumulate(len(segment.calls) for segment in self._segments)]
@@ -65,6 +78,7 @@ class Playback:
     def __iter__(self) -> Iterator[PlayedCall]:
         """Apply the calls that are left, one by one."""
         while (step := self.step()) is not None:
+            self._progress("calls", self.position, len(self))
             yield step
 
     def segment_of(self, position: int) -> int:

@@ -16,7 +16,7 @@ from headrace.scheduler.requests.record import Request
 from headrace.scheduler.scheduler import Effect, Event, Scheduler
 from headrace.scheduler.state.state import State
 from headrace.scheduler.telemetry.measurements import Measurements
-from headrace.tools.replay.playback import Playback
+from headrace.tools.replay.playback import Playback, Progress, nobody
 
 
 class WatchedMeasurements(Measurements):
@@ -283,10 +283,10 @@ class _Gathering:
             self.loads.append(LoadPoint(now, *counts))
 
 
-def gather(recording: Recording) -> tuple[RecordedTimeline, Playback]:
+def gather(recording: Recording, progress: Progress = nobody) -> tuple[RecordedTimeline, Playback]:
     """Play a recording to its end."""
     gathering = _Gathering()
-    playback = Playback(recording, gathering.adopt)
+    playback = Playback(recording, progress, gathering.adopt)
     for step in playback:
         gathering.step(step.call, step.effects)
     gathering.close(playback.now)

@@ -31,7 +31,7 @@ def schedules(seed: int, *, every: int = 40, hidden: bool = True) -> list[Tape]:
 @pytest.mark.parametrize("seed", range(8))
 def test_random_schedules_are_decided_again(seed: int, tmp_path: Path) -> None:
     for tape in schedules(seed, hidden=seed % 3 > 0):
-        verdict, playback = check(read_recording(tape.write(tmp_path)), lambda _done, _of: None)
+        verdict, playback = check(read_recording(tape.write(tmp_path)))
         assert verdict.equal, verdict.differences
         assert (verdict.calls, len(playback)) == (tape.count, tape.count)
         assert verdict.passes > 0

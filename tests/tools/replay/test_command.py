@@ -46,9 +46,10 @@ def test_the_state_at_a_time(path: Path, capsys: pytest.CaptureFixture[str]) -> 
 
 def test_steps_are_a_listing_where_there_is_no_terminal(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["replay", str(path), "--step", "--at", "0.2"]) == 0
-    rest = capsys.readouterr().out.splitlines()
+    *rest, last = capsys.readouterr().out.splitlines()
+    assert last == "the recording ends here"
     assert cli.main(["replay", str(path), "--step"]) == 0
-    everything = capsys.readouterr().out.splitlines()
+    *everything, _ = capsys.readouterr().out.splitlines()
     assert len(everything) == 11
     assert everything[-len(rest) :] == rest
     assert "StageReady" in everything[0]

@@ -30,7 +30,7 @@ def recordings(seeds: range, folder: Path) -> Iterator[Recording]:
 
 def explain(recording: Recording) -> None:
     """Ask all that can be asked, and compare digests meanwhile."""
-    verdict, _ = check(recording, lambda _done, _of: None)
+    verdict, _ = check(recording)
     assert verdict.equal, verdict.differences
     timeline, playback = gather(recording)
     assert not playback.differed
