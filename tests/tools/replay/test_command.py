@@ -1,6 +1,10 @@
 """The command headrace replay: the state at a time, steps, mistakes in one line."""
 
 import io
+import os
+import select
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -118,3 +122,29 @@ def test_what_is_no_recording(content: bytes, tmp_path: Path, capsys: pytest.Cap
     err = capsys.readouterr().err
     assert err.startswith(f"headrace: {path}: ")
     assert err.count("\n") == 1
+
+
+def test_on_a_terminal_it_asks(path: Path) -> None:
+    """A pseudo-terminal: a prompt, the next call, back again, and out."""
+    master, terminal = os.openpty()
+    command = [sys.executable, "-m", "headrace.cli.commands", "replay", str(path), "--step"]
+    with subprocess.Popen(command, stdin=terminal, stdout=terminal, stderr=terminal) as process:
+        os.close(terminal)
+        shown = ""
+        for typed, expected in ((b"\n", "StageReady"), (b"-\n", "after 0 of 11 calls"), (b"q\n", "left")):
+            shown += _read_until(master, steps.PROMPT)
+            os.write(master, typed)
+            shown += (text := _read_until(master, expected))
+            assert expected in text
+        assert process.wait(timeout=30) == 0
+    os.close(master)
+    assert steps.HELP.split("   ")[0] in shown
+
+
+def _read_until(descriptor: int, expected: str) -> str:
+    text = ""
+    while expected not in text:
+        ready, _, _ = select.select([descriptor], [], [], 30)
+        assert ready, f"not within 30 s: {expected!r} in {text!r}"
+        text += os.read(descriptor, 4096).decode()
+    return text
