@@ -24,6 +24,7 @@ from collections import deque
 from headrace.core.messages.orders import AnyOrder, Forward, ReleaseRequest, ShutdownStage
 from headrace.engine.agreement import PassSource
 from headrace.engine.collectives.operations import LinkBroken
+from headrace.engine.kv.page_digest import digest_pages
 from headrace.engine.orders import Inbox
 from headrace.engine.outbox import PlanOutbox, QueuedPlan
 from headrace.engine.parallel.pipeline import PipelineLinks
@@ -145,4 +146,5 @@ class StageLoop:
             meter.add_hidden_bytes(links.send(plan, hidden))
         links.broadcast(plan, sampling)
         run, seconds = meter.end()
-        self._outbox.post(QueuedPlan(run, self._stage, seconds, sampling))
+        digest = digest_pages(runner.pool, plan.digest) if plan.digest is not None else ()
+        self._outbox.post(QueuedPlan(run, self._stage, seconds, sampling, digest))

@@ -25,6 +25,7 @@ import zmq
 
 from headrace.core.messages.orders import ShutdownStage
 from headrace.core.messages.stage_events import AnyStageEvent, PlanDone, StageFailed
+from headrace.core.types.kv.kv_digests import DigestPart
 from headrace.engine.collectives.operations import LinkBroken
 from headrace.engine.collectives.watch import OperationWatch, abort_groups
 from headrace.engine.row_sampler import Sampling
@@ -56,10 +57,11 @@ class QueuedPlan(NamedTuple):
     """That it took, of the host's clock, or of a GPU's where that is known."""
     sampling: Sampling | None = None
     """On the last stage."""
+    digest: tuple[DigestPart, ...] = ()
 
     def computed(self) -> ComputedPlan:
         """The plan with its result; waits for that."""
-        done = PlanDone(stage=self.stage, seq=self.run.plan.seq, duration_s=self.seconds)
+        done = PlanDone(stage=self.stage, seq=self.run.plan.seq, duration_s=self.seconds, digest=self.digest)
         if self.sampling is not None:
             result = self.sampling.result()
             done = msgspec.structs.replace(

@@ -113,6 +113,11 @@ class Runner(Protocol):
         """Whether a trial at loading gave the same bits in chunks and beside another request; None: none was made."""
         ...
 
+    @property
+    def reproducible(self) -> bool:
+        """KV has the same bits however prompts are cut, batched and cached, here and where the same is computed."""
+        ...
+
     def warm_up(self, most: int = WARM_UP_TOKENS) -> None:
         """Run once before the first plan, with so many tokens at most; pages of the pool are overwritten."""
         ...
@@ -207,6 +212,8 @@ class ModelRunner:
         self.same_bits: bool | None = None
         if spec.library is not None:
             self._try_library(spec.library.architecture, distinct(terms.adapters))
+        plain = kernels is not None and arithmetic is kernels and dtype != "float16"
+        self.reproducible = plain and self.same_bits is not False and not self.geometry.state_bytes
         compiler = partial(GrammarCompiler, terms.model.model, engine.cache_dir, spec.vocab_size)
         self._images = RequestImages(self._decoder.encode)
         self._sampler = RowSampler(self._decoder, tp.rank, tp.size, compiler)

@@ -71,6 +71,7 @@ Context = zmq.Context[zmq.Socket[bytes]]
 log = logging.getLogger(__name__)
 
 SHUTDOWN_WAIT_S = 2.0  # after a broken link: for ShutdownStage, before the stage reports the failure itself
+ORDERLESS = 2  # tensor-parallel shards, of which a sum is the same in any order
 SHARED_WAIT_S = 0.2  # the same where the link was to another server, of which this one's supervisor knows nothing
 
 
@@ -265,6 +266,7 @@ def _ready(
         cancels=runner.cancels,
         same_bits=runner.same_bits,
         computation=computation_of(config.model, config.engine),
+        reproducible=runner.reproducible and not config.engine.expert_parallel and config.layout.tp <= ORDERLESS,
         memory=memory.pool_memory,
     )
 

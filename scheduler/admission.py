@@ -145,6 +145,7 @@ class Admission:
         if request.open:
             request.target = open_target(state.config, request.length)
         state.requests.add(request)
+        state.digests.add(request)
         replica.queues.admit(request, now)
         if route.moves_cached:
             replica.moves[request.arrival] = request

@@ -8,6 +8,7 @@ Where requests have states, the state is the hash of all tokens so far, and a wr
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from hashlib import sha256
 from itertools import accumulate
 
 import msgspec
@@ -44,6 +45,7 @@ from headrace.core.messages.stage_events import (
     StageReady,
 )
 from headrace.core.types.kv.geometry import Component, Geometry
+from headrace.core.types.kv.kv_digests import DigestPages, DigestPart
 from headrace.core.types.packed import unpack
 from headrace.core.types.ranks.coordinate import Agreement
 from headrace.core.types.requests.request import FirstToken
@@ -67,6 +69,11 @@ def extend(state: int, token: int) -> int:
 def kv_of(tokens: Sequence[int]) -> list[int]:
     """KV of each position of a prompt."""
     return list(accumulate(tokens, extend, initial=0))[1:]
+
+
+def kv_digest(values: Sequence[int]) -> DigestPart:
+    """The digest of KV of some positions."""
+    return DigestPart("kv", 0, 0, 1, sha256(repr(list(values)).encode()).digest())
 
 
 def next_token(state: int) -> int:
@@ -447,9 +454,17 @@ class SimulatedStage:
                 duration_s=seconds,
                 samples=tuple(samples),
                 nonfinite=tuple(nonfinite),
+                digest=self._digest(order.digest),
             )
         )
         self.pipeline.wake()
+
+    def _digest(self, wanted: DigestPages | None) -> tuple[DigestPart, ...]:
+        """The digest of what is in pages now, as a stage makes it of one layer."""
+        if wanted is None:
+            return ()
+        values = [value for page in unpack(wanted.pages) for value in self.pool[page]]
+        return (kv_digest(values[wanted.first : wanted.first + wanted.count]),)
 
     def _run(self, row: PlanRow) -> int:
         """Compute a row: extend the hash of the prefix in the pool by the row's tokens. Returns the last hash."""

@@ -7,9 +7,10 @@ from headrace.core.config import SchedulerConfig
 from headrace.core.messages.frontend import Submit
 from headrace.core.messages.orders import BeginEpoch, Order, ReplicaOrder
 from headrace.core.messages.peers import ControlServerEffect
-from headrace.core.messages.replies import RequestFailed, RequestFinished, SchedulerReply, Tokens
+from headrace.core.messages.replies import KvDigested, RequestFailed, RequestFinished, SchedulerReply, Tokens
 from headrace.core.messages.stage_events import PlanDone, StageEvent, StageFailed
 from headrace.core.types.errors import NONFINITE
+from headrace.core.types.kv.kv_digests import joined
 from headrace.core.types.requests.request import FetchFrom, SendTo
 from headrace.scheduler.scheduler import Effect, Event, Scheduler
 from headrace.testing.engine import (
@@ -20,6 +21,8 @@ from headrace.testing.engine import (
     SimulatedExchange,
     SimulatedPipeline,
     expected_tokens,
+    kv_digest,
+    kv_of,
 )
 from headrace.testing.guards import CopyGuard, PageGuard, PromiseGuard
 from headrace.testing.tiers import SimulatedDisk
@@ -60,6 +63,9 @@ class SimulationReport:
 
     tier_pages: dict[str, int] = field(default_factory=dict)
     """Pages copied between tiers, by "server:tier result"."""
+
+    digests: int = 0
+    """Digests of KV that were made."""
 
     moves: int = 0
     """Requests that went to another prefill server, each time counted."""
@@ -253,6 +259,8 @@ class SimulatedServer:
         self._complain(self._promises.output(output, self.world.now))
         if isinstance(output, Tokens):
             self.clients[output.rid].tokens.extend(output.tokens)
+        elif isinstance(output, KvDigested):
+            self._check_digest(self.clients[output.rid], output)
         elif isinstance(output, RequestFinished | RequestFailed):
             client = self.clients[output.rid]
             client.ends.append(output)
@@ -282,6 +290,15 @@ class SimulatedServer:
             self.violation(f"{submit.rid} generated {got}, not {expected}")
         if finished.usage.completion_tokens != len(got):
             self.violation(f"{submit.rid} counts {finished.usage.completion_tokens} tokens, sent {len(got)}")
+
+    def _check_digest(self, client: SimulatedClient, output: KvDigested) -> None:
+        """What was digested is the KV of the prompt."""
+        self.report.digests += 1
+        if self._options.has_nan_token and NAN_TOKEN in client.prompt:
+            return
+        expected = joined([kv_digest(kv_of(client.prompt)[output.start : output.end])])
+        if output.digest != expected or not output.start < output.end <= len(client.prompt):
+            self.violation(f"{output.rid} has another digest of positions {output.start} to {output.end}")
 
     def _check_nonfinite(self, client: SimulatedClient, end: RequestFinished | RequestFailed) -> None:
         """No token is computed from NaN, and no request without NAN_TOKEN fails as nonfinite."""

@@ -257,6 +257,7 @@ class Simulation:
                 session=("", "s", f"s{number % 5}")[number % 11 % 3],
             ),
             progress=rng.random() < 0.5,
+            audit=(None, 0.0, 0.5, 0.99)[number % 4],
         )
         client = SimulatedClient(submit, prompt)
         if number % 5 == 1:
@@ -295,6 +296,7 @@ class Simulation:
                     terms=terms,
                     progress=rng.random() < 0.5,
                     open=True,
+                    digest=(end // 4, end // 2) if number % 2 and end > 3 else None,
                 ),
                 client.prompt[:end],
             )

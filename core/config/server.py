@@ -170,6 +170,18 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
             "endpoint",
         ),
     ] = False
+    audit_rate: Annotated[
+        float,
+        Flag(
+            "audit-rate",
+            HANDOFF,
+            "role decode: share of the prompts of which another prefill server computes one page again, to be compared "
+            "with what was sent; 0: none",
+            low=0,
+            high=1,
+            unit="share",
+        ),
+    ] = 0.0
     accept_returns: Annotated[
         tuple[str, ...],
         Flag(

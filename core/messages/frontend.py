@@ -47,6 +47,13 @@ class Submit(FrontendRequest, frozen=True, kw_only=True):
     """A piece of an open prompt, of route Discard: it is computed where nothing else is to be, and ends without a
     token. Abort(finish=True) ends it with what is planned."""
 
+    audit: float | None = None
+    """Route FetchFrom: digest one of the whole pages of the prompt that are fetched, the one at this share of them, in
+    [0, 1), before the request's first pass here (KvDigested)."""
+
+    digest: tuple[int, int] | None = None
+    """Digest the KV of these positions, [start, end), once it is computed (KvDigested)."""
+
     moved: bool = False
     """It was admitted before, and is fetched from another prefill server now: neither a full queue nor a drain refuses
     it."""

@@ -17,6 +17,7 @@ What stages report back: core/messages/stage_events.py. Lists of token and page 
 
 import msgspec
 
+from headrace.core.types.kv.kv_digests import DigestPages
 from headrace.core.types.kv.kv_tiers import PageHeader, Tier
 from headrace.core.types.packed import unpack
 from headrace.core.types.peers.session_terms import PeerTerms, PrefillTerms
@@ -108,6 +109,8 @@ class Forward(Order, frozen=True, kw_only=True):
     """Rows of this replica; () where it is idle in a pass of lockstep replicas."""
     agreement: Agreement | None = None
     """What lockstep replicas do alike in this pass, the Forwards of one seq; None where replicas share nothing."""
+    digest: DigestPages | None = None
+    """KV that is digested once it is computed, and reported in PlanDone."""
 
 
 class CancelForward(Order, frozen=True, kw_only=True):

@@ -51,6 +51,8 @@ class StagePools(msgspec.Struct, frozen=True, kw_only=True):
     """What pages hold of the whole model, over all its ranks."""
     computations: tuple[KvComputation, ...] = ()
     """What the bits of its ranks depend on beside the model, each once."""
+    reproducible: bool = False
+    """They depend on nothing else, at any rank."""
 
 
 class ServerInfo(SchedulerReply, frozen=True, kw_only=True):
@@ -146,6 +148,17 @@ class LogprobPart(SchedulerReply, frozen=True, kw_only=True):
 
     rid: str
     run: LogprobRun
+
+
+class KvDigested(SchedulerReply, frozen=True, kw_only=True):
+    """The digest of a request's KV at positions [start, end), where its Submit has asked for one. It may not come, and
+    comes late where a stage reports later than the last one."""
+
+    rid: str
+    start: int
+    end: int
+    digest: dict[str, tuple[str, ...]]
+    """See KvDigest."""
 
 
 class Held(SchedulerReply, frozen=True, kw_only=True):
@@ -299,6 +312,7 @@ AnySchedulerReply = (
     | Tokens
     | HiddenPart
     | LogprobPart
+    | KvDigested
     | Held
     | RequestFinished
     | RequestFailed

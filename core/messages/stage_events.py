@@ -14,6 +14,7 @@ import msgspec
 from headrace.core.stats import Stats
 from headrace.core.types.kv.backends import ZMQ, PoolMemory
 from headrace.core.types.kv.geometry import Geometry
+from headrace.core.types.kv.kv_digests import DigestPart
 from headrace.core.types.kv.kv_files import KvComputation
 from headrace.core.types.kv.kv_tiers import PageHeader, Tier
 from headrace.core.types.ranks.expert_load import ExpertLoad
@@ -94,6 +95,8 @@ class StageReady(StageEvent, frozen=True, kw_only=True):
     """Whether a trial at the start gave the same bits in chunks and beside another request; None: none was made."""
     computation: KvComputation | None = None
     """What its bits depend on beside the model; None where that is not told."""
+    reproducible: bool = False
+    """They depend on nothing else: not on chunks, on the batch, or on what is cached."""
     memory: PoolMemory | None = None
     """How peers may write into the pool; None where they may not."""
 
@@ -147,6 +150,8 @@ class PlanDone(StageEvent, frozen=True, kw_only=True):
     rejected: tuple[GrammarRejection, ...] = ()
     """Requests whose grammar does not allow their tokens, or gives no mask; from the last stage only. They have no
     sample."""
+    digest: tuple[DigestPart, ...] = ()
+    """Of this rank's KV of the positions that the Forward names."""
 
 
 class ChunkAcked(StageEvent, frozen=True, kw_only=True):

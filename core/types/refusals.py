@@ -79,6 +79,11 @@ OPEN_PROMPTS = _full(
     "open prompts of a tenant (`POST /v1/prefill` with `open`)",
     "`--open-prompts`",
 )
+AUDITS = _full(
+    "a page is computed again for another decode server, one at a time; retry",
+    "pages that decode servers have computed again (`POST /v1/audits`)",
+    "one at a time",
+)
 CLIENT_WAITS = _full(
     "{own} {what} of this client wait, of {total} in all; retry",
     "constraints or first tokens that wait for the child process",
@@ -202,6 +207,12 @@ PAGES_NEEDED = _down(
     errors.PAGES_NEEDED,
     "its pages, or its metadata row, are needed for a request",
     "KV that only moves between prefix caches (siblings, returns, open prompts) gives way, or finds no room",
+    retry_s=None,
+)
+NOT_AUDITED = _down(
+    "unavailable",
+    "the page was not computed: its KV pages were needed for requests, or this server drains",
+    "what is computed for an audit gives way",
     retry_s=None,
 )
 NO_TOKEN = _down(errors.STAGE_FAILED, "the last stage reported no token", "a plan came back without one", retry_s=None)

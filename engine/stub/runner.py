@@ -74,6 +74,7 @@ class StubRunner:
     """A Runner for the layers of one stage of a stub model (engine/model/stub.py), or one shard of them."""
 
     same_bits = None
+    reproducible = True
 
     def __init__(
         self,

@@ -145,7 +145,8 @@ class Planner:
         state, replica, metrics = self._state, self._replica, self._state.metrics
         plan = batch.build(seq)
         plan.gives_way = plan.pieces and state.engine.cancels
-        replica.order(Forward(seq=seq, rows=tuple(batch.rows), agreement=agreement))
+        digest = state.digests.due(seq, replica.ranks, ((row.request, row.end) for row in plan.rows))
+        replica.order(Forward(seq=seq, rows=tuple(batch.rows), agreement=agreement, digest=digest))
         if not replica.plans:
             state.deadlines.set(PlanTimer(replica.index), now + state.config.stage_timeout_s)
             replica.bubbles.begin(now)

@@ -99,6 +99,7 @@ class StageGroup:
                 replica.plans.reported(plan, event.stage, event.duration_s, now)
                 metrics.computed(event.stage, event.duration_s, now, plan.tokens, plan.decode_rows)
                 self._learn(replica, plan, event, now)
+            self._digested(replica, event)
             return
         plan = replica.plans.pop(event.seq, event.duration_s, now)
         if plan is None:
@@ -119,12 +120,19 @@ class StageGroup:
             metrics.counters.add("open_passes_total", labels=("cancelled" if plan.cancelled else "computed",))
             metrics.counters.add("open_tokens_total", plan.tokens)
         if plan.cancelled:
+            state.digests.cancelled(replica.ranks, plan.seq)
             self._generation.plan_cancelled(plan, now)
             return
+        self._digested(replica, event)
         metrics.rate.observe(plan.tokens, event.duration_s)
         self._learn(replica, plan, event, now)
         metrics.histograms.observe("plan_duration_seconds", event.duration_s)
         self._generation.plan_done(plan, event, now)
+
+    def _digested(self, replica: Replica, event: PlanDone) -> None:
+        """A rank may have digested KV."""
+        if (digest := self._state.digests.reported(replica.ranks, event)) is not None:
+            self._state.out.add(digest)
 
     def _learn(self, replica: Replica, plan: Plan, event: PlanDone, now: float) -> None:
         """Refine the cost model by a plan that mostly prefills: decode rows cost what it says nothing of, and one that
@@ -213,6 +221,7 @@ class StageGroup:
         for replica in state.replicas:
             replica.bubbles.reset()
             state.deadlines.clear(PlanTimer(replica.index))
+        state.digests.clear()
         self._completion.end_all(error, now)
         for replica in state.replicas:
             state.deadlines.clear(CopyTimer(replica.index))

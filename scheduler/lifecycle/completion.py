@@ -219,6 +219,7 @@ class Completion:
             state.deadlines.clear(timer(request.arrival))
         state.of(request).held.remove(request)
         state.unacknowledged.remove(request)
+        state.digests.forget(request)
         state.peers.detach(request)
         state.prefills.detach(request)
         if isinstance(request.route, SendTo):

@@ -13,6 +13,7 @@ from headrace.scheduler.peers.peer_tables import DecodePeerTable, PrefillTable
 from headrace.scheduler.peers.tickets import TicketTable
 from headrace.scheduler.peers.unacknowledged import Unacknowledged
 from headrace.scheduler.queues.deadlines import Deadlines
+from headrace.scheduler.queues.page_digests import PageDigests
 from headrace.scheduler.queues.queues import QueuedShares
 from headrace.scheduler.requests.phase import Phase
 from headrace.scheduler.requests.record import Request
@@ -100,6 +101,7 @@ class State:
             for index in range(config.dp)
         )
         self.conversations = Conversations()
+        self.digests = PageDigests(config.page_size)
         self.tickets = TicketTable(config.max_queued_requests)
         self.peers = DecodePeerTable()
         self.unacknowledged = Unacknowledged(

@@ -46,6 +46,7 @@ def _check_role(config: Config) -> None:
             ("allow-prefill", server.allow_prefill),
             ("prefill-api-key", server.prefill_api_key and not server.fetches_kv),
             ("kv-return", server.kv_return),
+            ("audit-rate", server.audit_rate),
             ("fallback", server.fallback != "none"),
             ("remote", server.remote != "always"),
         ):

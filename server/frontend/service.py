@@ -25,6 +25,7 @@ from headrace.core.runtime.liveness import Activity
 from headrace.core.types import refusals
 from headrace.core.types.peers.allow_list import allowed_prefills
 from headrace.core.version import headrace_version
+from headrace.server.frontend.generation.audits import PageAuditor, PrefillAudits
 from headrace.server.frontend.generation.completions import Completions
 from headrace.server.frontend.generation.kv_returns import KvReturns, ReturnTaker
 from headrace.server.frontend.generation.prefix_fetch import PrefixFetches
@@ -129,6 +130,7 @@ class Service:
         self._statistics_log: asyncio.Task[None] | None = None
         self.control = ControlAddress(self._client, config.transfer.host)
         self.fetches, self.returns, self.taker = self._make_fetches(), self._make_returns(), self._make_taker()
+        self.audits = self._make_audits()
         self.completions = self._make_completions()
         goes_there = self.prefills is not None and config.server.remote != "never"
         self.open_prompts = OpenPrompts(
@@ -165,7 +167,7 @@ class Service:
             if task is not None:
                 task.cancel()
         await self.open_prompts.close()
-        for part in (self.fetches, self.returns, self.taker, self.prefills, self.siblings):
+        for part in (self.fetches, self.returns, self.taker, self.audits, self.prefills, self.siblings):
             if part is not None:
                 await part.stop()
         await self._client.stop()
@@ -238,6 +240,10 @@ class Service:
             return None
         return ReturnTaker(self._client, self.siblings, self.metrics, self.clock, config.engine.page_size)
 
+    def _make_audits(self) -> PrefillAudits | None:
+        rate = self.config.server.audit_rate
+        return PrefillAudits(self.prefills, self.metrics, rate) if self.prefills is not None and rate else None
+
     def _make_completions(self) -> Completions:
         runner = GenerationRunner(
             self._client,
@@ -249,6 +255,7 @@ class Service:
             remote=self.config.server.remote,
             fetches=self.fetches,
             returns=self.returns,
+            audits=self.audits,
             record_span=self.record_span,
         )
         return Completions(
@@ -264,6 +271,7 @@ class Service:
             share_prefixes=self.config.server.share_prefixes,
             fetches=self.fetches,
             taker=self.taker,
+            auditor=PageAuditor(self._client, self.config) if self.config.server.role == "prefill" else None,
         )
 
     def _open_spans(self) -> SpanSink:

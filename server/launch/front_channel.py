@@ -89,6 +89,7 @@ class FrontChannel:
             cache=cache_shape(stage.offers for stage in offering if stage.offers is not None),
             tensors=whole_tensors(stage.geometry for stage in stages),
             computations=tuple(dict.fromkeys(stage.computation for stage in stages if stage.computation is not None)),
+            reproducible=all(stage.reproducible for stage in stages),
         )
         self._send(msgspec.structs.replace(self._info, stages=pools))
 

@@ -3,6 +3,7 @@
 from collections.abc import Iterable
 
 from headrace.core.stats import TOKENS, MetricSpec
+from headrace.core.types.requests.audits import AUDIT_RESULTS
 from headrace.core.types.requests.kv_return import RETURN_REASONS
 from headrace.core.types.requests.outcomes import ENDS
 from headrace.scheduler.telemetry.metrics import CATALOG as SCHEDULER
@@ -349,6 +350,14 @@ FRONT: tuple[MetricSpec, ...] = (
     MetricSpec("kv_returned_tokens_total", "counter", "Tokens whose KV has gone to prefill servers so, or has come."),
     MetricSpec("kv_returned_bytes_total", "counter", "Bytes of that KV."),
     MetricSpec("kv_return_seconds_total", "counter", "Seconds that moving that KV took."),
+    MetricSpec(
+        "audits_total",
+        "counter",
+        "Prompts of which a page was to be computed again by another prefill server and compared (--audit-rate): "
+        "equal, different (one of the two servers is wrong; the log names both), or why it was skipped.",
+        ("result",),
+        zeros=tuple((result,) for result in AUDIT_RESULTS),
+    ),
     MetricSpec(
         "prefill_retried_requests_total",
         "counter",

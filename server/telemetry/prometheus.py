@@ -75,6 +75,10 @@ class FrontMetrics:
         self._counters.add("kv_returned_bytes_total", size)
         self._counters.add("kv_return_seconds_total", seconds)
 
+    def count_audit(self, result: str) -> None:
+        """Count an audit of a prefill server."""
+        self._counters.add("audits_total", labels=(result,))
+
     def count_retried_request(self, outcome: str) -> None:
         """Count the end of a request whose prompt went to more than one prefill server."""
         self._counters.add("prefill_retried_requests_total", labels=(outcome,))

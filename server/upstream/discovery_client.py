@@ -55,6 +55,10 @@ class Discovery(msgspec.Struct, frozen=True):
     prefixes: bool = False
     """It answers POST /v1/prefixes, and knows cached_only; servers of earlier versions refuse both."""
 
+    computation: str | None = None
+    """What the bits of its KV depend on beside model and prompt; servers of earlier versions do not say, and audit no
+    others."""
+
     def knows(self, feature: Feature) -> bool:
         """Whether prompts that need this feature may be sent to it."""
         match feature:

@@ -112,6 +112,14 @@ def test_pieces_of_open_prompts(shape: Shape, changes: dict[str, Any]) -> None:
     assert outcomes["decode:length" if shape == "pair" else "colocated:length"] > BATCH // 4
 
 
+@pytest.mark.parametrize("changes", [{}, {"dp": 2, "lockstep": True}, {"tiers": True}])
+def test_digests_of_pages_are_those_of_the_prompt(changes: dict[str, Any]) -> None:
+    """Of pages that were fetched, and of those that pieces compute in passes that are cancelled, too."""
+    reports = [simulate(Scenario(95_000 + seed, "pair", opened=0.5, **changes)) for seed in range(BATCH // 2)]
+    assert [violation for report in reports for violation in report.violations] == []
+    assert sum(report.digests for report in reports) > BATCH
+
+
 def test_storms_of_cancels() -> None:
     run("pair", 20_000, cancel=0.9, arrivals_s=0.0005)
 

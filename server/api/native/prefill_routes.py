@@ -1,5 +1,5 @@
 """Headrace's own API: POST /v1/prefill, DELETE /v1/prefill/{rid}, GET /v1/handoff, POST /v1/prefixes, POST
-/v1/returns."""
+/v1/audits, POST /v1/returns."""
 
 import re
 import secrets
@@ -31,7 +31,7 @@ from headrace.server.api.request.prompts import check_ids, check_model, encode_a
 from headrace.server.api.request.refusal import notify_peers_on_refusal
 from headrace.server.api.request.router_headers import with_kv_holder
 from headrace.server.api.request.sampling import check_logprobs_start, sampling_params
-from headrace.server.api.request.schema import PrefillBody, PrefixesBody, ReturnsBody
+from headrace.server.api.request.schema import AuditsBody, PrefillBody, PrefixesBody, ReturnsBody
 from headrace.server.api.request.terms import base_request, client_of, tenant_of, with_client_terms, with_images
 from headrace.server.api.response.hidden_format import DraftReply, HiddenStatesReply, base64_object, draft_object
 from headrace.server.api.response.usage import (
@@ -44,6 +44,7 @@ from headrace.server.api.response.usage import (
     handoff_report,
     timing_report,
 )
+from headrace.server.frontend.generation.audits import AuditAnswer, computation_key
 from headrace.server.frontend.generation.completions import Completions
 from headrace.server.frontend.generation.kv_returns import ReturnAnswer
 from headrace.server.frontend.link.control_address import ControlAddress, wrong_role
@@ -158,6 +159,8 @@ class HandoffReply(msgspec.Struct):
     session_id: bool
     images: bool
     prefixes: bool
+    computation: str | None
+    """What the bits of its KV depend on beside model and prompt; null where that is more than can be said."""
     kv_events: dict[str, Any] | None
     load: dict[str, Any] | None
 
@@ -201,6 +204,12 @@ _PREFIXES = described(
     body=PrefixesBody,
     reply=PrefixesReply,
     errors=(*BODY_ERRORS, 503),
+)
+_AUDITS = described(
+    "Compute a page of a prompt's KV again, and answer its digest",
+    body=AuditsBody,
+    reply=AuditAnswer,
+    errors=(*BODY_ERRORS, 429, 503),
 )
 _RETURNS = described(
     "Offer the KV of a turn that this server may fetch back",
@@ -296,6 +305,7 @@ def handoff_routes(model: ServedModel, control: ControlAddress, stats: StatsColl
                 session_id=True,
                 images=model.takes_images,
                 prefixes=True,
+                computation=computation_key(config, info.stages),
                 kv_events=_kv_events(config.kv_events),
                 load=_load(join(await stats.snapshot())),
             )
@@ -305,13 +315,22 @@ def handoff_routes(model: ServedModel, control: ControlAddress, stats: StatsColl
 
 
 def prefix_routes(model: ServedModel, completions: Completions, config: ServerConfig, budget: BodyBudget) -> APIRouter:
-    """What the prefix cache has of a prompt, and KV that a decode server offers."""
+    """What the prefix cache has of a prompt, a page of it computed again, and KV that a decode server offers."""
     router = APIRouter()
 
     @router.post("/v1/prefixes", openapi_extra=_PREFIXES)
     async def prefixes(http: Request) -> Response:
         body = await decode_body(await read_body(http, config.max_body_bytes, budget), PrefixesBody)
         return json_response(_prefixes(await completions.prefix(_tokens(model, config, http, body))))
+
+    @router.post("/v1/audits", openapi_extra=_AUDITS)
+    async def audits(http: Request) -> Response:
+        body = await decode_body(await read_body(http, config.max_body_bytes, budget), AuditsBody)
+        request = _tokens(model, config, http, body)
+        if not 0 <= body.start < body.end <= len(request.prompt):
+            most = f"at most {len(request.prompt)}, the number of tokens"
+            raise invalid("end", f"end is {body.end}; it has to be above start, {body.start}, and {most}")
+        return JsonAnswer(lambda: completions.audit(request, body.start, body.end))
 
     @router.post("/v1/returns", openapi_extra=_RETURNS)
     async def returns(http: Request) -> Response:
@@ -331,11 +350,13 @@ def _prefixes(found: PrefixReply | None) -> PrefixesReply:
     return PrefixesReply(held, by_tier, found.load_s if in_tiers.total else MORE)
 
 
-def _tokens(model: ServedModel, config: ServerConfig, http: Request, body: PrefixesBody) -> GenerationRequest:
-    """A prompt that is not computed. Raises HeadraceError (400)."""
+def _tokens(
+    model: ServedModel, config: ServerConfig, http: Request, body: PrefixesBody | AuditsBody
+) -> GenerationRequest:
+    """A prompt without an answer. Raises HeadraceError (400)."""
     check_model(model, body.model)
     check_ids(body.prompt_token_ids, "prompt_token_ids", model.vocab_size)
-    terms = RequestTerms(cache_salt=body.cache_salt or "")
+    terms = RequestTerms(cache_salt=(body.cache_salt or "") if isinstance(body, PrefixesBody) else "")
     request = GenerationRequest(
         rid="", prompt=tuple(body.prompt_token_ids), sampling=SamplingParams(), terms=terms, model=body.model or ""
     )

@@ -281,6 +281,16 @@ class PrefixesBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """That of the requests whose KV is meant."""
 
 
+class AuditsBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Body of POST /v1/audits: a prompt, and the positions of which the KV is to be digested."""
+
+    prompt_token_ids: list[TokenId]
+    start: Annotated[int, Meta(ge=0)]
+    end: Annotated[int, Meta(ge=1)]
+    """Of the positions [start, end); no token behind them matters."""
+    model: str | None = None
+
+
 class ReturnsBody(PrefixesBody, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Body of POST /v1/returns: the tokens whose KV a decode server offers."""
 

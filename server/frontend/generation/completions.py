@@ -16,6 +16,7 @@ from headrace.core.types.requests.kv_hints import GivenHint, HintAnswer, Prefetc
 from headrace.core.types.requests.request import SamplingParams
 from headrace.core.types.requests.tenants import tenant_salt
 from headrace.core.types.requests.terms import RequestTerms
+from headrace.server.frontend.generation.audits import AuditAnswer, PageAuditor
 from headrace.server.frontend.generation.kv_returns import ReturnAnswer, ReturnTaker
 from headrace.server.frontend.generation.prefix_fetch import QUERY_S, PrefixFetches
 from headrace.server.frontend.generation.runner import GenerationRunner
@@ -48,6 +49,7 @@ class Completions:
     prefills: the prefill servers of a decode server. max_open: requests at the same time; more are refused with 429.
     hidden: bounds the hidden states of all of them. adapters: names of --lora. share_prefixes: tenants find each
     other's cached prefixes. fetches: of a prefill server with siblings. taker: of a prefill server that takes KV back.
+    auditor: of a prefill server.
     """
 
     def __init__(
@@ -65,6 +67,7 @@ class Completions:
         share_prefixes: bool = False,
         fetches: PrefixFetches | None = None,
         taker: ReturnTaker | None = None,
+        auditor: PageAuditor | None = None,
     ) -> None:
         self._client = client
         self._runner = runner
@@ -78,6 +81,7 @@ class Completions:
         self._share_prefixes = share_prefixes
         self._fetches = fetches
         self._taker = taker
+        self._auditor = auditor
 
     @property
     def open_requests(self) -> int:
@@ -147,6 +151,16 @@ class Completions:
             text = "this server takes no KV back: its operator can add --accept-return HOST"
             raise HeadraceError(ErrorInfo(code="wrong_role", message=text, status=403))
         return await self._taker.take(address, request.prompt, ticket, self.own(request).terms)
+
+    async def audit(self, request: GenerationRequest, start: int, end: int) -> AuditAnswer:
+        """Compute a prompt's KV at positions [start, end) again. Raises HeadraceError: 400 in another role, 503, and as
+        PageAuditor does."""
+        if (problem := self._readiness.refusal()) is not None:
+            raise HeadraceError(problem)
+        if self._auditor is None:
+            text = "this server computes no pages for audits: ask one with role prefill"
+            raise HeadraceError(ErrorInfo(code="wrong_role", message=text, status=400))
+        return await self._auditor.answer(request.prompt, start, end, request.terms.tenant)
 
     def cancel(self, rid: str, tenant: str) -> bool:
         """Cancel an open or held request of a tenant, "" for any; False if there is none with this id."""

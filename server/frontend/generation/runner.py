@@ -22,6 +22,7 @@ from headrace.core.messages.frontend import Submit
 from headrace.core.messages.replies import (
     Held,
     HiddenPart,
+    KvDigested,
     LogprobPart,
     PrefillDecided,
     Progress,
@@ -41,6 +42,7 @@ from headrace.core.types.requests.request import (
     SamplingParams,
     SendTo,
 )
+from headrace.server.frontend.generation.audits import PageAudit, PrefillAudits
 from headrace.server.frontend.generation.kv_returns import KvReturns
 from headrace.server.frontend.generation.prefill_body import prefill_body, with_prefill_response
 from headrace.server.frontend.generation.prefill_failover import PrefillFailover, remaining
@@ -88,7 +90,7 @@ class GenerationRunner:
 
     prefills: None unless this is a decode server. local: compute prompts here if no prefill server can. remote: which
     prompts go to a prefill server. fetches: of a prefill server with siblings. returns: of a decode server that offers
-    KV.
+    KV. audits: of one that audits prefill servers.
     """
 
     def __init__(
@@ -103,6 +105,7 @@ class GenerationRunner:
         remote: Remote = "always",
         fetches: PrefixFetches | None = None,
         returns: KvReturns | None = None,
+        audits: PrefillAudits | None = None,
         record_span: RecordSpan = lambda _span: None,
     ) -> None:
         self._client = client
@@ -114,6 +117,7 @@ class GenerationRunner:
         self._remote = remote
         self._fetches = fetches
         self._returns = returns
+        self._audits = audits
         self._record_span = record_span
 
     async def complete(self, request: GenerationRequest, emit: Emit) -> GenerationResult:
@@ -220,7 +224,8 @@ class GenerationRunner:
         span = CallSpan(request.context, url, self._clock, self._record_span)
         compares = self._remote == "cost" and request.prefill_at is None
         route = FetchFrom(url, ticket, forecast=pool.forecast(choice) if compares else None, compare=compares)
-        submit = _submit(request, sampling, route, moved=moved)
+        audit = None if self._audits is None else self._audits.draw(request, choice.server)
+        submit = _submit(request, sampling, route, moved=moved, audit=audit)
         handoff, generated = _HandoffTime(self._clock), list[int]()
         body = prefill_body(
             request,
@@ -248,7 +253,13 @@ class GenerationRunner:
             try:
                 on_kept = partial(pool.withdraw, choice)
                 result = await self._follow(
-                    call, request, handoff.watching(emit), on_reserved, on_kept=on_kept, generated=generated
+                    call,
+                    request,
+                    handoff.watching(emit),
+                    on_reserved,
+                    on_kept=on_kept,
+                    generated=generated,
+                    audit=audit,
                 )
             except HeadraceError as error:
                 raise HeadraceError(await prefill.cause(error.info)) from error
@@ -294,7 +305,8 @@ class GenerationRunner:
         async with pool.connected(source.address) as server:
             posting: PromptPosting = "external" if source.wait else "done"
             route = FetchFrom(server.url, source.ticket, posting)
-            submit = _submit(request, await self._merge_stops(request), route)
+            audit = None if self._audits is None else self._audits.draw(request, server)
+            submit = _submit(request, await self._merge_stops(request), route, audit=audit)
             try:
                 async with self._client.open(submit) as call, self._refetch(pool, server, request, call) as refetch:
 
@@ -302,7 +314,7 @@ class GenerationRunner:
                         if reserved.ticket:
                             refetch.post(reserved, generated)
 
-                    result = await self._follow(call, request, emit, on_reserved, forbidden)
+                    result = await self._follow(call, request, emit, on_reserved, forbidden, audit=audit)
                     return msgspec.structs.replace(result, peer=server.url)
             except HeadraceError as error:
                 raise HeadraceError(posted_error(error.info)) from error
@@ -346,10 +358,11 @@ class GenerationRunner:
         forbidden: frozenset[int] = frozenset(),
         on_kept: Callable[[], None] = lambda: None,
         generated: list[int] | None = None,
+        audit: PageAudit | None = None,
     ) -> GenerationResult:
         """Emit a call's events until it ends. on_reserved: called when pages are reserved here, with the tokens that
         were generated so far. forbidden: token ids that the first token must not be. on_kept: called when the prompt
-        goes to no prefill server. generated: takes the tokens."""
+        goes to no prefill server. generated: takes the tokens. audit: of the KV that is fetched."""
         ends = frozenset((*request.sampling.stop_token_ids, *self._eos(request)))
         text = TextStream(
             self._model.tokenizer.showing(request.shown),
@@ -377,6 +390,8 @@ class GenerationRunner:
                     await emit(event)
                 case HiddenPart() | LogprobPart():
                     parts.add(event)
+                case KvDigested() if audit is not None:
+                    audit.take(event)
                 case Tokens() if not seen and not forbidden.isdisjoint(event.tokens[:1]):
                     raise FirstTokenForbidden
                 case Tokens() if not stopped:
@@ -388,6 +403,8 @@ class GenerationRunner:
                         call.finish()
                     seen = text.tokens
                 case RequestFinished():
+                    if audit is not None and call.fetches:
+                        audit.ended()
                     if not stopped and (rest := text.flush()):
                         await emit(GenerationDelta(rest))
                     reason = "stop" if stopped else finish_reason(event.reason) or "stop"
@@ -425,7 +442,14 @@ class _HandoffTime:
         return None if self._took_s is None or own_s is None else self._took_s - own_s
 
 
-def _submit(request: GenerationRequest, sampling: SamplingParams, route: AnyRoute, *, moved: bool = False) -> Submit:
+def _submit(
+    request: GenerationRequest,
+    sampling: SamplingParams,
+    route: AnyRoute,
+    *,
+    moved: bool = False,
+    audit: PageAudit | None = None,
+) -> Submit:
     constraint = request.constraint
     if constraint is not None:
         sampling = msgspec.structs.replace(sampling, grammar=constraint.key)
@@ -440,6 +464,7 @@ def _submit(request: GenerationRequest, sampling: SamplingParams, route: AnyRout
         progress=request.progress,
         traceparent=request.context.parent,
         moved=moved,
+        audit=None if audit is None else audit.share,
     )
 
 

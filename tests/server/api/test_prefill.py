@@ -199,6 +199,7 @@ async def test_decode_servers_find_the_control_endpoint(tokenizer: Tokenizer) ->
             "session_id": True,
             "images": False,
             "prefixes": True,
+            "computation": None,
             "kv_events": None,
             "load": None,
         }

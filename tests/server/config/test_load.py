@@ -57,6 +57,7 @@ def test_every_toml_key_is_a_flag_with_the_same_meaning(tmp_path: Path) -> None:
     samples["record-tokens"] = ("true", ["--record-tokens"])
     samples["pipeline-depth"] = ("3", ["--pipeline-depth", "3"])
     samples["policy-reserve"] = ("0.5", ["--policy-reserve", "0.5"])
+    samples["audit-rate"] = ("0.5", ["--audit-rate", "0.5"])
     samples["kv-memory"] = ("0.5", ["--kv-memory", "0.5"])
     samples["trace-sample-ratio"] = ("0.5", ["--trace-sample-ratio", "0.5"])
     samples["otlp-traces-endpoint"] = ('"http://a:1"', ["--otlp-traces-endpoint", "http://a:1"])
@@ -92,7 +93,7 @@ def test_every_toml_key_is_a_flag_with_the_same_meaning(tmp_path: Path) -> None:
             role = ["--role", "prefill"]
         elif key in ("record-minutes", "record-tokens"):
             role = ["--record", "folder"]
-        elif key == "kv-return":
+        elif key in ("kv-return", "audit-rate"):
             role = ["--role", "decode", "--prefill", "http://a:1"]
         elif key == "kv-events-replay-port":
             role = ["--kv-events-port", "5557"]

@@ -36,6 +36,7 @@ FLAGS = """\
 --allowed-image-host TEXT =
 --api-key TEXT =
 --attention {auto,flashinfer,triton,torch} = auto
+--audit-rate SHARE [0..1] = 0.0
 --bootstrap-port N [0..65535] = 0
 --bootstrap-timeout SECONDS [0.001..] = 30.0
 --cache-dir TEXT =
