@@ -447,6 +447,10 @@ class KvCache:
         bound."""
         return self._tree.retain(path, until, priority)
 
+    def commit(self, path: Sequence[Node]) -> None:
+        """The prompt of a lease's path has come: an open prompt that had its pages retained is not open any more."""
+        self._tree.retention.commit(path)
+
     def prefetch(self, tokens: bytes | bytearray, salt: str, tenant: str, until: float, priority: int) -> int:
         """Load the pages that the tiers have of packed tokens, and keep them and those before them in the pool until a
         time. Returns of how many that was granted: pages are loaded within the tenant's bound."""

@@ -11,6 +11,10 @@ A tenant retains at most a share of the pool (--retain-percent). So what the oth
 pool that is smaller by that share, whatever a tenant retains; and while it has other pages to give, it is what it would
 be without. When a page's time is over, it stands where its last use put it.
 
+What open prompts retain has a priority above that of all hints, within three quarters of the tenant's bound: hints
+displace none of it, and have the rest. Beyond that it has the priority of a hint without one. It falls to that, too,
+when the prompt has come (commit()).
+
 A tenant is the name of an API key. Requests without one are one tenant, which retains within one bound; a page of them
 is paid for by pages of the same cache salt.
 
@@ -22,9 +26,11 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 
 from headrace.core.lazy_heap import LazyHeap
+from headrace.core.types.requests.kv_hints import OPEN_PRIORITY
 from headrace.scheduler.kv.eviction_queue import EvictionQueue
 from headrace.scheduler.kv.node import NONE, Account, Node, Retained
 
+OPEN_SHARE = 3, 4  # of what a tenant may retain
 RELEASED = -1  # rank of pages that leave before all others
 
 
@@ -39,10 +45,12 @@ class Retention:
         self.limit = limit
         """Pages that each tenant may retain."""
 
+        self._open_limit = limit * OPEN_SHARE[0] // OPEN_SHARE[1]
         self._order = EvictionQueue(evictable, _has_page)
         self._waiting = EvictionQueue(self._waits, self._waits)
         self._named: dict[str, Account] = {}
         self._pages: Counter[str] = Counter()
+        self._of_open: Counter[str] = Counter()  # those of them with the priority of open prompts
         self._ends: LazyHeap[int, Node] = LazyHeap()
         self._by_priority: dict[str, LazyHeap[int, Node]] = {}
 
@@ -64,24 +72,41 @@ class Retention:
 
         Beyond the tenant's bound, pages of lower priority are retained no more. roots: of the tenant's pages.
         """
-        granted = 0
+        granted, wanted = 0, priority
         for node in path:
             account, kept = node.account, node.retained
             if account is None or node.page == NONE:
                 break
+            priority = self._bounded(account.tenant, kept, wanted)
             if kept is None:
                 if not self._has_room(account.tenant, priority):
                     break
                 self._open(account, roots)
                 kept = node.retained = Retained(until, priority)
                 self._pages[account.tenant] += 1
+                self._of_open[account.tenant] += priority == OPEN_PRIORITY
                 self._note(node, kept)
             elif until > kept.until or priority > kept.priority:
+                self._of_open[account.tenant] += kept.priority < priority == OPEN_PRIORITY
                 kept.until, kept.priority = max(until, kept.until), max(priority, kept.priority)
                 self._note(node, kept)
             kept.gives_way = False
             granted += 1
         return granted
+
+    def commit(self, path: Sequence[Node]) -> None:
+        """The prompt of a path has come: its pages are not those of an open prompt any more, up to the last one that
+        another open prompt has, too."""
+        for node in reversed(path) if self._of_open.total() else ():
+            kept, account = node.retained, node.account
+            if kept is None or account is None or kept.priority != OPEN_PRIORITY:
+                continue
+            behind = [one.retained.priority for one in node.children.values() if one.retained is not None]
+            if OPEN_PRIORITY in behind:
+                return
+            kept.priority = max((0, *behind))
+            self._of_open[account.tenant] -= 1
+            self._note(node, kept)
 
     def expire(self, now: float) -> None:
         """End what is retained until now or less."""
@@ -102,6 +127,7 @@ class Retention:
         account = node.account
         assert account is not None, "it was retained"
         self.used(node)
+        self._of_open[account.tenant] -= node.retained is not None and node.retained.priority == OPEN_PRIORITY
         node.retained = None
         account.waiting.pop(node.number, None)
         self._pages[account.tenant] -= 1
@@ -183,6 +209,18 @@ class Retention:
             settled = sum(one.retained is not None and one.retained.place is not None for one in node.children.values())
             if node.retained is not None and node.retained.settled != settled:
                 problems.append(f"page {node.page} counts {node.retained.settled} settled children and has {settled}")
+        opened = Counter(
+            node.account.tenant
+            for node in nodes
+            if node.account is not None and node.retained is not None and node.retained.priority == OPEN_PRIORITY
+        )
+        if +opened != +self._of_open:
+            problems.append(f"{dict(self._of_open)} pages are counted as those of open prompts; {dict(opened)} are")
+        problems += [
+            f"open prompts of tenant {tenant!r} retain {n} pages"
+            for tenant, n in opened.items()
+            if n > self._open_limit
+        ]
         problems += [f"tenant {tenant!r} retains {n} pages" for tenant, n in pages.items() if n > self.limit]
         if len(self._ends) != pages.total() or sum(map(len, self._by_priority.values())) != pages.total():
             problems.append("pages are retained without an end")
@@ -203,6 +241,12 @@ class Retention:
         self._ends.put(node.number, (kept.until, -node.number), node)
         heap = self._by_priority.setdefault(node.account.tenant, LazyHeap())
         heap.put(node.number, (kept.priority, kept.until, -node.number), node)
+
+    def _bounded(self, tenant: str, kept: Retained | None, priority: int) -> int:
+        """The priority that a page gets which is to have this one."""
+        if priority < OPEN_PRIORITY or (kept is not None and kept.priority == OPEN_PRIORITY):
+            return priority
+        return priority if self._of_open[tenant] < self._open_limit else 0
 
     def _has_room(self, tenant: str, priority: int) -> bool:
         """Whether a tenant may retain a page more, of this priority; the lowest of a lower one gives way."""

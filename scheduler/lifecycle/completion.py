@@ -186,6 +186,8 @@ class Completion:
         expected_s = self._expected(request, now)
         if request.lease is None:
             return 0
+        if not (request.open or request.route.moves_cached):
+            cache.commit(request.lease.path)
         if retain is None:
             if expected_s and not (request.terms.let_go or request.terms.demote):
                 cache.retain(request.lease.path, now + expected_s, PREDICTED)

@@ -15,6 +15,8 @@ MAX_RETAIN_S = 86_400.0
 PREFETCH_S = 60.0
 """For how long what was loaded is retained, where a prefetch does not say."""
 MAX_PRIORITY = 1_000_000
+OPEN_PRIORITY = MAX_PRIORITY + 1
+"""Of what open prompts retain: above that of all hints, for a share of what the tenant may retain."""
 MAX_ACTIONS = 16
 Name = Annotated[str, msgspec.Meta(max_length=128)]
 
@@ -48,6 +50,11 @@ class Retain(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     priority: int = 0
     """Of what its tenant retains, a higher one displaces lower ones at the tenant's bound."""
+
+    @classmethod
+    def of_open_prompt(cls, seconds: float) -> "Retain":
+        """What an open prompt retains of its KV until it is committed."""
+        return cls(seconds=seconds, priority=OPEN_PRIORITY)
 
 
 class Prefetch(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag=True):

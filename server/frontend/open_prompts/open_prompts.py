@@ -136,7 +136,7 @@ class OpenPrompts:
         own = sum(prompt.tenant == request.terms.tenant for prompt in self._prompts.values())
         if own >= self._most:
             raise refusals.OPEN_PROMPTS.raised(own=own)
-        retain = Retain(seconds=self._seconds)  # hints are for the end of the whole prompt
+        retain = Retain.of_open_prompt(self._seconds)  # hints are for the end of the whole prompt
         terms = msgspec.structs.replace(request.terms, retain=retain, demote=False, let_go=False)
         request = msgspec.structs.replace(request, terms=terms)
         prompt = OpenPrompt(f"open-{secrets.token_hex(16)}", request, ticket, content)

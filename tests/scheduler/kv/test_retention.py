@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from headrace.core.config.scheduler import Eviction
 from headrace.core.types.packed import pack
+from headrace.core.types.requests.kv_hints import MAX_PRIORITY, OPEN_PRIORITY
 from headrace.scheduler.kv.kv_cache import KvCache, Lease
 
 PAGES = 24
@@ -302,7 +303,7 @@ STEPS = st.lists(
         st.sampled_from(["liar", "other", "third"]),
         PROMPTS,
         st.floats(0, 30),  # seconds to retain it for, of the liar; below 1: none
-        st.integers(0, 2),
+        st.sampled_from([0, 1, 2, OPEN_PRIORITY]),
     ),
     max_size=80,
 )
@@ -378,3 +379,31 @@ def test_bookkeeping_under_both_eviction_orders(
     for now, (name, tokens, seconds, priority) in enumerate(steps):
         kv.expire(float(now))
         Tenant(kv, name).use(tokens, now + seconds if seconds >= 1 else 0.0, priority)
+
+
+def test_open_prompts_have_most_of_the_bound_whatever_hints_say_and_hints_the_rest() -> None:
+    kv = cache()
+    own = Tenant(kv, "own")
+    most = BOUND * 3 // 4
+    assert own.use(prompt(1, BOUND), until=10.0, priority=MAX_PRIORITY) == BOUND
+    assert own.use(prompt(2, BOUND), until=10.0, priority=OPEN_PRIORITY) == most, "it displaces hints, up to its part"
+    assert own.use(prompt(3, BOUND), until=99.0, priority=MAX_PRIORITY) == 0, "equal hints displace none"
+    assert own.use(prompt(4, BOUND), until=99.0, priority=OPEN_PRIORITY) == 0
+    kv.expire(10.0)
+    assert own.use(prompt(5, BOUND), until=20.0, priority=OPEN_PRIORITY) == BOUND, "what nobody retains is for all"
+    assert own.use(prompt(6, BOUND), until=20.0, priority=1) == BOUND - most, "beyond its part it gives way"
+
+
+def test_an_open_prompt_that_has_come_gives_way_to_hints() -> None:
+    kv = cache(pages=40)
+    own = Tenant(kv, "own")
+    whole = kv.total * PERCENT // 100
+    shared = prompt(1, 2)
+    assert own.use([*shared, 101, 102], until=10.0, priority=OPEN_PRIORITY) == 4
+    assert own.use([*shared, 201], until=10.0, priority=OPEN_PRIORITY) == 3
+    kv.commit(kv.resident(pack([*shared, 101, 102]), "own"))
+    assert kv.check() == []
+    assert own.use(prompt(3, whole), until=10.0, priority=1) == whole - 3, "the other open prompt keeps what it has"
+    kv.commit(kv.resident(pack([*shared, 201]), "own"))
+    assert kv.check() == []
+    assert own.use(prompt(3, whole), until=10.0, priority=1) == whole

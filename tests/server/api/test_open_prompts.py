@@ -86,7 +86,7 @@ async def test_a_prompt_that_is_opened_appended_to_and_committed(tokenizer: Toke
     assert submit.route == SendTo(state["ticket"])
     assert (submit.sampling.temperature, submit.sampling.seed, submit.open) == (0.5, 3, False)
     assert all(piece.route == Discard() for piece in pieces(link))
-    assert all(piece.terms.retain == Retain(seconds=300.0) for piece in pieces(link))
+    assert all(piece.terms.retain == Retain.of_open_prompt(300.0) for piece in pieces(link))
     assert submit.terms.retain is None
     assert {piece.terms.cache_salt for piece in pieces(link)} == {submit.terms.cache_salt} != {""}
     assert all(unpack(piece.prompt) == unpack(submit.prompt)[: len(piece.prompt) // 4] for piece in pieces(link))
@@ -473,7 +473,7 @@ def test_kv_of_an_open_prompt_comes_while_it_is_open(tokenizer: Tokenizer, monke
     async def test(servers: EarlyServers) -> None:
         name = await servers.grow([1] * 100)
         first = await servers.begun(1)
-        assert first.terms.retain == Retain(seconds=300.0)
+        assert first.terms.retain == Retain.of_open_prompt(300.0)
         await servers.grow([2] * 60, name)
         await asyncio.sleep(0.1)
         assert len(servers.asked) == 1

@@ -255,7 +255,7 @@ class Replay:
     def _grow(self, number: int, tokens: int) -> None:
         """The client of a request to come opens its prompt, or appends to it."""
         rid, prompt = str(number), self._text(number)[: tokens * ITEM_BYTES]
-        terms = msgspec.structs.replace(self._terms(number), slo_ttft_s=None, retain=Retain(seconds=OPEN_S))
+        terms = msgspec.structs.replace(self._terms(number), slo_ttft_s=None, retain=Retain.of_open_prompt(OPEN_S))
         server = self._opened.get(number)
         if server is None:
             server = self._opened[number] = self._choose_decode() if self._decodes else self._choose(rid, prompt, terms)
