@@ -151,8 +151,8 @@ class LogprobPart(SchedulerReply, frozen=True, kw_only=True):
 
 
 class KvDigested(SchedulerReply, frozen=True, kw_only=True):
-    """The digest of a request's KV at positions [start, end), where its Submit has asked for one. It may not come, and
-    comes late where a stage reports later than the last one."""
+    """The digest of a request's KV at positions [start, end), where its Submit has asked for one. It may not come,
+    and may come behind the request's end."""
 
     rid: str
     start: int

@@ -12,6 +12,7 @@ from headrace.core.config import Config, ServerConfig
 from headrace.core.messages.frontend import AnyFrontendRequest, Drain, Shutdown, StageLost, WriteRecording
 from headrace.core.messages.replies import (
     EngineState,
+    KvDigested,
     PrefillState,
     RequestTraced,
     StageDown,
@@ -131,6 +132,7 @@ class Service:
         self.control = ControlAddress(self._client, config.transfer.host)
         self.fetches, self.returns, self.taker = self._make_fetches(), self._make_returns(), self._make_taker()
         self.audits = self._make_audits()
+        self.auditor = PageAuditor(self._client, config) if config.server.role == "prefill" else None
         self.completions = self._make_completions()
         goes_there = self.prefills is not None and config.server.remote != "never"
         self.open_prompts = OpenPrompts(
@@ -271,7 +273,7 @@ class Service:
             share_prefixes=self.config.server.share_prefixes,
             fetches=self.fetches,
             taker=self.taker,
-            auditor=PageAuditor(self._client, self.config) if self.config.server.role == "prefill" else None,
+            auditor=self.auditor,
         )
 
     def _open_spans(self) -> SpanSink:
@@ -294,6 +296,10 @@ class Service:
                     if pool is not None:
                         pool.update(news)
                 self.status.prefill(news)
+            case KvDigested():
+                for part in (self.audits, self.auditor):
+                    if part is not None:
+                        part.take(news)
             case Traced() | StageTraced():
                 self.tracer.take(news)
             case RequestTraced():

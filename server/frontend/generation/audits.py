@@ -14,6 +14,7 @@ import logging
 import secrets
 from collections.abc import Sequence
 from random import Random
+from weakref import WeakValueDictionary
 
 import httpx
 import msgspec
@@ -41,6 +42,7 @@ from headrace.server.upstream.prefill_server import PrefillServer
 log = logging.getLogger(__name__)
 
 AUDIT_S = 120.0  # for the answer of a server that may have better things to do
+LATE_S = 1.0  # for a digest, after the end of its request: stages report in any order
 BUSY = (429, 503)
 SHOWN = 8  # layers that differ, in the log
 
@@ -81,19 +83,27 @@ class PrefillAudits:
         self._rate = rate
         self._random = random or Random(secrets.randbits(64))
         self._audits = Tasks()
+        self._drawn: WeakValueDictionary[str, PageAudit] = WeakValueDictionary()  # by rid, while they are followed
 
     def draw(self, request: GenerationRequest, server: PrefillServer) -> "PageAudit | None":
         """An audit of what a server is about to compute; None for most prompts."""
+        self._drawn.pop(request.rid, None)
         if self._random.random() >= self._rate:
             return None
         if request.images or request.terms.adapter:
             self._metrics.count_audit("unsupported")
             return None
         computation = "" if server.target is None else server.target.computation or ""
-        return PageAudit(self, request, server, computation, self._random.random())
+        audit = PageAudit(request.prompt, server, computation, self._random.random())
+        self._drawn[request.rid] = audit
+        return audit
 
-    def begin(self, audit: "PageAudit", event: KvDigested) -> None:
+    def take(self, event: KvDigested) -> None:
         """The page of an audit was digested here. Returns at once."""
+        audit = self._drawn.pop(event.rid, None)
+        if audit is None:
+            return
+        audit.digested = True
         auditor = self._auditor(audit)
         if isinstance(auditor, str):
             self._metrics.count_audit(auditor)
@@ -102,9 +112,13 @@ class PrefillAudits:
         else:
             self._audits.start(self._run(audit, event, auditor))
 
-    def without_page(self) -> None:
-        """A prompt was drawn, and nothing of it was digested."""
-        self._metrics.count_audit("no_page")
+    def ended(self, audit: "PageAudit") -> None:
+        """The answer of a prompt that was drawn has ended well: its digest comes within LATE_S, or there is none."""
+        asyncio.get_running_loop().call_later(LATE_S, self._without_page, audit)
+
+    def _without_page(self, audit: "PageAudit") -> None:
+        if not audit.digested:
+            self._metrics.count_audit("no_page")
 
     async def stop(self) -> None:
         """Give up the audit under way."""
@@ -156,33 +170,17 @@ class PrefillAudits:
 
 
 class PageAudit:
-    """An audit of one prompt, until its page was digested here."""
+    """An audit of one prompt."""
 
-    def __init__(
-        self,
-        audits: PrefillAudits,
-        request: GenerationRequest,
-        server: PrefillServer,
-        computation: str,
-        share: float,
-    ) -> None:
-        """server: computes it. computation: what it said of its bits. share: see Submit.audit."""
-        self._audits = audits
-        self._taken = False
-        self.prompt = request.prompt
+    def __init__(self, prompt: tuple[int, ...], server: PrefillServer, computation: str, share: float) -> None:
+        self.prompt = prompt
         self.server = server
+        """Computes it."""
         self.computation = computation
+        """What that server has said of its bits."""
         self.share = share
-
-    def take(self, event: KvDigested) -> None:
-        """The page was digested."""
-        self._taken = True
-        self._audits.begin(self, event)
-
-    def ended(self) -> None:
-        """The prompt's answer has ended well."""
-        if not self._taken:
-            self._audits.without_page()
+        """See Submit.audit."""
+        self.digested = False
 
 
 class PageAuditor:
@@ -192,6 +190,12 @@ class PageAuditor:
         self._client = client
         self._config = config
         self._busy = False
+        self._waiting: dict[str, asyncio.Future[KvDigested]] = {}  # by rid
+
+    def take(self, event: KvDigested) -> None:
+        """The page was digested."""
+        if (waiting := self._waiting.pop(event.rid, None)) is not None and not waiting.done():
+            waiting.set_result(event)
 
     async def answer(self, prompt: Sequence[int], start: int, end: int, tenant: str) -> AuditAnswer:
         """The digest of the KV of a prompt's positions [start, end). Raises HeadraceError: 400 where it says nothing,
@@ -227,15 +231,18 @@ class PageAuditor:
             open=True,
             digest=(start, end),
         )
-        digested: KvDigested | None = None
+        digested = self._waiting[submit.rid] = asyncio.get_running_loop().create_future()
         try:
             async with self._client.open(submit) as call:
-                while not isinstance(event := await call.next(), RequestFinished):
-                    if isinstance(event, KvDigested):
-                        digested = event
+                while not isinstance(await call.next(), RequestFinished):
+                    pass
+            return await asyncio.wait_for(digested, LATE_S)
+        except TimeoutError:
+            return None
         finally:
-            self._client.post(KvHint(token=0, prompt=tokens, terms=terms, actions=(Release(),)))  # nobody else finds it
-        return digested
+            self._waiting.pop(submit.rid, None)
+            # Nobody else finds it.
+            self._client.post(KvHint(token=0, prompt=tokens, terms=terms, actions=(Release(),)))
 
 
 def _same_run(one: PrefillServer, other: PrefillServer) -> bool:

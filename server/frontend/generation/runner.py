@@ -22,7 +22,6 @@ from headrace.core.messages.frontend import Submit
 from headrace.core.messages.replies import (
     Held,
     HiddenPart,
-    KvDigested,
     LogprobPart,
     PrefillDecided,
     Progress,
@@ -390,8 +389,6 @@ class GenerationRunner:
                     await emit(event)
                 case HiddenPart() | LogprobPart():
                     parts.add(event)
-                case KvDigested() if audit is not None:
-                    audit.take(event)
                 case Tokens() if not seen and not forbidden.isdisjoint(event.tokens[:1]):
                     raise FirstTokenForbidden
                 case Tokens() if not stopped:
@@ -403,8 +400,8 @@ class GenerationRunner:
                         call.finish()
                     seen = text.tokens
                 case RequestFinished():
-                    if audit is not None and call.fetches:
-                        audit.ended()
+                    if self._audits is not None and audit is not None and call.fetches:
+                        self._audits.ended(audit)
                     if not stopped and (rest := text.flush()):
                         await emit(GenerationDelta(rest))
                     reason = "stop" if stopped else finish_reason(event.reason) or "stop"

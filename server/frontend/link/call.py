@@ -10,7 +10,6 @@ from headrace.core.messages.frontend import Abort, AnyFrontendRequest, Submit
 from headrace.core.messages.replies import (
     Held,
     HiddenPart,
-    KvDigested,
     LogprobPart,
     PrefillDecided,
     Progress,
@@ -24,9 +23,7 @@ from headrace.core.types.requests.remote_prefill import PrefillDecision
 from headrace.core.types.requests.request import FetchFrom
 
 CLIENT_DISCONNECTED = ErrorInfo(code=CANCELLED, message="the client disconnected", status=499)
-CallEvent = (
-    Progress | Tokens | HiddenPart | LogprobPart | KvDigested | PrefillDecided | Reserved | Held | RequestFinished
-)
+CallEvent = Progress | Tokens | HiddenPart | LogprobPart | PrefillDecided | Reserved | Held | RequestFinished
 
 
 class CallTable(Protocol):

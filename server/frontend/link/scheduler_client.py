@@ -23,6 +23,7 @@ from headrace.core.messages.replies import (
     AnySchedulerReply,
     Drained,
     EngineState,
+    KvDigested,
     KvHinted,
     PrefillState,
     PrefixReply,
@@ -59,7 +60,7 @@ SUSPECT_S = 1.5  # without an answer to a probe, after which the scheduler's pro
 SILENT_S = 5.0  # in which the scheduler could have answered a probe, after which the server is unhealthy
 LOST_S = 20.0  # the same, after which open requests fail
 
-News = EngineState | StageDown | PrefillState | Traced | StageTraced | RequestTraced | StatusReply
+News = EngineState | StageDown | PrefillState | KvDigested | Traced | StageTraced | RequestTraced | StatusReply
 """What the scheduler says that is about no call, and concerns other parts of the front end."""
 
 
@@ -350,7 +351,7 @@ class SchedulerClient:
             case RecordingWritten():
                 if (written := self._recordings.get(message.token)) is not None and not written.done():
                     written.set_result(message)
-            case StageDown() | Traced() | StageTraced() | RequestTraced() | StatusReply():
+            case StageDown() | KvDigested() | Traced() | StageTraced() | RequestTraced() | StatusReply():
                 self._on_news(message)
             case Drained():
                 self._drained = True

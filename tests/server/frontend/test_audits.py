@@ -93,7 +93,7 @@ async def audit(
             assert (await http.post("/v1/completions", json=body)).status_code == 200
             await asyncio.sleep(0.01)
         async with asyncio.timeout(5):
-            while len(service.audits._audits if service.audits is not None else ()):
+            while service.audits is not None and (len(service.audits._audits) or not counted(service)):
                 await asyncio.sleep(0.005)
         return counted(service)
 
@@ -181,7 +181,18 @@ async def test_an_answer_that_ends_before_its_first_pass_has_no_page(tokenizer: 
     def script(link: FakeLink, submit: Submit) -> Iterable[AnySchedulerReply]:
         return [*reserving(link, submit), *saying(tokenizer, "hello")(link, submit)]
 
-    assert await audit(tokenizer, Auditors(answering(TRUE), "same", "same"), script) == {"no_page": 1.0}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(audits, "LATE_S", 0.05)
+        assert await audit(tokenizer, Auditors(answering(TRUE), "same", "same"), script) == {"no_page": 1.0}
+
+
+@in_loop
+async def test_a_digest_that_a_stage_reports_behind_the_end(tokenizer: Tokenizer) -> None:
+    def script(link: FakeLink, submit: Submit) -> Iterable[AnySchedulerReply]:
+        reserved, digested, *rest = digesting(tokenizer, TRUE)(link, submit)
+        return [reserved, *rest, digested]
+
+    assert await audit(tokenizer, Auditors(answering(TRUE), "same", "same"), script) == {"equal": 1.0}
 
 
 @in_loop
@@ -230,7 +241,9 @@ async def test_a_page_is_computed_in_the_lowest_class_and_found_by_nobody(tokeni
     def script(_link: FakeLink, submit: Submit) -> Iterable[AnySchedulerReply]:
         assert submit.digest is not None
         start, end = submit.digest
-        return [KvDigested(rid=submit.rid, start=start, end=end, digest=TRUE), finished(submit.rid, DISCARDED)]
+        digested = KvDigested(rid=submit.rid, start=start, end=end, digest=TRUE)
+        end_of_it = finished(submit.rid, DISCARDED)
+        return [digested, end_of_it] if len(link.of(Submit)) == 1 else [end_of_it, digested]
 
     link = FakeLink(script)
     link.info = reproducible()
@@ -261,8 +274,10 @@ async def test_one_page_at_a_time_is_computed(tokenizer: Tokenizer) -> None:
         submit = await link.wait_for(Submit)
         busy = await http.post("/v1/audits", json=AUDIT)
         assert (busy.status_code, json_of(busy)["error"]["code"]) == (429, "queue_full")
-        link.say(finished(submit.rid, DISCARDED))
-        gave_way = await waiting
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(audits, "LATE_S", 0.05)
+            link.say(finished(submit.rid, DISCARDED))
+            gave_way = await waiting
         assert (gave_way.status_code, json_of(gave_way)["error"]["code"]) == (503, "unavailable")
 
 
