@@ -196,13 +196,32 @@ def test_a_server_that_is_wrong_now_and_then_is_found_in_as_many_prompts_as_theo
 
 
 @pytest.mark.full
-def test_an_auditor_that_is_killed_or_drains_harms_nothing(servers: ExitStack) -> None:
-    slow = ("--model", f"{SIZES},us_per_token=4000", *STUB[2:])
-    decode, prefills = fleet(servers, 1.0, slow, ((), ""), ((), ""))
-    expected = ask(decode, prompt(1))
-    audited(decode, 1)
-    for number, end in enumerate((prefills[0].kill, prefills[1].stop), 2):
-        assert ask(decode, prompt(1)) == expected
-        end()
-        assert sum(audits(decode).values()) <= number
-    assert not audits(decode).get("different")
+@pytest.mark.parametrize(("strike", "result"), [("kill", "failed"), ("drain", "busy")])
+def test_an_auditor_that_is_killed_or_drains_while_it_computes_harms_nothing(
+    strike: str, result: str, servers: ExitStack
+) -> None:
+    slow = ("--model", f"{SIZES},us_per_token=5000", *STUB[2:])
+    prefills = [begun(servers, "--role", "prefill", *slow) for _ in range(2)]
+    urls = [flag for one in prefills for flag in ("--prefill", one.url)]
+    decode = begun(servers, "--role", "decode", "--audit-rate", "1", *urls, *slow)
+    sender, auditor = [one.started() for one in prefills]
+    servers.enter_context(running(decode))
+    wait_until(lambda: decode.metrics()["headrace_prefill_servers"] == 2, 20, "both servers are reached")
+    for seed in range(10):
+        before = sum(audits(decode).values())
+        ask(decode, prompt(seed, 300), at=sender)
+        wait_until(
+            lambda before=before: pages_in_use(auditor) or sum(audits(decode).values()) > before, 10, "an audit begins"
+        )
+        if pages_in_use(auditor):
+            break
+    auditor.kill() if strike == "kill" else auditor.process.terminate()
+    wait_until(lambda: audits(decode).get(result, 0) == 1, 20, f"it is skipped: {audits(decode)}")
+    wait_until(lambda: decode.metrics()["headrace_prefill_servers"] == 1, 20, "it is gone")
+    ask(decode, prompt(77), at=sender)
+    wait_until(lambda: audits(decode).get("no_server", 0) == 1, 10, "nobody else is there")
+    assert "different" not in audits(decode)
+    for one in (decode, sender):
+        wait_until(lambda one=one: pages_in_use(one) == 0, 10, "pages are back")
+        assert "Traceback" not in one.log
+    assert sender.end() == 0
