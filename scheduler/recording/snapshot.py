@@ -128,13 +128,13 @@ class _Encoder:
 
     def _value(self, value: Any) -> Any:
         kind = type(value)
-        if kind in _PLAIN:
-            if kind is not int or _SIGNED <= value < _UNSIGNED:
-                return value
-            return [self._add(value, _Shape("integer"), [str(value)])]
+        if kind in _PLAIN and (kind is not int or _SIGNED <= value < _UNSIGNED):
+            return value
         number = self._numbers.get(id(value))
         if number is not None:
             return [number]
+        if kind is int:
+            return [self._add(value, _Shape("integer"), [str(value)])]
         builtin = _BUILTIN.get(kind)
         if builtin in _MUTABLE or (builtin is None and not issubclass(kind, _IMMUTABLE)):
             number = self._number(value)

@@ -132,7 +132,7 @@ class Client:
 
 
 Action = tuple[str, int]  # grow by so many tokens; or the piece ends, and fails if the number is 0
-TERMS = RequestTerms(tenant="t", cache_salt="s", retain=Retain(seconds=OPEN_S))
+TERMS = RequestTerms(tenant="t", cache_salt="s", retain=Retain.of_open_prompt(OPEN_S))
 
 
 async def by_the_server(actions: Sequence[Action]) -> Scheduler:
