@@ -92,6 +92,7 @@ async def audit(
             body = {"prompt": PROMPT, "max_tokens": 2, "temperature": 0}
             assert (await http.post("/v1/completions", json=body)).status_code == 200
             await asyncio.sleep(0.01)
+        prefills.goes_on.set()
         async with asyncio.timeout(5):
             while service.audits is not None and (len(service.audits._audits) or not counted(service)):
                 await asyncio.sleep(0.005)
@@ -170,8 +171,7 @@ async def test_an_answer_that_does_not_come(tokenizer: Tokenizer) -> None:
 @in_loop
 async def test_one_at_a_time(tokenizer: Tokenizer) -> None:
     prefills = Auditors(answering(TRUE), "same", "same")
-    prefills.goes_on.clear()
-    asyncio.get_running_loop().call_later(0.3, prefills.goes_on.set)
+    prefills.goes_on.clear()  # until all prompts have been answered
     assert await audit(tokenizer, prefills, prompts=4) == {"equal": 1.0, "busy": 3.0}
     assert len(prefills.audited) == 1
 
