@@ -92,7 +92,8 @@ async def audit(
             body = {"prompt": PROMPT, "max_tokens": 2, "temperature": 0}
             assert (await http.post("/v1/completions", json=body)).status_code == 200
             await asyncio.sleep(0.01)
-        prefills.goes_on.set()
+        if prompts > 1:
+            prefills.goes_on.set()
         async with asyncio.timeout(5):
             while service.audits is not None and (len(service.audits._audits) or not counted(service)):
                 await asyncio.sleep(0.005)
