@@ -54,6 +54,8 @@ class _PrefillServer:
     control: ControlConnection
     socket: Socket | None = None
     """None while there is no connection."""
+    monitor: Socket | None = None
+    """Tells when that is closed."""
 
 
 class ControlClient:
@@ -91,7 +93,8 @@ class ControlClient:
 
     def sockets(self) -> Sequence[Socket]:
         """Sockets to poll for reading."""
-        return [prefill.socket for prefill in self._prefills.values() if prefill.socket is not None]
+        found = (one for prefill in self._prefills.values() for one in (prefill.socket, prefill.monitor))
+        return [socket for socket in found if socket is not None]
 
     def receive(self, now: float) -> list[PeerEvent]:
         """Take in what has come, in a bounded pass."""
@@ -167,8 +170,7 @@ class ControlClient:
         if prefill is None:
             return []
         events = self._act(prefill, prefill.control.close(now), now)
-        if prefill.socket is not None:
-            prefill.socket.close(linger=200)  # ms, for the goodbye
+        self._close_socket(prefill, 200)  # for the goodbye
         return events
 
     def _reserve(self, command: AskReserve, now: float) -> list[PeerEvent]:
@@ -211,6 +213,10 @@ class ControlClient:
                 self._counters.add("malformed_frames_total", labels=("control_client",))
                 continue
             events += self._act(prefill, prefill.control.receive(message, now), now)
+        else:
+            return events
+        if prefill.monitor is not None and zmq_sockets.take(prefill.monitor) is not None:
+            events += self._act(prefill, prefill.control.closed(now), now)  # all that it has said is read
         return events
 
     def _act(self, prefill: _PrefillServer, step: Step, now: float) -> list[PeerEvent]:
@@ -238,10 +244,15 @@ class ControlClient:
                 keys=self._keys,
                 server_key=prefill.server_key,
             )
+            prefill.monitor = zmq_sockets.watch(self._context, prefill.socket)
         except OSError as error:
             log.warning("cannot connect to %s now: %s", prefill.endpoint, error.strerror)
 
-    def _close_socket(self, prefill: _PrefillServer) -> None:
+    def _close_socket(self, prefill: _PrefillServer, linger_ms: int | None = None) -> None:
         if prefill.socket is not None:
-            prefill.socket.close()
+            prefill.socket.disable_monitor()
+            prefill.socket.close(linger=linger_ms)
             prefill.socket = None
+        if prefill.monitor is not None:
+            prefill.monitor.close()
+            prefill.monitor = None

@@ -174,6 +174,10 @@ class ControlConnection:
         """End the session: the control endpoint has left too many messages unread."""
         return self._down("it does not read what it is told", now)
 
+    def closed(self, now: float) -> Step:
+        """The connection was closed, and with it the session, whose end another connection would learn of."""
+        return self._down("its connection was closed", now) if self.state == "up" else Step([], [])
+
     def close(self, now: float) -> Step:
         """End the session with a Goodbye."""
         return Step([Goodbye(reason="hung up")], self._forget_session("hung up here"))

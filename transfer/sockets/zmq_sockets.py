@@ -3,6 +3,7 @@
 import os
 from collections.abc import Callable, Sequence
 from typing import Any
+from uuid import uuid4
 
 import zmq
 
@@ -96,6 +97,21 @@ def connect(
         socket.setsockopt(zmq.CURVE_SECRETKEY, keys.secret.encode())
     socket.connect(endpoint)
     return socket
+
+
+def watch(context: Context, socket: Socket) -> Socket:
+    """A socket that can be read when a connection of this one is closed by the other side, or its process has ended.
+    Raises OSError when no descriptor is free."""
+    # A name that no other monitor has had: libzmq frees that of a closed one some time after close().
+    endpoint = f"inproc://closed-{uuid4().hex}"
+    try:
+        monitor = context.socket(zmq.PAIR)
+        monitor.setsockopt(zmq.LINGER, 0)
+        socket.monitor(endpoint, zmq.EVENT_DISCONNECTED)
+    except zmq.ZMQError as error:
+        raise OSError(error.errno, os.strerror(error.errno or 0)) from error
+    monitor.connect(endpoint)
+    return monitor
 
 
 def take(socket: Socket) -> list[bytes] | None:
