@@ -72,6 +72,9 @@ class IncomingTransfer:
     missing: set[int]
     """Stages whose KV has not arrived."""
 
+    until: dict[int, int]
+    """By stage: positions before this one are in its pool, without a gap."""
+
     writer: RemoteWriter
     state: IncomingState = IncomingState.PREPARING
     bytes: int = 0
@@ -84,7 +87,8 @@ class IncomingTransfer:
     def begin(cls, session: str, backend: str, reservation: Reservation, stages: Iterable[int]) -> "IncomingTransfer":
         """Pages and a row are leased. backend: of the session. stages: ours, each of which receives its part."""
         writer = RemoteWriter.IDLE if writes_directly(backend) else RemoteWriter.NONE
-        return cls(session, reservation, set(stages), set(stages), writer)
+        ranks = set(stages)
+        return cls(session, reservation, ranks, set(ranks), dict.fromkeys(ranks, reservation.cached_tokens), writer)
 
     @property
     def ticket(self) -> str:
@@ -105,6 +109,11 @@ class IncomingTransfer:
     def pages(self) -> int:
         """Pages that are fetched."""
         return packed_length(self.reservation.pages)
+
+    @property
+    def leading(self) -> int:
+        """Positions before this one are here, on every stage: those that were found, and what has come since."""
+        return min(self.until.values())
 
     @property
     def remote_writes(self) -> bool:
@@ -139,6 +148,10 @@ class IncomingTransfer:
             return None
         self.reserve()
         return AskReserve(session=self.session, reservation=self.reservation)
+
+    def came(self, stage: int, until: int) -> None:
+        """A stage has another chunk; see ChunkReceived.until."""
+        self.until[stage] = min(max(self.until[stage], until), self.reservation.prompt_tokens)
 
     def arrived(self, stage: int, size: int, chunks: int) -> bool:
         """A stage has its KV, of size bytes; True once all have. Raises ValueError unless pages were reserved."""

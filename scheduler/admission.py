@@ -12,7 +12,7 @@ from headrace.core.types.requests.remote_prefill import LocalForecast, decide, t
 from headrace.core.types.requests.request import DecodeHere, Discard, FetchFrom, SendTo
 from headrace.scheduler.costs.cost_model import Load
 from headrace.scheduler.costs.short_passes import open_target
-from headrace.scheduler.lifecycle.completion import release_ticket
+from headrace.scheduler.lifecycle.completion import Completion, release_ticket
 from headrace.scheduler.overload import Overload
 from headrace.scheduler.prefill.prefix_handover import PrefixHandover
 from headrace.scheduler.prefill.rendezvous import Rendezvous
@@ -28,8 +28,9 @@ from headrace.scheduler.telemetry.metrics import ADMISSION
 class Admission:
     """Checks new requests. A check costs no more than one pass over the prompt."""
 
-    def __init__(self, state: State, rendezvous: Rendezvous, handover: PrefixHandover) -> None:
+    def __init__(self, state: State, completion: Completion, rendezvous: Rendezvous, handover: PrefixHandover) -> None:
         self._state = state
+        self._completion = completion
         self._rendezvous = rendezvous
         self._handover = handover
         self._overload = Overload(state)
@@ -41,6 +42,8 @@ class Admission:
         if error is not None:
             self._refuse(submit, error)
             return
+        if submit.follows:
+            self._completion.share(submit.follows)
         submit, (index, cached) = self._placed(submit, now)
         replica = self._state.replicas[index]
         waits = not (submit.moved or submit.open or _from_cache(submit))
@@ -88,12 +91,14 @@ class Admission:
 
     def _bind(self, submit: Submit) -> Binding:
         """The replica of a new request. One whose peer has not reserved is bound again once it has."""
+        requests = self._state.requests
+        left = requests.left(submit.follows or submit.rid) or requests.live(submit.follows)
         return bind(
             self._state.replicas,
             submit.prompt,
             submit.terms.prefix_salt,
             submit.images,
-            pinned=submit.terms.replica,
+            pinned=submit.terms.replica if left is None else left.replica,
             cacheable=submit.sampling.cacheable(packed_length(submit.prompt)),
             to_fetch=isinstance(submit.route, FetchFrom),
             open_prompt=submit.open,

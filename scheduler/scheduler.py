@@ -98,6 +98,7 @@ from headrace.scheduler.queues.deadlines import (
     CopyTimer,
     DrainTimer,
     LeaseTimer,
+    LeftoverTimer,
     OrderTimer,
     PlanTimer,
     RequestTimer,
@@ -128,7 +129,7 @@ class Scheduler:
         self._handoff = KvHandoff(state, self._completion, self._holding)
         self._rendezvous = Rendezvous(state, self._completion, self._handoff)
         self._handover = PrefixHandover(state, self._completion, self._handoff)
-        self._admission = Admission(state, self._rendezvous, self._handover)
+        self._admission = Admission(state, self._completion, self._rendezvous, self._handover)
         self._preemption = Preemption(state, self._completion)
         self._generation = TokenGeneration(state, self._completion, self._handoff, self._preemption)
         self._fetch = RemoteFetch(state, self._completion, self._generation)
@@ -375,7 +376,7 @@ class Scheduler:
         state = self._state
         request = state.requests.live(event.rid)
         if request is None:
-            state.drop("unknown_rid")
+            self._completion.abort_left(event.rid, event.error)
         elif event.finish and request.decodes_here:
             self._completion.complete(request, "stop", now)
         elif event.finish and request.open:
@@ -410,6 +411,8 @@ class Scheduler:
                 self._handoff.timed_out(request, now)
             case LeaseTimer():
                 self._holding.expired(request, now)
+            case LeftoverTimer():
+                self._completion.leftover_expired(request, now)
             case AnswerTimer():
                 if not self._handoff.waits_for_peer(request, now):
                     self._stages.answer_timed_out(request, now)

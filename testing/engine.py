@@ -134,10 +134,23 @@ class PendingReceive:
     seen: set[tuple[int, int]] = field(default_factory=set)
     """Chunks that have come, by sending stage and number."""
 
+    pieces: dict[int, dict[int, int]] = field(default_factory=dict)
+    """Where chunks that have come end, by sending stage and where they begin."""
+
     totals: dict[int, int] = field(default_factory=dict)
     """Chunks to come from each sending stage whose last chunk has come."""
 
     first: FirstToken | None = None
+
+    def until(self, stages: int) -> int:
+        """Positions before this one have come from so many sending stages, without a gap."""
+        ends = []
+        for stage in range(stages):
+            end, pieces = self.order.start, self.pieces.get(stage, {})
+            while pieces.get(end, end) > end:
+                end = pieces[end]
+            ends.append(end)
+        return min(ends)
 
 
 class SimulatedExchange:
@@ -392,13 +405,15 @@ class SimulatedStage:
         if not chunk.written:
             self.write(chunk)
         pending.seen.add((chunk.stage, send.chunk))
+        pending.pieces.setdefault(chunk.stage, {})[send.start] = send.start + len(chunk.values)
         if send.last is not None:
             pending.totals[chunk.stage] = send.chunk + 1
             pending.first = send.last
         chunk.receivers -= 1
         if chunk.receivers == 0:
             chunk.acked()
-        self.report(ChunkReceived(stage=self.rank, request=pending.order.request))
+        until = pending.until(chunk.stages)
+        self.report(ChunkReceived(stage=self.rank, request=pending.order.request, until=until))
         self._arrived(pending, chunk.stages)
 
     def _arrived(self, pending: PendingReceive, stages: int) -> None:

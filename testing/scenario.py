@@ -75,6 +75,10 @@ class Scenario:
     returns: float = 0.0
     """Probability that the decode server offers the KV of a turn back (with prefixes)."""
 
+    resumes: float = 0.0
+    """Probability that a prompt that is moved, and of which KV has come, takes that KV along to the next prefill
+    server."""
+
     prefixes: int = 0
     """Prefixes that any server of a pair fetches from any other, at random times."""
 

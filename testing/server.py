@@ -69,6 +69,8 @@ class SimulationReport:
 
     moves: int = 0
     """Requests that went to another prefill server, each time counted."""
+    taken_along: int = 0
+    """Of these, those whose KV was offered to the next prefill server."""
     actions: list[str] = field(default_factory=list)
     """What came from outside, in the order in which it was decided: by its number it can be left out."""
 

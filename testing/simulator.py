@@ -36,6 +36,7 @@ from headrace.testing.world import World
 
 MAX_EVENTS = 200_000
 LOOKS = 5  # for KV files
+ALONG_S = 0.03  # for KV that a moved prompt takes along, before it is posted
 
 
 def simulate(scenario: Scenario) -> SimulationReport:
@@ -69,7 +70,7 @@ class Simulation:
             self._server.on_peer = self._on_peer
             if backend == SHM:
                 self._server.on_restart = self._lose_all  # its hellos describe other pools
-            if scenario.prefixes:
+            if scenario.prefixes or scenario.resumes:
                 self._connect_all(backend)
         self._texts = [
             tuple(self._clients.randrange(VOCABULARY) for _ in range(60 // scenario.scale)) for _ in range(3)
@@ -157,16 +158,35 @@ class Simulation:
 
     def _return(self, client: SimulatedClient) -> None:
         """Have the prefill server of a turn that has ended take its KV, or lose the answer that says so on its way."""
-        rng, decode, route = self._random, self._server, client.submit.route
+        route = client.submit.route
         assert isinstance(route, FetchFrom), "in a pair every request is fetched"
-        if rng.random() >= self._scenario.returns:
+        if self._random.random() >= self._scenario.returns:
             return
         prefill, text = self._prefills[route.prefill], client.prompt + tuple(client.tokens)
         tokens = text[: (len(text) - 1) // prefill.config.page_size * prefill.config.page_size]
         if not tokens:
             return
-        rid, name = f"back-{client.submit.rid}", f"{prefill.name} from {decode.name}"
-        there = FetchFrom(name, f"back-{route.ticket}", "external", prefix=True)
+        self._offer(client, tokens, f"back-{client.submit.rid}")
+
+    def _take_along(self, client: SimulatedClient, cached: int) -> bool:
+        """Have the next prefill server of a moved prompt take what has come of its KV; False if it is not offered."""
+        submit = client.submit
+        if not submit.moved or not self._scenario.resumes or self._random.random() >= self._scenario.resumes:
+            return False
+        route = submit.route
+        assert isinstance(route, FetchFrom), "in a pair every request is fetched"
+        tokens = client.prompt[: cached - cached % self._prefills[route.prefill].config.page_size]
+        if tokens:
+            self._report.taken_along += 1
+            self._offer(client, tokens, f"along-{route.ticket}")
+        return bool(tokens)
+
+    def _offer(self, client: SimulatedClient, tokens: tuple[int, ...], rid: str) -> None:
+        """Have the prefill server of a request take KV from the decode server, unless one of the two does not come."""
+        rng, decode, route = self._random, self._server, client.submit.route
+        assert isinstance(route, FetchFrom), "in a pair every request is fetched"
+        prefill = self._prefills[route.prefill]
+        there = FetchFrom(f"{prefill.name} from {decode.name}", rid, "external", prefix=True)
         terms = RequestTerms(cache_salt=client.submit.terms.cache_salt)
         taken = Submit(rid=rid, prompt=pack(tokens), sampling=SamplingParams(max_tokens=1), route=there, terms=terms)
         given = msgspec.structs.replace(taken, route=SendTo(there.ticket, cached=True))
@@ -430,7 +450,11 @@ class Simulation:
             if isinstance(route, FetchFrom) and route.posting != "local":
                 return  # its router posts it
             if self._random.random() >= self._scenario.abandon:
-                self._post(self._server.clients[output.rid], local=True)
+                client = self._server.clients[output.rid]
+                if self._take_along(client, output.cached):
+                    self._world.after(ALONG_S, lambda: self._post(client, local=True))
+                else:
+                    self._post(client, local=True)
         elif isinstance(output, RequestFailed) and not self._server.clients[output.rid].submit.open:
             route = self._server.clients[output.rid].submit.route
             assert isinstance(route, FetchFrom), "in a pair every request is fetched"

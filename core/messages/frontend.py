@@ -58,6 +58,10 @@ class Submit(FrontendRequest, frozen=True, kw_only=True):
     """It was admitted before, and is fetched from another prefill server now: neither a full queue nor a drain refuses
     it."""
 
+    follows: str = ""
+    """Rid of an attempt at it that has failed, or is late, where its own is another one: it goes on from what has come
+    of that one's KV."""
+
 
 def open_piece(rid: str, prompt: bytes, terms: RequestTerms) -> Submit:
     """A piece of an open prompt that begins with these tokens."""

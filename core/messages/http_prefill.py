@@ -7,6 +7,7 @@ import msgspec
 
 from headrace.core.types.requests.kv_hints import KvHintsEnvelope
 from headrace.core.types.requests.request import SamplingParams
+from headrace.core.types.requests.resume import Resume
 
 PREFILL_PATH = "/v1/prefill"
 PREFIXES_PATH = "/v1/prefixes"
@@ -42,6 +43,7 @@ class PrefillRequest(SamplingParams, frozen=True, kw_only=True, omit_defaults=Tr
     adapter: str | None = None
     deadline_s: float | None = None
     slo_ttft_ms: float | None = None
+    resume: Resume | None = None
 
     def encoded(self) -> bytes:
         """The body, to be sent with JSON_HEADERS."""

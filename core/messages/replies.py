@@ -107,6 +107,9 @@ class Reserved(SchedulerReply, frozen=True, kw_only=True):
     tokens: int = 0
     """Tokens of the prompt and of what was reported since, from the first one on, whose KV is fetched again."""
 
+    cached: int = 0
+    """Leading tokens whose KV is here already, and not fetched."""
+
 
 class Progress(SchedulerReply, frozen=True, kw_only=True):
     """Progress of a request that asked for it."""

@@ -208,6 +208,9 @@ class ChunkReceived(StageEvent, frozen=True, kw_only=True):
     """A chunk of a request has been written to the pool. No deadline of the scheduler depends on it."""
 
     request: int
+    until: int = 0
+    """Positions before this one, of those that are fetched, are in the pool of this stage: written, with the right
+    checksum, without a gap, from every stage of the prefill server that shares KV with it."""
 
 
 class ReceiveFailed(StageEvent, frozen=True, kw_only=True):

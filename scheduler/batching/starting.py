@@ -186,6 +186,7 @@ class Starter:
         if lease is None:
             return False
         request.lease = lease
+        self._fetch.leased(request)
         if needs_row:
             request.row = state.metadata_rows.allocate(1, request.arrival)[0]
         cached = lease.matched * state.config.page_size

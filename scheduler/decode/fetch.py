@@ -69,6 +69,7 @@ class RemoteFetch:
                 self._completion.fail(request, refusals.PAGES_NEEDED.error(), now)
             return route.prefix
         request.lease = lease
+        self.leased(request)
         cached = lease.matched * state.config.page_size
         if cached >= request.target:  # a prefix that has come otherwise
             request.cached_tokens = cached
@@ -124,6 +125,10 @@ class RemoteFetch:
             lease = acquire()
         return lease
 
+    def leased(self, request: Request) -> None:
+        """A request has its pages. Those that another attempt at it has left are its own, or of no use."""
+        self._completion.started(request)
+
     def make_way(self, replica: Replica, now: float) -> bool:
         """A request lacks pages, or a metadata row: end what only moves cached KV. False if nothing does."""
         return self._completion.end_moves(replica, refusals.PAGES_NEEDED.error(), now)
@@ -146,14 +151,17 @@ class RemoteFetch:
         state.deadlines.clear(AnswerTimer(request.arrival))
         state.out.add(ask)
         again = (incoming.ticket, request.target) if request.preempted else ("", 0)
-        state.out.add(Reserved(rid=request.rid, ticket=again[0], tokens=again[1]))
+        cached = incoming.reservation.cached_tokens
+        state.out.add(Reserved(rid=request.rid, ticket=again[0], tokens=again[1], cached=cached))
 
     def chunk_received(self, event: ChunkReceived) -> None:
-        """Only checked: no deadline depends on it. A prefill server that computes a long chunk is not silent, and one
-        that is lost ends its session."""
-        request, incoming = self._fetching(event.request)
-        if request is None or incoming is None:
+        """No deadline depends on it: a prefill server that computes a long chunk is not silent, and one that is lost
+        ends its session. It counts if the fetch fails."""
+        _, incoming = self._fetching(event.request)
+        if incoming is None or event.stage not in incoming.until:
             self._state.drop("unknown_request")
+        else:
+            incoming.came(event.stage, event.until)
 
     def kv_received(self, event: KvReceived, now: float) -> None:
         """A stage has all of its KV. Once every stage has, the request goes on with its first token.

@@ -141,6 +141,8 @@ class TokenGeneration:
         if row.sampled and sampled is None:
             self._completion.fail(request, refusals.NO_TOKEN.error(), now)
             return
+        if sampled is not None:
+            state.of(request).cache.prove(request.lease)
         state.of(request).cache.publish(request.lease, request.tokens, row.end)
         if request.phase is Phase.RUNNING:
             self._progress(request)

@@ -13,7 +13,7 @@ leased = private pages of leases + pages of the tree that some lease has locked
 
 from array import array
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
 
@@ -87,6 +87,9 @@ class Lease:
     to_retain: int = 0
     """Pages of it that its tenant is to retain when it has ended: it has room for them."""
 
+    proven: int = -1
+    """KvCache.prove() was called when doubts had been counted so often."""
+
     ended: bool = False
     nonfinite: bool = False
     """Results computed from its pages were NaN or infinite: release() takes them out of the tree."""
@@ -148,6 +151,8 @@ class KvCache:
 
         self._tree = self._new_tree(pages, 0, 0)
         self._leases: dict[int, Lease] = {}
+        self._unproven: set[int] = set()  # numbers of nodes whose KV no result has shown to be finite; leases use them
+        self._doubts = 0  # how often some were added
         self._prefetches: list[PagePrefetch] = []
         self._owners = 0
         self.version = 0
@@ -207,6 +212,7 @@ class KvCache:
         self._allocator = PageAllocator(pages)
         self._slots = StateSlots(slots)
         self._prefetches.clear()
+        self._unproven.clear()
         self._tree = self._new_tree(pages, host_pages, disk_pages, library_pages)
         self.version += 1
         if self._events is not None:
@@ -379,6 +385,40 @@ class KvCache:
         for index in [index for index in lease.pending if index < len(lease.path)]:
             self._slots.attach(lease.pending.pop(index), lease.owner, lease.path[index])
 
+    def leave(self, lease: Lease, tokens: bytes | bytearray, positions: int) -> int:
+        """The fetch of a lease has failed, and its first positions have come: publish the full pages among them, free
+        all others. Returns how many pages the lease has left.
+
+        Nothing has shown yet that what came is finite. Such pages stay in the tree as long as leases use them, and
+        beyond that only if prove() has been called for one of those.
+        """
+        self.share(lease, tokens, positions)
+        kept = len(lease.path)
+        self._allocator.release(lease.pages[kept:].tolist(), lease.owner)
+        del lease.pages[kept:]
+        self.version += 1
+        return kept
+
+    def share(self, lease: Lease, tokens: bytes | bytearray, positions: int) -> None:
+        """The first positions of a fetch have come, which goes on: publish the full pages among them. See leave()."""
+        found = len(lease.path)
+        self.publish(lease, tokens, positions)
+        came = zip(lease.path[found:], lease.pages[found:], strict=False)
+        self._doubt(node for node, page in came if node.page == page)
+
+    def prove(self, lease: Lease) -> None:
+        """What was computed from the pages of a lease is finite."""
+        if self._unproven and lease.proven != self._doubts:
+            self._unproven.difference_update(node.number for node in lease.path)
+            lease.proven = self._doubts
+
+    def proven(self, lease: Lease) -> int:
+        """How many of the first pages of a lease's path are known to be finite, as far as pages are."""
+        if not self._unproven:
+            return len(lease.path)
+        unproven = (index for index, node in enumerate(lease.path) if node.number in self._unproven)
+        return next(unproven, len(lease.path))
+
     @property
     def _keeps_checkpoints(self) -> bool:
         """Passes leave copies of states, for prompts that go on from there."""
@@ -417,7 +457,8 @@ class KvCache:
         """End a lease: unlock its path, free its private pages. Raises ValueError when it has already ended.
 
         The path of a nonfinite lease leaves the tree, except pages that other requests use or that have children: the
-        results of those requests show whether the pages are good.
+        results of those requests show whether the pages are good. So do pages that a failed fetch has left, once no
+        lease uses them any more, unless results have shown it (see leave()).
         """
         if lease.ended:
             raise ValueError("the lease has already ended")
@@ -426,16 +467,30 @@ class KvCache:
         self._allocator.release(self._private(lease), lease.owner)
         for slot in self._slots_of(lease):
             self._slots.give_back(slot, lease.owner)
-        if self.tiers is not None and not lease.nonfinite:
-            self.tiers.archive(lease.path, lease.turn, self.total // COPYING)
+        good = 0 if lease.nonfinite else self.proven(lease)
+        if self.tiers is not None and good:
+            self.tiers.archive(lease.path[:good], lease.turn, self.total // COPYING)
         self._tree.unlock(lease.path, lease.turn, lease.short)
-        if lease.nonfinite:
-            for node in lease.path:
+        if good < len(lease.path):
+            self._drop(lease.path[good:], bad=lease.nonfinite)
+        self.version += 1
+
+    def _drop(self, path: list[Node], bad: bool) -> None:
+        """Take pages out of the tree whose KV may be of no use, up to one that is used or has children. bad: results
+        computed from them say so; what others use of them has to be shown to be good."""
+        if bad:
+            for node in path:
                 self._slots.forget(node)
             if self.tiers is not None:
-                self.tiers.purge(lease.path)
-            self._allocator.release(self._tree.drop(lease.path), TREE)
-        self.version += 1
+                self.tiers.purge(path)
+            self._doubt(node for node in path if node.locks > (0 if node.copies is None else node.copies.busy))
+        self._allocator.release(self._tree.drop(path), TREE)
+        self._unproven.difference_update(node.number for node in path if not node.locks)
+
+    def _doubt(self, nodes: Iterable[Node]) -> None:
+        """Nothing shows that the KV of these pages is finite."""
+        self._unproven.update(node.number for node in nodes)
+        self._doubts += 1
 
     def resident(self, tokens: bytes | bytearray, salt: str) -> list[Node]:
         """The pages that the pool has of packed tokens."""
@@ -565,6 +620,8 @@ class KvCache:
         if nodes != self._tree.pages or unlocked != self._tree.unlocked:
             problems.append(f"the tree counts {self._tree.pages} pages, {self._tree.unlocked} unlocked; it has {nodes}")
         problems += self._tree.retention.check(self._tree.walk_all())
+        if stray := self._unproven - locks.keys():
+            problems.append(f"{len(stray)} unproven pages are in the tree that no lease uses")
         slots = {slot: lease.owner for lease in self._leases.values() for slot in self._slots_of(lease)}
         problems += self._slots.check(slots, self._tree.walk_all())
         if self.free + nodes + private != self.total:

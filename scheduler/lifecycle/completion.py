@@ -1,6 +1,6 @@
 """The end of a request: the client is answered at once, pages are freed when no stage and no peer can access them.
 
-fail() / complete()      the client is answered
+fail() / complete()      the client is answered; by a fetch that leaves pages of use, a little later (leftovers.py)
     │  CancelSend or CancelReceive to the stages, where bytes may be under way
     ▼
 SendCancelled / ReceiveCancelled from every stage, and
@@ -19,6 +19,7 @@ from headrace.core.messages.replies import RequestFailed, RequestFinished, Reque
 from headrace.core.types.errors import CANCELLED, ErrorInfo
 from headrace.core.types.requests.request import FetchFrom, FirstToken, SendTo
 from headrace.scheduler.kv.conversations import PREDICTED
+from headrace.scheduler.lifecycle.leftovers import Leftovers
 from headrace.scheduler.peers.tickets import EndedTicket
 from headrace.scheduler.queues.deadlines import AnswerTimer, BootstrapTimer, LeaseTimer, RequestTimer, TransferTimer
 from headrace.scheduler.requests.phase import Phase
@@ -33,6 +34,7 @@ class Completion:
 
     def __init__(self, state: State) -> None:
         self._state = state
+        self._leftovers = Leftovers(state)
 
     def fail(self, request: Request, error: ErrorInfo, now: float) -> None:
         """End a request with an error. The first error stays; later ones do nothing."""
@@ -41,10 +43,13 @@ class Completion:
         if request.fetches_again and error.at_prefill:
             self.compute_here(request, "failed", now)
             return
-        request.error = error
+        request.error, leaves = error, self._leftovers.worthwhile(request, error)
         self._state.metrics.failed(request.phase.value, error)
         self._end(request, Phase.FAILED, now)
-        self._state.out.add(RequestFailed(rid=request.rid, error=error))
+        if leaves:
+            self._leftovers.begin(request, now)
+        else:
+            self._state.out.add(RequestFailed(rid=request.rid, error=error))
         outgoing = request.outgoing
         if outgoing is not None and outgoing.final_reply is None:  # else the peer's cancel came first: answer that
             outgoing.final_reply = _tell_failed(outgoing, error)
@@ -129,8 +134,40 @@ class Completion:
             if outgoing.session in self._state.peers:
                 self._state.out.add(outgoing.final_reply)
             outgoing.final_reply = None
-        if request.in_flight == 0:
+        if request.in_flight:
+            return
+        if self._leftovers.settle(request):
+            self._release_row(request)
+            self._release_on_stages(request)
+        else:
             self._release(request)
+
+    def share(self, rid: str) -> None:
+        """Another fetch of the prompt of this request, if it is live, may go on from what has come of it."""
+        if (request := self._state.requests.live(rid)) is not None:
+            self._leftovers.share(request)
+
+    def started(self, request: Request) -> None:
+        """A request has leased its pages: those that a failed attempt before it has left are its own, or of no use."""
+        if (before := self._leftovers.followed(request)) is not None:
+            self.let_go(before)
+
+    def let_go(self, request: Request) -> None:
+        """Do not keep pages of a failed fetch any longer for the next attempt."""
+        self._leftovers.end(request)
+        self.release_if_safe(request)
+
+    def abort_left(self, rid: str, error: ErrorInfo | None) -> None:
+        """A request was aborted that has ended, or is not known."""
+        if (left := self._leftovers.abort(rid, error)) is not None:
+            self.let_go(left)
+        else:
+            self._state.drop("unknown_rid")
+
+    def leftover_expired(self, request: Request, now: float) -> None:
+        """Pages of a failed fetch were kept for long enough, unless an attempt waits to go on from them."""
+        if not self._leftovers.awaited(request, now):
+            self.let_go(request)
 
     def free_pages(self, request: Request) -> None:
         """Take the pages and the metadata row of a request that has ended or was preempted."""
@@ -143,10 +180,17 @@ class Completion:
                 state.metrics.hint("demote", cache.demote(lease.path))
             if terms.let_go and request.phase is Phase.DONE:
                 state.metrics.hint("release", cache.let_go(lease.path))
+        self._release_row(request)
+        self._release_on_stages(request)
+
+    def _release_row(self, request: Request) -> None:
         if request.row is not None:
-            state.metadata_rows.release([request.row], request.arrival)
+            self._state.metadata_rows.release([request.row], request.arrival)
             request.row = None
+
+    def _release_on_stages(self, request: Request) -> None:
         if request.on_stages.known:
+            state = self._state
             state.of(request).order(ReleaseRequest(seq=state.out.next_seq(), request=request.serial))
             request.on_stages.known = False
 
@@ -165,7 +209,9 @@ class Completion:
             request.on_stages.stopping.clear()
             request.on_stages.known = False
             state.deadlines.clear(AnswerTimer(request.arrival))
-            if request.ended:
+            if request.leftover is not None:
+                self.let_go(request)
+            elif request.ended:
                 self.release_if_safe(request)
             else:
                 self.fail(request, error, now)

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 
 from headrace.scheduler.queues.deadlines import BootstrapTimer, LeaseTimer
+from headrace.scheduler.requests.parts import Leftover
 from headrace.scheduler.requests.phase import Phase
 from headrace.scheduler.requests.record import Request
 from headrace.scheduler.state.replica import Replica
@@ -81,7 +82,8 @@ def _request(state: State, request: Request) -> list[str]:
     if phase in WITHOUT_PAGES and request.lease is not None:
         found.append("has pages already")
     remote_writes = request.incoming is not None and request.incoming.remote_writes
-    if request.ended and not request.on_stages.stopping and not remote_writes and not request.in_flight:
+    kept = request.leftover is Leftover.KEPT
+    if request.ended and not (request.on_stages.stopping or remote_writes or request.in_flight or kept):
         found.append("has ended, and nothing keeps its pages")
     if remote_writes and not request.ended and phase is not Phase.FETCHING:
         found.append("computes on pages that a prefill server may write")

@@ -39,6 +39,10 @@ class LeaseTimer(_OfRequest, frozen=True):
     """A held ticket that no peer reserves or renews."""
 
 
+class LeftoverTimer(_OfRequest, frozen=True):
+    """Pages of a failed fetch that no other attempt has gone on from."""
+
+
 class ReservationTimer(msgspec.Struct, frozen=True):
     """A reservation whose prompt has not come."""
 
@@ -61,7 +65,7 @@ class DrainTimer(msgspec.Struct, frozen=True):
     """First tokens that peers may still ask for."""
 
 
-AnyRequestTimer = BootstrapTimer | TransferTimer | RequestTimer | AnswerTimer | LeaseTimer
+AnyRequestTimer = BootstrapTimer | TransferTimer | RequestTimer | AnswerTimer | LeaseTimer | LeftoverTimer
 Timer = AnyRequestTimer | ReservationTimer | PlanTimer | CopyTimer | OrderTimer | DrainTimer
 """What a deadline watches, and whose it is. Timers of different kinds are never equal."""
 

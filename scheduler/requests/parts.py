@@ -3,6 +3,7 @@ spans of one that is part of a distributed trace.
 """
 
 from dataclasses import dataclass, field
+from enum import Enum
 
 from headrace.core.trace import RequestSpan
 from headrace.core.types.requests.draft import Draft, DraftTerms, DraftTokens, HiddenStates
@@ -29,6 +30,13 @@ class QueueEntry:
 
     rank: Rank = UNRANKED
     """The rank under which they count it."""
+
+
+class Leftover(Enum):
+    """What becomes of the pages of a failed fetch (lifecycle/leftovers.py)."""
+
+    SETTLING = "settling"  # they may still be written into
+    KEPT = "kept"  # the leading ones are in the prefix cache, for another attempt
 
 
 @dataclass(slots=True, eq=False)

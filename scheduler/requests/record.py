@@ -28,7 +28,7 @@ from headrace.core.types.requests.request import (
 from headrace.core.types.requests.terms import RequestTerms
 from headrace.scheduler.costs.cost_model import NOTHING, Load
 from headrace.scheduler.kv.kv_cache import Lease
-from headrace.scheduler.requests.parts import OnStages, PromptResult, QueueEntry, SpanLog
+from headrace.scheduler.requests.parts import Leftover, OnStages, PromptResult, QueueEntry, SpanLog
 from headrace.scheduler.requests.phase import ENDED, Phase, timing
 from headrace.scheduler.requests.transfers import OutgoingTransfer
 
@@ -127,6 +127,12 @@ class Request:
     error: ErrorInfo | None = None
     """Why it has failed."""
 
+    resumed: int = 0
+    """Prompt tokens whose KV has come for earlier attempts at it."""
+
+    leftover: Leftover | None = None
+    """It has failed, and pages of it are kept for another attempt."""
+
     span_log: SpanLog | None = None
     """Set for a request that is part of a distributed trace."""
 
@@ -162,6 +168,11 @@ class Request:
     def rid(self) -> str:
         """The id that the front end knows it by."""
         return self.submit.rid
+
+    @property
+    def follows(self) -> str:
+        """The rid of the attempts before it, whose pages it may go on from."""
+        return self.submit.follows or self.submit.rid
 
     @property
     def ticket(self) -> str:
@@ -367,7 +378,8 @@ class Request:
 
     def usage(self) -> Usage:
         """Token counts for the front end."""
-        return Usage(self.prompt_tokens, self.generated, self.cached_tokens, self.from_tiers)
+        resumed = self.resumed if self.resumed <= self.cached_tokens else 0  # computed for it, and found nowhere
+        return Usage(self.prompt_tokens, self.generated, self.cached_tokens - resumed, self.from_tiers)
 
     def handoff(self, page_size: int) -> HandoffStats:
         """What was sent to the peer or fetched from the prefill server. page_size: tokens of a page here."""

@@ -16,6 +16,7 @@ class RequestTable:
         self._by_serial: dict[int, Request] = {}
         self._by_arrival: dict[int, Request] = {}
         self._by_rid: dict[str, Request] = {}
+        self._left: dict[str, Request] = {}  # those with leftovers, by rid
         self._serials = 0
         self._arrivals = 0
 
@@ -61,6 +62,29 @@ class RequestTable:
         """Free the rid of a request that has ended."""
         del self._by_rid[request.rid]
 
+    def leave(self, request: Request) -> None:
+        """Take in a request that has failed, and whose pages are kept for the next attempt under its rid."""
+        self._left[request.rid] = request
+
+    def take(self, request: Request) -> None:
+        """Its pages are not kept any longer."""
+        if self._left.get(request.rid) is request:
+            del self._left[request.rid]
+
+    def left(self, rid: str) -> Request | None:
+        """The failed request with this rid whose pages are kept."""
+        return self._left.get(rid)
+
+    def before(self, request: Request) -> Request | None:
+        """The attempt whose pages a request may go on from: a failed one, or one that is late."""
+        left = self._left.get(request.follows) if self._left else None
+        return self._by_rid.get(request.submit.follows) if left is None and request.submit.follows else left
+
+    def following(self, request: Request) -> Request | None:
+        """The live attempt that may go on from the pages of a failed one."""
+        live = self._by_rid.get(request.rid)
+        return live or next((one for one in self._by_rid.values() if one.follows == request.rid), None)
+
     def renumber(self, request: Request) -> None:
         """Give a request a new serial: what stages still report under the old one does not match it."""
         del self._by_serial[request.serial]
@@ -82,6 +106,9 @@ class RequestTable:
                 yield f"{request.rid} is not found by its arrival number, or has another serial"
             if (self._by_rid.get(request.rid) is request) == request.ended:
                 yield f"{request.rid} is {'still' if request.ended else 'not'} found by its id"
+        for rid, request in self._left.items():
+            if request.rid != rid or request.leftover is None or self._by_serial.get(request.serial) is not request:
+                yield f"{rid} is listed with pages that are kept, and has none"
         live = sum(not request.ended for request in self._by_serial.values())
         if live != len(self._by_rid):
             yield f"{len(self._by_rid)} requests by id, {live} of them live"

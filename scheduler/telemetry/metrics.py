@@ -237,6 +237,20 @@ CATALOG = (
         (("fetched",), ("cached",), ("failed",)),
     ),
     MetricSpec(
+        "resumed_prompts_total",
+        "counter",
+        "Prompts that another prefill server, or this one, has gone on with from KV that had come before one failed.",
+        (),
+        ((),),
+    ),
+    MetricSpec(
+        "resumed_tokens_total",
+        "counter",
+        "Their tokens whose KV had come, and was not sent again.",
+        (),
+        ((),),
+    ),
+    MetricSpec(
         "dropped_messages_total",
         "counter",
         "Stale, duplicate or unknown messages, by reason.",

@@ -6,7 +6,7 @@ PrepareReceive ──► expected ──all chunks of all source stages, metadat
           nothing is written for it any more; every later chunk is answered, none is written
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -31,8 +31,12 @@ class Source:
     """That stage's geometry, cut to the layers and heads that come here."""
     replica: int = 0
     """Data-parallel replica of the prefill server that the stage belongs to."""
+    until: int = 0
+    """Positions before this one are written, without a gap."""
     chunks: dict[int, tuple[int, int]] = field(default_factory=dict)
     """Chunks written so far: number to (start, count) in tokens."""
+    ahead: dict[int, int] = field(default_factory=dict)
+    """Where chunks end that were written behind a gap, by where they begin."""
     total: int = 0
     """Number of chunks, known with the last one; 0 before."""
 
@@ -40,6 +44,14 @@ class Source:
     def complete(self) -> bool:
         """Every chunk of this stage is written."""
         return self.total > 0 and len(self.chunks) == self.total
+
+    def write(self, header: Chunk) -> None:
+        """Note that a chunk is written."""
+        self.chunks[header.chunk] = (header.start, header.count)
+        self.total = header.total or self.total
+        self.ahead[header.start] = header.start + header.count
+        while (end := self.ahead.pop(self.until, self.until)) > self.until:
+            self.until = end
 
 
 @dataclass(slots=True)
@@ -67,9 +79,16 @@ class Inbound:
     @property
     def complete(self) -> bool:
         """Every chunk of every stage of the ticket's replica is written."""
-        return self.replica is not None and all(
-            source.complete for source in self.sources.values() if source.replica == self.replica
-        )
+        return self.replica is not None and all(source.complete for source in self._senders)
+
+    @property
+    def until(self) -> int:
+        """Positions before this one have come from every stage of the ticket's replica, without a gap."""
+        return min((source.until for source in self._senders), default=self.order.start)
+
+    @property
+    def _senders(self) -> Iterator[Source]:
+        return (source for source in self.sources.values() if source.replica == self.replica)
 
 
 class AcceptChunk(NamedTuple):
@@ -138,7 +157,8 @@ class InboundTable:
             return f"{packed_length(order.pages)} pages given, {needed} needed"
         if key in self._by_key or order.request in self._requests:
             return "this ticket and generation is expected already"
-        inbound = Inbound(order, {stage: Source(geometry, replicas[stage]) for stage, geometry in sources.items()})
+        parts = {stage: Source(part, replicas[stage], order.start) for stage, part in sources.items()}
+        inbound = Inbound(order, parts)
         self._requests[order.request] = self._by_key[key] = inbound
         return ""
 
@@ -178,8 +198,7 @@ class InboundTable:
         """Note a chunk that was written. Returns what is wrong if the chunks do not fit together, or ""."""
         inbound, source, _ = accepted
         inbound.replica = source.replica
-        source.chunks[header.chunk] = (header.start, header.count)
-        source.total = header.total or source.total
+        source.write(header)
         inbound.first = first or inbound.first
         inbound.bytes += header.payload_bytes
         inbound.chunks += 1
@@ -197,6 +216,8 @@ class InboundTable:
         start, count = header.start, header.count
         if start < expect.start or start + count > expect.start + expect.count:
             return f"tokens {start} to {start + count}; expected {expect.start} to {expect.start + expect.count}"
+        if count and start < source.until:
+            return f"tokens from {start}; those before {source.until} have come"
         if header.total not in (0, header.chunk + 1) or (
             source.total and (header.total or header.chunk > source.total)
         ):

@@ -382,7 +382,7 @@ class Receiver:
         self._counters.add("bytes_received_total", header.payload_bytes, (line.backend if header.written else ZMQ,))
         self._counters.add("chunks_received_total")
         self._ack(line, header, now)
-        arrived = ChunkReceived(stage=self._stage, request=request)
+        arrived = ChunkReceived(stage=self._stage, request=request, until=inbound.until)
         if not inbound.complete or inbound.first is None:
             return [arrived]
         self._table.arrive(inbound)

@@ -10,7 +10,7 @@ from headrace.scheduler.requests.transfers import OutgoingTransfer
 
 def incoming(writer: RemoteWriter = RemoteWriter.IDLE) -> IncomingTransfer:
     wanted = Reservation(ticket="t", generation=1, prompt_tokens=3, cached_tokens=0, pages=pack([4, 5, 6]), row=0)
-    return IncomingTransfer("s", wanted, unready={0}, missing={0}, writer=writer)
+    return IncomingTransfer("s", wanted, unready={0}, missing={0}, until={0: 0}, writer=writer)
 
 
 def outgoing(cached: int = 0) -> OutgoingTransfer:
