@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from headrace.core.types.requests.resume import Resume
 from headrace.server.api.request import schema
 
 Body = dict[str, Any]
@@ -176,6 +177,7 @@ OF_ROUTE: dict[Kind, dict[str, Case]] = {
         "hidden_states": Case("last"),
         "draft_top_k": Case(2),
         "adapter": Case("0" * 32, status=404),  # of no adapter, since the model has none
+        "resume": Case({"ticket": "t", "control_port": 0, "tokens": 1}, status=400),  # there is no such port
         "open": Case(True),
     },
     schema.TokensBody: {
@@ -250,6 +252,7 @@ OBJECTS: dict[Kind, tuple[Kind, Any]] = {
     schema.GenerateSampling: (schema.GenerateBody, lambda found: {"sampling_params": found}),
     schema.TokenSampling: (schema.TokensBody, lambda found: {"sampling_params": found}),
     schema.ExtraArgs: (schema.TokensBody, lambda found: {"sampling_params": {"extra_args": found}}),
+    Resume: (schema.PrefillBody, lambda found: {"resume": found}),
     schema.StructuredOutputs: (schema.CompletionBody, lambda found: {"structured_outputs": found}),
     schema.OpenFields: (schema.CompletionBody, lambda found: {"headrace": found}),
     schema.StreamOptions: (schema.CompletionBody, lambda found: {"stream": True, "stream_options": found}),
@@ -310,6 +313,11 @@ MEMBERS: dict[Kind, dict[str, Case]] = {
         "extra_args": Case({"kv_transfer_params": NIXL}, role="prefill"),
     },
     schema.ExtraArgs: {"kv_transfer_params": Case(NIXL, role="prefill")},
+    Resume: {  # another text of the refusal each, as all three are needed
+        "ticket": Case("t", status=400),
+        "control_port": Case(5, {"ticket": "t"}, status=400),
+        "tokens": Case(0, {"ticket": "t", "control_port": 5}, status=400),
+    },
     schema.StructuredOutputs: {
         "json": Case(OBJECT),
         "regex": Case("a+"),

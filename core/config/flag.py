@@ -39,8 +39,9 @@ class Flag(msgspec.Struct, frozen=True):
     """Lowest value of a number, inclusive."""
     high: float | None = None
     """Highest value of a number, inclusive."""
-    unit: Literal["", "bytes", "share"] = ""
-    """An int in bytes may also be written with a unit, such as "64MiB". A float is in seconds, unless it is a share."""
+    unit: Literal["", "bytes", "share", "factor"] = ""
+    """An int in bytes may also be written with a unit, such as "64MiB". A float is in seconds, unless it is a share or
+    a factor."""
     secret: bool = False
     """Never printed or put into an error message."""
     variable: str = ""

@@ -259,6 +259,17 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
             "least-load by prompt tokens sent and not answered",
         ),
     ] = "score"
+    hedge: Annotated[
+        float,
+        Flag(
+            "hedge",
+            HANDOFF,
+            "role decode: start a second prefill server on a prompt whose first token takes this many times as long as "
+            "forecast; 0: never",
+            low=0,
+            unit="factor",
+        ),
+    ] = 0.0
     open_prompts: Annotated[
         int,
         Flag("open-prompts", HTTP, "prompts of one tenant that may be open, to be appended to; 0: none", low=0),

@@ -49,6 +49,7 @@ def _check_role(config: Config) -> None:
             ("audit-rate", server.audit_rate),
             ("fallback", server.fallback != "none"),
             ("remote", server.remote != "always"),
+            ("hedge", server.hedge),
         ):
             if given:
                 raise ConfigError(f"--{key} is for decode servers; add --role decode or leave it out ({server.role})")
@@ -61,6 +62,9 @@ def _check_role(config: Config) -> None:
         raise ConfigError(
             "--remote cost compares with prefill servers: add --prefill http://HOST:PORT (once per server)"
         )
+    if server.hedge and (server.hedge < 1 or len(server.prefill) < 2):
+        wrong = "has to be at least 1, or 0" if server.hedge < 1 else "needs a second --prefill http://HOST:PORT"
+        raise ConfigError(f"--hedge {server.hedge:g} {wrong}")
     for key, listed in (("sibling", server.siblings), ("accept-return", server.accept_returns)):
         if listed and server.role != "prefill":
             raise ConfigError(f"--{key} is for prefill servers; add --role prefill or leave it out ({server.role})")

@@ -16,6 +16,10 @@ _METAVARS: dict[Kind, str] = {
 }
 
 
+NUMBERS = ("share", "factor")
+"""Units of numbers that are no seconds."""
+
+
 def add_flags(parser: argparse.ArgumentParser, settings: Sequence[Setting] = SETTINGS) -> None:
     """Add --config and one flag per setting. A flag that is not given leaves no attribute in the namespace."""
     parser.add_argument("--config", metavar="FILE", help="TOML file with any of the keys below (without the dashes)")
@@ -42,7 +46,7 @@ def add_flag(section: "argparse._ArgumentGroup", setting: Setting) -> None:
         dest=setting.key,
         action="append" if setting.kind == "list" else "store",
         default=argparse.SUPPRESS,
-        metavar="SHARE" if setting.flag.unit == "share" else _metavar(setting),
+        metavar=setting.flag.unit.upper() if setting.flag.unit in NUMBERS else _metavar(setting),
         help=_help(setting),
     )
 

@@ -55,7 +55,7 @@ def _expected(setting: Setting) -> str:
     if setting.choices:
         return ("names out of " if setting.kind == "choices" else "one of ") + ", ".join(setting.choices)
     words, low, high = _EXPECTED[setting.kind], setting.flag.low, setting.flag.high
-    if setting.flag.unit == "share":
+    if setting.flag.unit in ("share", "factor"):
         words = "a number"
     if low is not None and high is not None:
         return f"{words} from {low:g} to {high:g}"

@@ -28,8 +28,10 @@ from headrace.core.types.peers.allow_list import allowed_prefills
 from headrace.core.version import headrace_version
 from headrace.server.frontend.generation.audits import PageAuditor, PrefillAudits
 from headrace.server.frontend.generation.completions import Completions
+from headrace.server.frontend.generation.hedge import Hedges
 from headrace.server.frontend.generation.kv_returns import KvReturns, ReturnTaker
 from headrace.server.frontend.generation.prefix_fetch import PrefixFetches
+from headrace.server.frontend.generation.resume import ResumeFetches
 from headrace.server.frontend.generation.runner import GenerationRunner
 from headrace.server.frontend.kv_files import KvFileWatch
 from headrace.server.frontend.link.control_address import ControlAddress
@@ -246,6 +248,16 @@ class Service:
         rate = self.config.server.audit_rate
         return PrefillAudits(self.prefills, self.metrics, rate) if self.prefills is not None and rate else None
 
+    def _make_resumes(self) -> ResumeFetches | None:
+        config = self.config
+        if self.siblings is None or not config.server.accept_returns:
+            return None
+        return ResumeFetches(self._client, self.siblings, self.metrics, self.clock, config.engine.page_size)
+
+    def _make_hedges(self) -> Hedges | None:
+        factor = self.config.server.hedge
+        return None if self.prefills is None or not factor else Hedges(self.prefills, self.metrics, factor)
+
     def _make_completions(self) -> Completions:
         runner = GenerationRunner(
             self._client,
@@ -258,6 +270,8 @@ class Service:
             fetches=self.fetches,
             returns=self.returns,
             audits=self.audits,
+            resumes=self._make_resumes(),
+            hedges=self._make_hedges(),
             record_span=self.record_span,
         )
         return Completions(
@@ -333,7 +347,7 @@ def _prefill_pool(
         rules=allowed_prefills(server.prefill, server.allow_prefill),
         keys=ServerKeys(server.curve_server_keys),
         routing=server.routing,
-        compares=server.remote == "cost",
+        compares=server.remote == "cost" or server.hedge > 0,
         clock=clock,
     )
 

@@ -247,7 +247,7 @@ STAGES: tuple[MetricSpec, ...] = (
     MetricSpec("hidden_bytes_total", "counter", "Bytes of hidden states sent to the next stage.", ("stage",)),
 )
 
-PREFIX_SOURCES = ("sibling", "open")
+PREFIX_SOURCES = ("sibling", "open", "resume")
 FRONT: tuple[MetricSpec, ...] = (
     MetricSpec("build_info", "gauge", "Always 1; the labels describe this server.", ("version", "role", "model")),
     MetricSpec(
@@ -316,11 +316,20 @@ FRONT: tuple[MetricSpec, ...] = (
         zeros=tuple((reason,) for reason in MOVE_REASONS),
     ),
     MetricSpec(
+        "hedges_total",
+        "counter",
+        "Prompts whose first token was later than forecast (--hedge): a second prefill server was started and had it "
+        "first (won), the first server had it (lost), the second one failed before; or none was started, as too many "
+        "were late (refused).",
+        ("result",),
+        zeros=(("won",), ("lost",), ("failed",), ("refused",)),
+    ),
+    MetricSpec(
         "prefix_fetches_total",
         "counter",
-        "Prefixes fetched into the prefix cache from a sibling, for a prompt or a prefetch, or of a prompt that is "
-        "still open from the prefill server that computes it: fetched, failed, or late (a sibling's: computing it "
-        "would not have taken longer).",
+        "Prefixes fetched into the prefix cache from a sibling, for a prompt or a prefetch, of a prompt that is still "
+        "open from the prefill server that computes it, or of a resumed prompt from its decode server: fetched, "
+        "failed, or late (computing it would not have taken longer).",
         ("source", "result"),
         zeros=tuple((source, result) for source in PREFIX_SOURCES for result in ("fetched", "failed", "late")),
     ),

@@ -60,10 +60,15 @@ class FrontMetrics:
         self._counters.add("prefill_retries_total", labels=(reason,))
 
     def count_prefix_fetch(self, source: str, result: str, tokens: int, seconds: float) -> None:
-        """Count a prefix that was fetched into the prefix cache, or was not. source: "sibling" or "open"."""
+        """Count a prefix that was fetched into the prefix cache, or was not. source: "sibling", "open" or
+        "resume"."""
         self._counters.add("prefix_fetches_total", labels=(source, result))
         self._counters.add("prefix_fetched_tokens_total", tokens, labels=(source,))
         self._counters.add("prefix_fetch_seconds_total", seconds, labels=(source,))
+
+    def count_hedge(self, result: str) -> None:
+        """Count a prompt whose first token was late."""
+        self._counters.add("hedges_total", labels=(result,))
 
     def count_return(self, result: str) -> None:
         """Count KV of a turn that was offered."""

@@ -32,6 +32,8 @@ class Discovery(msgspec.Struct, frozen=True):
     """Id of this run of the server."""
     control_port: Annotated[int, msgspec.Meta(ge=1, le=65535)]
     """TCP port of the control endpoint."""
+    page_size: int = 1
+    """Tokens of a page there."""
     bootstrap_port: int = 0
     """HTTP port that answers GET /v1/handoff, too; 0 for none."""
     structured_outputs: bool = False
@@ -58,6 +60,9 @@ class Discovery(msgspec.Struct, frozen=True):
     computation: str | None = None
     """What the bits of its KV depend on beside model and prompt; servers of earlier versions do not say, and audit no
     others."""
+
+    resume: bool = False
+    """It knows resume, and takes KV of decode servers; servers of earlier versions refuse the field."""
 
     def knows(self, feature: Feature) -> bool:
         """Whether prompts that need this feature may be sent to it."""

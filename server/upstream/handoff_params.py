@@ -115,6 +115,15 @@ class PrefillAddress(msgspec.Struct, frozen=True):
     """Instance id of the server, "" if it is not given."""
 
 
+class PrefixOffer(msgspec.Struct, frozen=True):
+    """Where a decode server has the KV of a prompt's first tokens."""
+
+    address: PrefillAddress
+    """Of its control endpoint."""
+    ticket: str
+    tokens: int
+
+
 class KvSource(msgspec.Struct, frozen=True):
     """Where a decode server fetches the KV of a request."""
 

@@ -24,6 +24,7 @@ from headrace.core.types.errors import (
     HeadraceError,
 )
 from headrace.core.types.requests.draft import HiddenStates
+from headrace.core.types.requests.resume import Resume
 from headrace.integrations.http_client import connection_error
 from headrace.server.routing.failover import client_error
 from headrace.server.upstream.connection import Extensions, past_stale_connection
@@ -138,8 +139,15 @@ class PrefillCall:
         if self._task is not None and kind is not None:
             self._task.cancel()
 
-    def start(self, on_progress: Callable[[PrefillProgress], None], on_error: Callable[[ErrorInfo], None]) -> None:
-        """Send the prompt. on_error is called once if the prefill server refuses or fails it."""
+    def start(
+        self,
+        on_progress: Callable[[PrefillProgress], None],
+        on_error: Callable[[ErrorInfo], None],
+        resume: Resume | None = None,
+    ) -> None:
+        """Send the prompt. on_error is called once if the prefill server refuses or fails it. resume: field of the
+        body."""
+        self._body = msgspec.structs.replace(self._body, resume=resume)
         self._posted()
         self._observer.began()
         self._task = asyncio.create_task(self._run(on_progress, on_error))

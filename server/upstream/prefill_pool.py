@@ -88,7 +88,7 @@ class PrefillPool:
         compares: bool = False,
         clock: Clock | None = None,
     ) -> None:
-        """compares: prompts go to a server only where that costs less, so that its load is followed."""
+        """compares: what a server is expected to take is asked for, so that its load is followed."""
         self._clock = clock or SystemClock()
         self._compares = compares
         self._by_score = routing == "score" and len(urls) > 1

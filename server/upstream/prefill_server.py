@@ -57,6 +57,16 @@ class PrefillServer:
         """Whether prompts sent to it may have session_id."""
         return self.target is not None and self.target.session_id
 
+    @property
+    def page_size(self) -> int:
+        """Tokens of a page there; 1 while that is not known."""
+        return 1 if self.target is None else max(1, self.target.page_size)
+
+    @property
+    def knows_resume(self) -> bool:
+        """Whether prompts sent to it may have resume."""
+        return self.target is not None and self.target.resume
+
     def endpoint(self, control_port: int) -> str:
         """ZMQ address of the control endpoint at this port."""
         return url("tcp", urlsplit(self.url).hostname or "", control_port)

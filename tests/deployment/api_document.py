@@ -5,6 +5,7 @@ from collections.abc import Iterator
 
 import msgspec
 
+from headrace.core.types.requests.resume import Resume
 from headrace.server.api.request import schema
 from headrace.server.api.request.other_fields import OTHER_FIELDS, OtherField
 from tests.deployment.files import ROOT
@@ -29,6 +30,7 @@ BODIES: dict[str, type[msgspec.Struct]] = {
     "POST /detokenize": schema.DetokenizeBody,
     "POST /v1/kv_hints": schema.KvHintsBody,
     "`structured_outputs`": schema.StructuredOutputs,
+    "`resume` of POST /v1/prefill": Resume,
     "`response_format`": schema.ResponseFormat,
     "`response_format.json_schema`": schema.JsonSchemaFormat,
     "`reasoning` of POST /v1/responses": schema.ReasoningOptions,

@@ -46,6 +46,7 @@ def _signals() -> Group:
             _frozen(),
             _shared_memory(),
             _siblings(),
+            _in_the_middle(),
             _storms(),
         ),
     )
@@ -74,6 +75,20 @@ def _siblings() -> Fault:
     cells = {"a whole server": Proven(tuple(f"tests/e2e/{test}" for test in tests))}
     others = {place: "the whole server dies with it" if place in ONE else NO_PROCESS for place in PLACES}
     return fault("a sibling killed", "SIGKILL or SIGSTOP of a sibling before or while a prefix comes", cells, others)
+
+
+def _in_the_middle() -> Fault:
+    """A prefill server that has sent a part of a prompt, which another one goes on with."""
+    tests = (
+        "test_servers_killed_at_every_chunk_of_a_prompt",
+        "test_a_prompt_whose_server_drains_goes_on_at_another_one",
+        "test_a_prompt_whose_server_stops_goes_on_at_another_one",
+        "test_two_servers_that_die_one_after_the_other_and_the_prompt_is_finished_at_home",
+    )
+    cells = {"a whole server": Proven(tuple(f"tests/e2e/test_resume.py::{test}" for test in tests))}
+    others = {place: "the whole server dies with it" if place in ONE else NO_PROCESS for place in PLACES}
+    how = "SIGKILL at each chunk of a prompt, SIGTERM or SIGSTOP; another prefill server goes on with it"
+    return fault("a prompt's server lost in the middle", how, cells, others)
 
 
 def _frozen() -> Fault:

@@ -17,6 +17,7 @@ from headrace.core.types.errors import UNKNOWN_RID, ErrorInfo, invalid, shown
 from headrace.core.types.kv.geometry import CacheShape
 from headrace.core.types.requests.kv_hints import HintAnswer
 from headrace.core.types.requests.request import FinishReason, SamplingParams, Usage
+from headrace.core.types.requests.resume import Resume
 from headrace.core.types.requests.terms import RequestTerms
 from headrace.server.api.description.operation import (
     BODY_ERRORS,
@@ -54,7 +55,7 @@ from headrace.server.frontend.status.stats_collector import StatsCollector
 from headrace.server.http.body import BodyBudget, read_body
 from headrace.server.http.error_response import error_body
 from headrace.server.http.streaming import EventStream, EventWriter, JsonAnswer, json_response, made_aside
-from headrace.server.upstream.handoff_params import MAX_TICKET_CHARS, PrefillAddress
+from headrace.server.upstream.handoff_params import MAX_TICKET_CHARS, PrefillAddress, PrefixOffer
 from headrace.text.logprobs import LogprobEntry, TopLogprob, native_entries, native_entry
 from headrace.text.tokenizer import Tokenizer
 
@@ -161,6 +162,7 @@ class HandoffReply(msgspec.Struct):
     prefixes: bool
     computation: str | None
     """What the bits of its KV depend on beside model and prompt; null where that is more than can be said."""
+    resume: bool
     kv_events: dict[str, Any] | None
     load: dict[str, Any] | None
 
@@ -232,7 +234,8 @@ class PrefillResponder:
         """The request that a body stands for. Raises HeadraceError (400, 404)."""
         check_model(self._model, body.model)
         request = await _request(self._model, self._config, client_of(http), body)
-        return with_kv_holder(with_client_terms(request, http, self._config), http.headers)
+        request = with_resume(with_client_terms(request, http, self._config), http, body.resume)
+        return with_kv_holder(request, http.headers)
 
     def respond(self, request: GenerationRequest, *, stream: bool, guard: Guard = lambda run: run()) -> Response:
         """The response, which has the request computed. guard: runs that."""
@@ -306,6 +309,7 @@ def handoff_routes(model: ServedModel, control: ControlAddress, stats: StatsColl
                 images=model.takes_images,
                 prefixes=True,
                 computation=computation_key(config, info.stages),
+                resume=bool(server.accept_returns),
                 kv_events=_kv_events(config.kv_events),
                 load=_load(join(await stats.snapshot())),
             )
@@ -340,6 +344,15 @@ def prefix_routes(model: ServedModel, completions: Completions, config: ServerCo
         return json_response(await completions.take_return(_tokens(model, config, http, body), address, body.ticket))
 
     return router
+
+
+def with_resume(request: GenerationRequest, http: Request, resume: Resume | None) -> GenerationRequest:
+    """The request with what its sender has of its KV, at the host that it comes from."""
+    if resume is None:
+        return request
+    host = http.client.host if http.client is not None else ""
+    address = PrefillAddress("control", host, resume.control_port)
+    return msgspec.structs.replace(request, resume=PrefixOffer(address, resume.ticket, resume.tokens))
 
 
 def _prefixes(found: PrefixReply | None) -> PrefixesReply:

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, get_args
 import msgspec
 
 from headrace.core.types.errors import HeadraceError, invalid, shown
+from headrace.core.types.requests.resume import Resume
 from headrace.server.api.request import schema
 
 NEAR_CHARS = 64  # of an unknown field, to be compared with those that there are
@@ -236,6 +237,7 @@ OTHER_FIELDS: Mapping[type[msgspec.Struct], Mapping[str, OtherField]] = {
         _refused("ask POST /detokenize", "return_token_strs"),
     ),
     schema.KvHintsBody: _table(_CHAT_TEMPLATE, _MODEL_INPUT),
+    Resume: _table(),
     schema.StructuredOutputs: _table(
         _refused("not served", "structural_tag whitespace_pattern _backend _backend_was_auto"),
         _refused("not served", "disable_any_whitespace disable_additional_properties"),

@@ -11,6 +11,7 @@ from msgspec import Meta
 
 from headrace.core.types.requests.kv_hints import KvHintsEnvelope
 from headrace.core.types.requests.request import HiddenWanted
+from headrace.core.types.requests.resume import Resume
 from headrace.server.http.ranges import (
     Alternatives,
     Biases,
@@ -263,6 +264,9 @@ class PrefillFields(SamplingBody, frozen=True, kw_only=True):
     """Compute nothing: the KV of all tokens is in the prefix cache, tiers included, or the request is refused (412)."""
     adapter: Annotated[str, Meta(max_length=64)] | None = None
     """Fingerprint of the LoRA adapter that model names, as the decode server has it; another one is refused."""
+    resume: Resume | None = None
+    """What the decode server has of the prompt's KV, since another prefill server has failed it: see
+    docs/resume.md."""
     rid: str | None = None
     """Request id; made up if it is not given."""
 

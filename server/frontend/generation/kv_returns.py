@@ -124,7 +124,7 @@ class KvReturns:
             return
         route = SendTo(ticket, cached=True)
         began = self._clock.now()
-        stats = await _moved(self._client, tokens[: answer.tokens], route, terms)
+        stats = await moved(self._client, tokens[: answer.tokens], route, terms)
         self._metrics.count_return("failed" if stats is None else "taken")
         if stats is not None:
             self._metrics.count_returned(stats.pages * self._page_size, stats.bytes, self._clock.now() - began)
@@ -185,22 +185,22 @@ class ReturnTaker:
         async with stack:
             route = FetchFrom(server.url, ticket, "external", prefix=True)
             began = self._clock.now()
-            stats = await _moved(self._client, tokens, route, terms)
+            stats = await moved(self._client, tokens, route, terms)
             now = self._clock.now()
             if stats is None:
                 return
-            moved = stats.pages * self._page_size
+            tokens_moved = stats.pages * self._page_size
             cost = self._costs.get(server.host, (HandoffCost(), 0.0))[0]
-            cost.observe(moved, now - began)
+            cost.observe(tokens_moved, now - began)
             self._costs[server.host] = (cost, now)
-            self._metrics.count_returned(moved, stats.bytes, now - began)
+            self._metrics.count_returned(tokens_moved, stats.bytes, now - began)
 
     def _transfer_s(self, host: str, tokens: int) -> float:
         cost, at = self._costs.get(host, (HandoffCost(), 0.0))
         return cost.seconds(tokens) if self._clock.now() - at < FORGET_S else 0.0
 
 
-async def _moved(
+async def moved(
     client: SchedulerClient, tokens: tuple[int, ...], route: AnyRoute, terms: RequestTerms
 ) -> HandoffStats | None:
     """Move the KV of these tokens from or to the prefix cache here; None if that fails, or takes MOVE_S."""

@@ -42,6 +42,7 @@ from headrace.core.types.requests.request import (
     SendTo,
 )
 from headrace.server.frontend.generation.audits import PageAudit, PrefillAudits
+from headrace.server.frontend.generation.hedge import Hedges, Run
 from headrace.server.frontend.generation.kv_returns import KvReturns
 from headrace.server.frontend.generation.prefill_body import prefill_body, with_prefill_response
 from headrace.server.frontend.generation.prefill_failover import PrefillFailover, remaining
@@ -55,6 +56,7 @@ from headrace.server.frontend.generation.results import (
     result_of,
     stop_reason,
 )
+from headrace.server.frontend.generation.resume import ResumeFetches, ResumeOffer
 from headrace.server.frontend.link.call import Call
 from headrace.server.frontend.link.scheduler_client import SchedulerClient
 from headrace.server.frontend.request.generation_request import (
@@ -89,7 +91,8 @@ class GenerationRunner:
 
     prefills: None unless this is a decode server. local: compute prompts here if no prefill server can. remote: which
     prompts go to a prefill server. fetches: of a prefill server with siblings. returns: of a decode server that offers
-    KV. audits: of one that audits prefill servers.
+    KV. audits: of one that audits prefill servers. resumes: of a prefill server that takes KV back. hedges: of a decode
+    server that starts second prefill servers.
     """
 
     def __init__(
@@ -105,6 +108,8 @@ class GenerationRunner:
         fetches: PrefixFetches | None = None,
         returns: KvReturns | None = None,
         audits: PrefillAudits | None = None,
+        resumes: ResumeFetches | None = None,
+        hedges: Hedges | None = None,
         record_span: RecordSpan = lambda _span: None,
     ) -> None:
         self._client = client
@@ -117,6 +122,8 @@ class GenerationRunner:
         self._fetches = fetches
         self._returns = returns
         self._audits = audits
+        self._resumes = resumes
+        self._hedges = hedges
         self._record_span = record_span
 
     async def complete(self, request: GenerationRequest, emit: Emit) -> GenerationResult:
@@ -145,7 +152,7 @@ class GenerationRunner:
             log.warning("%s: computing the prompt here, since %s", request.rid, error.info.message)
         left = remaining(request, self._clock.now() - arrived)
         again = msgspec.structs.replace(left, rid=f"{request.rid}-local")
-        return await self._compute_here(again, emit)
+        return await self._compute_here(again, emit, follows=request.rid)
 
     def _is_own(self, request: GenerationRequest) -> bool:
         """The prompt is computed here, whatever prefill servers there are: the client or the configuration says so."""
@@ -164,8 +171,8 @@ class GenerationRunner:
         first: Tokens | None = None
         if request.cached_only:
             first = Tokens(rid=request.rid, tokens=())
-        elif self._fetches is not None:
-            await self._fetches.bring(request)
+        else:
+            await self._bring_prefix(request)
         parts = PromptParts(len(request.prompt))
         submit = _submit(request, await self._merge_stops(request), _outgoing_route(request))
         async with self._client.open(submit) as call:
@@ -192,6 +199,14 @@ class GenerationRunner:
         result = result_of(event, reason, generated, states, parts.logprobs)
         return first, msgspec.structs.replace(result, lease_s=0.0 if request.hold else None)
 
+    async def _bring_prefix(self, request: GenerationRequest) -> None:
+        """Fetch what other servers have of a prompt that is to be computed here."""
+        offer, resumes = request.resume, self._resumes
+        if offer is not None and resumes is not None and await resumes.bring(request, offer):
+            return
+        if self._fetches is not None:
+            await self._fetches.bring(request)
+
     async def _prefill_anywhere(
         self, request: GenerationRequest, arrived: float, emit: Emit, has_begun: Callable[[], bool]
     ) -> GenerationResult:
@@ -202,7 +217,14 @@ class GenerationRunner:
         sampling = await self._merge_stops(request)
 
         async def attempt(left: GenerationRequest, choice: PrefillChoice, moved: bool) -> GenerationResult:
-            return await self._prefill_remotely(left, emit, pool, choice, sampling, moved=moved)
+            def run(follows: str) -> Run:
+                return lambda one, chosen, lane: self._prefill_remotely(
+                    one, lane, pool, chosen, sampling, moved=moved, follows=follows
+                )
+
+            if self._hedges is None:
+                return await run("")(left, choice, emit)
+            return await self._hedges.run(left, choice, emit, run(""), run(left.rid))
 
         return await failover.run(request, arrived, has_begun, attempt)
 
@@ -215,17 +237,18 @@ class GenerationRunner:
         sampling: SamplingParams,
         *,
         moved: bool,
+        follows: str = "",
     ) -> GenerationResult:
         """Reserve pages here, have the chosen prefill server compute the prompt, and continue from its KV; or compute
         it here, if the scheduler finds that this costs less. sampling: with all stop tokens. moved: another server has
-        refused or failed it."""
+        refused or failed it. follows: rid under which another server is late with it."""
         ticket, url = secrets.token_hex(16), choice.server.url
         span = CallSpan(request.context, url, self._clock, self._record_span)
-        compares = self._remote == "cost" and request.prefill_at is None
+        compares = self._remote == "cost" and request.prefill_at is None and not follows
         route = FetchFrom(url, ticket, forecast=pool.forecast(choice) if compares else None, compare=compares)
         audit = None if self._audits is None else self._audits.draw(request, choice.server)
-        submit = _submit(request, sampling, route, moved=moved, audit=audit)
-        handoff, generated = _HandoffTime(self._clock), list[int]()
+        submit = _submit(request, sampling, route, moved=moved, follows=follows, audit=audit)
+        handoff, generated, goes_on = _HandoffTime(self._clock), list[int](), moved or bool(follows)
         body = prefill_body(
             request,
             ticket,
@@ -237,6 +260,7 @@ class GenerationRunner:
             self._client.open(submit) as call,
             pool.prefill_call(choice, body, span) as prefill,
             self._refetch(pool, choice.server, request, call) as refetch,
+            ResumeOffer(self._client, choice.server, request) as offer,
         ):
 
             def on_progress(progress: PrefillProgress) -> None:
@@ -247,7 +271,7 @@ class GenerationRunner:
                     refetch.post(reserved, generated)
                 else:
                     handoff.posted()
-                    prefill.start(on_progress, call.abort)
+                    prefill.start(on_progress, call.abort, offer.make(reserved.cached) if goes_on else None)
 
             try:
                 on_kept = partial(pool.withdraw, choice)
@@ -318,8 +342,10 @@ class GenerationRunner:
             except HeadraceError as error:
                 raise HeadraceError(posted_error(error.info)) from error
 
-    async def _compute_here(self, request: GenerationRequest, emit: Emit) -> GenerationResult:
-        async with self._client.open(_submit(request, await self._merge_stops(request), DecodeHere())) as call:
+    async def _compute_here(self, request: GenerationRequest, emit: Emit, *, follows: str = "") -> GenerationResult:
+        """follows: rid under which prefill servers have failed it."""
+        submit = _submit(request, await self._merge_stops(request), DecodeHere(), follows=follows)
+        async with self._client.open(submit) as call:
             return await self._follow(call, request, emit)
 
     def _refetch(self, pool: PrefillPool, server: PrefillServer, request: GenerationRequest, call: Call) -> Refetch:
@@ -445,6 +471,7 @@ def _submit(
     route: AnyRoute,
     *,
     moved: bool = False,
+    follows: str = "",
     audit: PageAudit | None = None,
 ) -> Submit:
     constraint = request.constraint
@@ -462,6 +489,7 @@ def _submit(
         traceparent=request.context.parent,
         moved=moved,
         audit=None if audit is None else audit.share,
+        follows=follows,
     )
 
 

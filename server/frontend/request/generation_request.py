@@ -16,7 +16,7 @@ from headrace.core.types.requests.terms import RequestTerms
 from headrace.server.frontend.request.images import RequestImage
 from headrace.server.frontend.request.request_context import RequestContext
 from headrace.server.upstream.discovery_client import Feature
-from headrace.server.upstream.handoff_params import KvSource, PrefillAddress
+from headrace.server.upstream.handoff_params import KvSource, PrefillAddress, PrefixOffer
 
 
 class RequestObserver(Protocol):
@@ -85,6 +85,8 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     """On a server that KV is fetched from: compute nothing, and hand over what the prefix cache has."""
     kv_held_at: PrefillAddress | None = None
     """On a prefill server: the sibling that holds a prefix of the prompt, if a router says so."""
+    resume: PrefixOffer | None = None
+    """On a prefill server: what the decode server has of it, since another prefill server has failed it."""
     kv_source: KvSource | None = None
     """On a decode server: where the KV is, if the client or a router has sent the prompt to a prefill server."""
     prefill_at: PrefillAddress | None = None

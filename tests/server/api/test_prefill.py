@@ -200,6 +200,7 @@ async def test_decode_servers_find_the_control_endpoint(tokenizer: Tokenizer) ->
             "images": False,
             "prefixes": True,
             "computation": None,
+            "resume": False,
             "kv_events": None,
             "load": None,
         }

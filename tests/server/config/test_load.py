@@ -77,6 +77,8 @@ def test_every_toml_key_is_a_flag_with_the_same_meaning(tmp_path: Path) -> None:
             role = ["--role", "decode", *(["--fallback", "local"] if key != "fallback" else [])]
         elif key == "remote":
             role = ["--role", "decode", "--prefill", "http://a:1"]
+        elif key == "hedge":
+            role = ["--role", "decode", "--prefill", "http://a:1", "--prefill", "http://b:1"]
         elif key == "curve-key":
             role = ["--role", "decode", "--prefill", "http://a:1", "--curve-server-key", "a.key"]
         elif key == "curve-server-key":

@@ -71,6 +71,7 @@ FLAGS = """\
 --gateway-decode TEXT =
 --gateway-decode-api-key TEXT =
 --gateway-port N [0..65535] = 8100
+--hedge FACTOR [0..] = 0.0
 --hold-lease SECONDS [0.001..] = 30.0
 --hold-limit SECONDS [0.001..] = 600.0
 --hold-percent N [0..100] = 50
