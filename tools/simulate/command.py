@@ -66,6 +66,8 @@ class _Around(msgspec.Struct, frozen=True):
     """Of replays with decode servers."""
     tpot_s: float
     """Seconds per token after the first one that count as good."""
+    slow: float
+    """As in ReplaySettings."""
 
 
 def main(given: argparse.Namespace, environ: Mapping[str, str]) -> int:
@@ -85,13 +87,14 @@ def main(given: argparse.Namespace, environ: Mapping[str, str]) -> int:
     engine = _engine(given, environ)
     decode = _decode_tier(given, engine, asked[0].scheduler.stages)
     tpot_s = options.parse_rate("--tpot-objective", given.tpot_objective) or options.TPOT_OBJECTIVE_S
+    slow = options.parse_rate("--slow-server", given.slow_server) or 1.0
     asked = [_with_pool(point, engine) for point in asked]
     gc.collect()
     gc.freeze()  # hundreds of thousands of segments, which no later collection need look at
     progress = ProgressLine(sys.stderr, SystemClock(), PROGRESS_S)
     rows = []
     work_s = _work(requests, asked[0], engine)
-    around = _Around(fetch_rate, host_rate, retries, given.send_objective, decode, tpot_s)
+    around = _Around(fetch_rate, host_rate, retries, given.send_objective, decode, tpot_s, slow)
     for number, point in enumerate(asked, 1):
 
         def update(ended: int, of: str = f"replay {number} of {len(asked)}") -> None:
@@ -207,6 +210,8 @@ def _replay(
         retries=around.retries,
         objective_s=(lambda tokens: OBJECTIVES[objective](tokens, engine.total)) if around.send_objective else None,
         latency_s=engine.latency_s,
+        hedge=point.hedge,
+        slow=around.slow,
         decode=None if point.remote is None else msgspec.structs.replace(around.decode, remote=point.remote),
     )
     result = Replay(settings, requests, progress).run()

@@ -105,6 +105,9 @@ class Point(msgspec.Struct, frozen=True, kw_only=True):
     """Stages cancel passes of open prompts when others come."""
 
     router: str
+    hedge: float
+    """Times its forecast that a first token may take before a second server gets the prompt; 0: any."""
+
     remote: Remote | None
     """Of the decode servers; None: there are none."""
 
@@ -125,6 +128,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     ours.add_argument("--hints", metavar="{" + ",".join(HINTS) + "},...", help=_HINTS_HELP)
     ours.add_argument("--open", metavar="{off,on,cancel},...", help=_OPEN_HELP)
     ours.add_argument("--parts", metavar="{" + ",".join(PARTS) + "},...", help=_PARTS_HELP)
+    ours.add_argument("--slow-server", metavar="FACTOR", help=_SLOW_HELP)
+    ours.add_argument("--hedge", metavar="FACTOR,...", help=_HEDGE_HELP)
     ours.add_argument("--router", metavar="NAME,...", default="score", help=ROUTER_HELP)
     ours.add_argument(
         "--fetch-rate",
@@ -215,6 +220,11 @@ _RETURNS_HELP = (
     "whether decode servers offer the KV of each turn to the prefill server of its prompt, at --fetch-rate, as with "
     "--kv-return of headrace serve. Adds a table by turn (with --remote always)"
 )
+_SLOW_HELP = "passes of the first server take so many times as long, for 10 s of every 60 s (default: 1)"
+_HEDGE_HELP = (
+    "a second server gets a prompt whose first token takes so many times as long as forecast, as with --hedge of "
+    "headrace serve; 0: never (default: 0)"
+)
 ROUTER_HELP = f"how a server is chosen where there are several: {', '.join(ROUTERS)} (default: score)"
 _OBJECTIVE_HELP = (
     "time to first token that counts as good: prop: 1 s + 5 x computing the prompt alone; class: 2, 8, 30 s up to "
@@ -258,10 +268,13 @@ def combinations(given: Mapping[str, Any], fixed: SchedulerConfig, host_pages: i
         "parts": _optional(given, "parts", PARTS),
         "hints": _optional(given, "hints", dict.fromkeys(HINTS)),
         "remote": _optional(given, "remote", dict.fromkeys(REMOTES)),
+        "hedge": (0.0,) if given["hedge"] is None else _hedges(given["hedge"]),
         "load": (None,) if given["load"] is None else _numbers("--load", given["load"]),
     }
     swept = [key for key, values in lists.items() if len(values) > 1]
     _check_parts(given, lists["parts"])
+    if any(lists["hedge"]) and (given["remote"] is not None or lists["router"] != ("score",)):
+        raise ConfigError("--hedge is replayed with --router score, and without decode servers: leave --remote out")
     found = []
     for values in product(*lists.values()):
         chosen = dict(zip(lists, values, strict=True))
@@ -275,6 +288,7 @@ def combinations(given: Mapping[str, Any], fixed: SchedulerConfig, host_pages: i
                 replicas=chosen["replicas"],
                 **_parts(chosen),
                 router=chosen["router"],
+                hedge=chosen["hedge"],
                 remote=chosen["remote"],
                 load=chosen["load"],
             )
@@ -386,6 +400,13 @@ def _numbers(option: str, text: str, *, single: bool = False) -> tuple[float, ..
         expected = "a number above 0" if single else "numbers above 0, separated by commas"
         raise ConfigError(f"{option}: expected {expected}, got {text!r}")
     return _distinct(option, values)
+
+
+def _hedges(text: str) -> tuple[float, ...]:
+    values = [_number(part) for part in text.split(",")]
+    if not all(value == 0 or value >= 1 for value in values):
+        raise ConfigError(f"--hedge: expected 0, or numbers from 1, separated by commas, got {text!r}")
+    return _distinct("--hedge", values)
 
 
 def _number(text: str) -> float:

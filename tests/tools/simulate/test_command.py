@@ -190,6 +190,8 @@ MISTAKES = [
         ["--open", "on", "--remote", "cost"],
         "--open is for decode servers that compute no prompt; leave --remote out or",
     ),
+    (["--hedge", "0.5"], "--hedge: expected 0, or numbers from 1, separated by commas, got '0.5'"),
+    (["--hedge", "2", "--router", "least-loaded"], "--hedge is replayed with --router score"),
     (["--parts", "none,some"], "--parts: expected one of none, hints, returns, siblings, open, all, got 'some'"),
     (["--parts", "none,all"], "--parts returns and all are for decode servers that compute no prompt; add --remote"),
     (["--parts", "none", "--remote", "never"], "--parts is for decode servers that compute no prompt"),

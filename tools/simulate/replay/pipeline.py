@@ -112,10 +112,12 @@ class TimedPipeline:
         report: Callable[[AnyStageEvent], None],
         read_s: float = 0.0,
         sampled: Callable[[PlanRow], int] = lambda _row: TOKEN,
+        slowed: Callable[[], float] = lambda: 1.0,
     ) -> None:
         """costs: of each stage. fetch_tokens_s: tokens a second whose KV leaves each stage; None: at once. report:
         takes the stages' events. read_s: seconds that all stages add to a pass for each token whose KV is read by a
-        request that decodes. sampled: the token that a row samples."""
+        request that decodes. sampled: the token that a row samples. slowed: how many times as long a pass takes that
+        begins now."""
         self._world = world
         self._costs = costs
         self._fetch_tokens_s = fetch_tokens_s
@@ -123,6 +125,7 @@ class TimedPipeline:
         self._report = report
         self._read_s = read_s / len(costs)
         self._sampled = sampled
+        self._slowed = slowed
         self._queues: list[deque[TimedPass]] = [deque() for _ in costs]  # of each stage; it computes the first
         self._passes: dict[int, TimedPass] = {}  # by order number, those that are not through; the oldest first
         self._to_send: deque[SendChunk] = deque()  # over a link that has a rate
@@ -196,6 +199,7 @@ class TimedPipeline:
 
     def _begin(self, begun: TimedPass) -> None:
         seconds = 0.0 if begun.cancelled else pass_seconds(self._costs[begun.stage], begun.order.rows) + begun.read_s
+        seconds *= self._slowed()
         self.busy_s[begun.stage] += seconds
         self._take(begun, self._world.now, seconds)
 

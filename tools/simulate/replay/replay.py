@@ -18,9 +18,10 @@ from headrace.testing.world import World
 from headrace.tools.simulate.replay.conversations import AnsweredTurn, answered, conversations, generated
 from headrace.tools.simulate.replay.decode_server import DecodeTier, ReplayDecodeServer
 from headrace.tools.simulate.replay.growth import growths
+from headrace.tools.simulate.replay.hedges import ReplayHedges, slowed
 from headrace.tools.simulate.replay.hints import Hints, turns
 from headrace.tools.simulate.replay.replica import HostTier, ReplayReplica
-from headrace.tools.simulate.replay.routing import ReplayRouter, RouterFactory
+from headrace.tools.simulate.replay.routing import ReplayRouter, RouterFactory, ScoreRouter
 from headrace.tools.simulate.replay.workload import TraceRequest, packed_tokens, prompt
 
 REFUSED = 429
@@ -72,6 +73,12 @@ class ReplaySettings(msgspec.Struct, frozen=True, kw_only=True):
 
     cancels: bool = False
     """Stages of replicas can give up a pass of open prompts, so that those need not be short."""
+
+    hedge: float = 0.0
+    """A second replica gets a prompt whose first token takes so many times as long as forecast; 0: never."""
+
+    slow: float = 1.0
+    """Passes of the first replica take so many times as long, in spells (hedges.py)."""
 
     latency_s: float = 0.0
     """Seconds until a request reaches the scheduler. What an answer takes to its client is little, and counted here."""
@@ -134,6 +141,9 @@ class ReplayResult(msgspec.Struct, frozen=True):
     plans: int
     """Forward passes of all replicas."""
 
+    hedges: int = 0
+    """Second replicas that were started."""
+
     offers: dict[str, int] = {}
     """KV that decode servers have offered back: how much was taken and has come, and why the rest has not."""
 
@@ -174,6 +184,7 @@ class Replay:
             stage_timeout_s=NEVER_S,
         )
         self._router: ReplayRouter | None = None
+        self._hedges: ReplayHedges | None = None
         self._decodes: list[ReplayDecodeServer] = []
         self._replicas = [
             ReplayReplica(
@@ -187,6 +198,7 @@ class Replay:
                 self._ended,
                 partial(self._cached, number),
                 cancels=settings.cancels,
+                slowed=slowed(self._world, 1.0 if number else settings.slow),
             )
             for number in range(settings.replicas)
         ]
@@ -195,6 +207,8 @@ class Replay:
             replica.connect({other: one for other, one in named.items() if other != name})
         if settings.replicas > 1 and settings.decode is None:
             self._router = settings.router(self._replicas, scheduler.page_size)
+            if settings.hedge and isinstance(self._router, ScoreRouter):
+                self._hedges = ReplayHedges(self._world, self._router, self._replicas, settings.hedge)
         if settings.decode is not None:
             tier = msgspec.structs.replace(
                 settings.decode,
@@ -223,6 +237,7 @@ class Replay:
             tuple(max(replica.pipeline.busy_s) for replica in self._replicas),
             max(0.0, self._last_token_at - began),
             sum(replica.pipeline.plans for replica in self._replicas),
+            0 if self._hedges is None else self._hedges.started,
             dict(sum((replica.returns.results for replica in self._replicas), Counter())),
             tuple(max(server.pipeline.busy_s) for server in self._decodes),
         )
@@ -277,6 +292,8 @@ class Replay:
             return
         outcome.replica = self._choose(rid, text, terms, opened)
         replica = self._replicas[outcome.replica]
+        if self._hedges is not None:
+            self._hedges.sent(rid, outcome.replica, text, terms)
         self._later(lambda: replica.submit(rid, text, terms, outcome.attempts))
 
     def _cancel(self, number: int) -> None:
@@ -286,7 +303,9 @@ class Replay:
             for server in self._decodes:
                 server.cancel(rid)
         else:
-            self._later(lambda: self._replicas[chosen].cancel(rid))
+            running = {rid: chosen} if self._hedges is None else self._hedges.running(rid, chosen)
+            for name, replica in running.items():
+                self._later(partial(self._replicas[replica].cancel, name))
 
     def _choose(self, rid: str, prompt: bytes, terms: RequestTerms, opened: int | None = None) -> int:
         """The server of a request; the one that has its open prompt, if one has."""
@@ -347,6 +366,10 @@ class Replay:
             return
         if self._router is not None:
             self._router.answered(rid)
+        if self._hedges is not None:
+            if (won := self._hedges.first_token(rid)) is None:
+                return
+            rid = won
         outcome = self._outcomes[int(rid)]
         if outcome.first_token_s is None:
             self._last_token_at = self._world.now
@@ -355,6 +378,10 @@ class Replay:
     def _ended(self, rid: str, cached_tokens: int, queue_s: float, error: ErrorInfo | None) -> None:
         if self._router is not None:
             self._router.answered(rid)
+        if self._hedges is not None:
+            if (left := self._hedges.ended(rid, error)) is None:
+                return
+            rid = left
         outcome = self._outcomes[int(rid)]
         retry_s = error.retry_after_s if error is not None and error.status == REFUSED else None
         if retry_s is not None and outcome.attempts <= self._settings.retries:

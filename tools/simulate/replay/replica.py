@@ -64,9 +64,10 @@ class ReplayReplica:
         cached: Callable[[KvEventMessage], None] = lambda _event: None,
         *,
         cancels: bool = False,
+        slowed: Callable[[], float] = lambda: 1.0,
     ) -> None:
-        """fetch_tokens_s: as in TimedPipeline; None: KV is dropped when its prompt is computed. cancels: its stages can
-        give a pass up."""
+        """fetch_tokens_s, slowed: as in TimedPipeline; None: KV is dropped when its prompt is computed. cancels: its
+        stages can give a pass up."""
         self._world = world
         self.name = name
         self._config = config
@@ -90,7 +91,7 @@ class ReplayReplica:
         self._work: dict[str, float] = {}  # predicted seconds of requests without a first token
         self._queued_s = 0.0
         copies = TimedHostTier(world, len(costs), config.page_size, host.tokens_s, self._driver.handle)
-        self.pipeline = TimedPipeline(world, costs, fetch_tokens_s, copies, self._driver.handle)
+        self.pipeline = TimedPipeline(world, costs, fetch_tokens_s, copies, self._driver.handle, slowed=slowed)
         self.pipeline.start(config.kv_pages, config.page_size, host.pages, cancels=cancels)
         if self._hands_over:
             self.join(PEER)

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 from headrace.core.messages.kv_events import KvEventMessage
+from headrace.core.types.requests.remote_prefill import RemoteForecast
 from headrace.server.routing.replica_load import LoadReport, Sent
 from headrace.server.routing.replica_router import ReplicaRouter
 from headrace.server.routing.score import Candidate
@@ -71,6 +72,16 @@ class ScoreRouter:
         sent = self._sent[rid] = self._router.choose(prompt, salt, numbers, now)
         self._router.posted(sent, now)
         return sent.replica
+
+    def second(self, rid: str, prompt: bytes, now: float, salt: str, first: int) -> int:
+        """Another replica for a prompt whose first one is late."""
+        sent = self._sent[rid] = self._router.choose(prompt, salt, [one for one in self._numbers if one != first], now)
+        self._router.posted(sent, now)
+        return sent.replica
+
+    def forecast(self, rid: str, now: float) -> RemoteForecast | None:
+        """What a request that was sent is expected to take."""
+        return self._router.forecast(self._sent[rid], now)
 
     def answered(self, rid: str) -> None:
         """It no longer counts as sent."""
