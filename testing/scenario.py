@@ -79,6 +79,9 @@ class Scenario:
     """Probability that a prompt that is moved, and of which KV has come, takes that KV along to the next prefill
     server."""
 
+    hedges: float = 0.0
+    """Probability that a second prefill server is started on a prompt; the first token of either ends the other."""
+
     prefixes: int = 0
     """Prefixes that any server of a pair fetches from any other, at random times."""
 

@@ -17,7 +17,7 @@ import msgspec
 from headrace.core.config import SchedulerConfig
 from headrace.core.messages.frontend import Abort, AddPrefill, KvHint, ListKvFiles, Submit
 from headrace.core.messages.peers import AskCancel, AskRenew, AskReserve, ConnectPrefill
-from headrace.core.messages.replies import RequestFailed, RequestFinished, Reserved, SchedulerReply
+from headrace.core.messages.replies import RequestFailed, RequestFinished, Reserved, SchedulerReply, Tokens
 from headrace.core.types.errors import ErrorInfo
 from headrace.core.types.kv.backends import SHM, ZMQ
 from headrace.core.types.kv.kv_files import KvFile
@@ -60,6 +60,7 @@ class Simulation:
         self._links: dict[str, SimulatedLinks] = {}
         self._prefills: dict[str, SimulatedServer] = {}
         self._attempts: dict[str, PrefillAttempts] = {}  # by rid
+        self._hedged: dict[str, str] = {}  # rids of a prompt's two requests, by each other
         self._returns: set[str] = set()  # rids of KV that comes back, at both servers
         self._prefixes: dict[str, tuple[SimulatedServer, SimulatedServer]] = {}  # by rid: who fetches, and from where
         if scenario.shape == "pair":
@@ -180,6 +181,19 @@ class Simulation:
             self._report.taken_along += 1
             self._offer(client, tokens, f"along-{route.ticket}")
         return bool(tokens)
+
+    def _hedge(self, client: SimulatedClient) -> None:
+        """Start a second prefill server on a prompt, which goes on from what has come of the first one's KV."""
+        submit, route = client.submit, client.submit.route
+        others = [name for name in self._prefills if isinstance(route, FetchFrom) and name != route.prefill]
+        hedges = self._scenario.hedges
+        if not hedges or submit.follows or submit.moved or not others or self._random.random() >= hedges:
+            return
+        rid = f"h{submit.rid}"
+        self._hedged |= {rid: submit.rid, submit.rid: rid}
+        there = FetchFrom(self._random.choice(others), rid)
+        second = msgspec.structs.replace(submit, rid=rid, route=there, follows=submit.rid)
+        self._act(f"hedge {rid}", lambda: self._server.submit(SimulatedClient(second, client.prompt)), mean_s=0.02)
 
     def _offer(self, client: SimulatedClient, tokens: tuple[int, ...], rid: str) -> None:
         """Have the prefill server of a request take KV from the decode server, unless one of the two does not come."""
@@ -445,7 +459,12 @@ class Simulation:
             self._return(self._server.clients[output.rid])
         if isinstance(output, Reserved) and output.ticket:
             self._post_again(output)
+        elif isinstance(output, Tokens):
+            if (other := self._hedged.pop(output.rid, None)) is not None:
+                self._hedged.pop(other)
+                self._server.send(Abort(rid=other))
         elif isinstance(output, Reserved):
+            self._hedge(self._server.clients[output.rid])
             route = self._server.clients[output.rid].submit.route
             if isinstance(route, FetchFrom) and route.posting != "local":
                 return  # its router posts it
@@ -460,7 +479,7 @@ class Simulation:
             assert isinstance(route, FetchFrom), "in a pair every request is fetched"
             if self._random.random() < 0.8:
                 self._prefills[route.prefill].send(Abort(rid=output.rid))
-            if len(self._prefills) > 1:
+            if len(self._prefills) > 1 and not self._server.clients[output.rid].submit.follows:
                 self._move(output, route)
 
     def _move(self, failed: RequestFailed, route: FetchFrom) -> None:

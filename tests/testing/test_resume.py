@@ -56,6 +56,13 @@ def test_prompts_go_on_at_other_servers_and_nothing_is_damaged() -> None:
 @pytest.mark.full
 def test_many_schedules() -> None:
     assert run(range(96_000, 98_000))["resumed_prompts_total"] > 300
+    assert run(range(98_000, 99_000), hedges=0.5)["resumed_prompts_total"] > 300
+
+
+def test_second_servers_go_on_from_what_comes_for_the_first_and_nothing_is_damaged() -> None:
+    seen = run(range(99_000, 99_020), hedges=0.8, lost_peer=0.4, crash=0.2)
+    assert seen["resumed_prompts_total"] > 5
+    assert seen["decode:cancelled"] > 20
 
 
 def test_kv_that_has_not_come_would_be_found() -> None:

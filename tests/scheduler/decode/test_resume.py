@@ -326,6 +326,40 @@ def test_pages_are_kept_once_the_right_to_write_was_taken_back() -> None:
     assert bench.metric("kv_pages", "cached") + bench.metric("kv_pages", "leased") == 2
 
 
+def test_a_second_server_goes_on_from_what_has_come_for_a_prompt_whose_first_one_goes_on() -> None:
+    bench = connected()
+    first = reserved(bench)
+    came(bench, first, 8)
+    reserved(bench, "q", "b", follows="a")
+    second = bench.last(PrepareReceive)
+    assert (second.start, second.count, bench.metric("resumed_tokens_total")) == (8, 2, 8)
+    finish(bench, first)
+    assert bench.ended("a") == 1
+    bench.abort("b")
+    bench.forgotten(second.request)
+    bench.assert_empty()
+    assert bench.metric("kv_pages", "cached") == 2
+
+
+def test_and_if_neither_has_a_first_token_nothing_stays() -> None:
+    bench = connected()
+    first = reserved(bench)
+    came(bench, first, 8)
+    second = reserved(bench, "q", "b", follows="a")
+    for rid, order in (("b", second), ("a", first)):
+        bench.abort(rid)
+        bench.forgotten(order.request)
+    bench.assert_empty()
+    assert bench.metric("kv_pages", "cached") == 0
+
+
+def test_pages_that_the_first_server_writes_itself_are_left_to_it() -> None:
+    bench, order = direct()
+    came(bench, order, 8)
+    bench.submit("b", TOKENS, route=FetchFrom("p", "u"), follows="a")
+    assert bench.last(PrepareReceive).start == 0
+
+
 def test_without_a_prefix_cache_nothing_is_kept() -> None:
     bench = connected(prefix_cache=False)
     order = reserved(bench)

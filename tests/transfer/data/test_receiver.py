@@ -44,6 +44,25 @@ def test_repeated_and_reordered_chunks_are_written_once_and_acknowledged_each_ti
     assert written(stage) == [4, 5]
 
 
+def test_what_has_come_without_a_gap_is_told_with_each_chunk(stage: RawStage) -> None:
+    for number in (1, 0):
+        stage.send(number)
+        stage.answer()
+    stage.loop.wait_for(stage.receiver, KvReceived)
+    assert [chunk.until for chunk in stage.loop.of(stage.receiver, ChunkReceived)] == [0, 32]
+
+
+def test_no_position_is_written_twice(stage: RawStage) -> None:
+    """What has come may be read by others already."""
+    stage.send(0)
+    stage.answer()
+    stage.send(1, start=0, pages=pack([4]))
+    nack = stage.answer()
+    assert isinstance(nack, Nack)
+    assert (nack.code, nack.message) == ("bad_chunk", "tokens from 0; those before 16 have come")
+    assert (stage.target.data[4] == 1).all()
+
+
 def test_a_chunk_that_comes_again_after_the_pages_have_a_new_owner_writes_nothing(stage: RawStage) -> None:
     stage.send(0)
     stage.send(1)
