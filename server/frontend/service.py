@@ -250,7 +250,7 @@ class Service:
 
     def _make_resumes(self) -> ResumeFetches | None:
         config = self.config
-        if self.siblings is None or not config.server.accept_returns:
+        if self.siblings is None or not (config.server.accept_returns and config.scheduler.prefix_cache):
             return None
         return ResumeFetches(self._client, self.siblings, self.metrics, self.clock, config.engine.page_size)
 

@@ -309,7 +309,7 @@ def handoff_routes(model: ServedModel, control: ControlAddress, stats: StatsColl
                 images=model.takes_images,
                 prefixes=True,
                 computation=computation_key(config, info.stages),
-                resume=bool(server.accept_returns),
+                resume=bool(server.accept_returns) and config.scheduler.prefix_cache,
                 kv_events=_kv_events(config.kv_events),
                 load=_load(join(await stats.snapshot())),
             )
