@@ -68,7 +68,7 @@ def test_no_token_and_no_salt_is_in_a_file(tmp_path: Path) -> None:
         assert check_tape(tapes[0], path) > 10
         everything = b"".join(sections(path))
         plain = [msgspec.msgpack.encode(prompt[at : at + 3])[1:] for prompt in prompts for at in range(0, 21, 3)]
-        packed = [pack(prompt[at : at + 2]) for prompt in prompts for at in range(22)]
+        packed = [pack(prompt[at : at + 3]) for prompt in prompts for at in range(22)]
         used = [pack([token]) for token in generated[len(left) :]]
         secrets = [SALT.encode(), TEXT.encode(), b"ab" * 32, bytes.fromhex("ab" * 32)]
         if hidden:

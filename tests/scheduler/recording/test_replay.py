@@ -25,8 +25,7 @@ def replay(scenario: Scenario, path: Path) -> int:
     with taped(
         lambda: int(math.exp(rng.uniform(0, math.log(LATEST)))) - 1, lambda: hides and rng.random() < 0.5
     ) as all:
-        report = simulate(scenario)
-    assert report.violations == [], report.violations[:3]
+        simulate(scenario)
     return sum(check_tape(tape, path) for tape in all)
 
 
