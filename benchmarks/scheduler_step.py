@@ -59,6 +59,9 @@ class Bench:
         )
         scheduler = Scheduler(self._config)
         self._recorder = None if folder is None else self._record(scheduler, folder)
+        self._collects = gc.get_threshold()
+        if folder is not None:  # as the scheduler's process does then: collect_seldom()
+            self._collects = (*self._collects[:2], 100 * self._collects[2])
         self._scheduler = self._recorder or scheduler
         self._written_at = 0.0
         self.forks_ms: list[float] = []
@@ -103,6 +106,7 @@ class Bench:
 
     def step(self, count: int) -> float:
         """CPU seconds of so many steps."""
+        gc.set_threshold(*self._collects)
         started = time.process_time()
         for _ in range(count):
             self._step()

@@ -36,6 +36,7 @@ from headrace.core.runtime.logs import configure_logging
 from headrace.core.runtime.output import complain
 from headrace.core.runtime.process import (
     CONFIGURATION_MISTAKE,
+    collect_seldom,
     die_with_parent,
     freeze_loaded,
     leave_signals_to_parent,
@@ -176,6 +177,8 @@ def run(config: SchedulerProcessConfig) -> None:
         observe=introduce,
     )
     freeze_loaded()
+    if recorder is not None:
+        collect_seldom()
     try:
         loop.run()
     except FrontEndGone:
