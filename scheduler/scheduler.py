@@ -152,7 +152,7 @@ class Scheduler:
 
     @property
     def state(self) -> State:
-        """What it knows, for those who explain what it has decided: they only read."""
+        """What it knows, for those who explain what it has decided, and change nothing of what it will decide."""
         return self._state
 
     @property
