@@ -24,10 +24,11 @@ from headrace.core.types.kv.geometry import Geometry
 from headrace.core.types.requests.request import Discard, SamplingParams
 from headrace.core.types.requests.terms import RequestTerms
 from headrace.scheduler.costs.chunking import Cost
+from headrace.scheduler.costs.row_costs import pass_seconds, row_seconds
 from headrace.scheduler.scheduler import Effect, Scheduler
+from headrace.scheduler.twin.pipeline import VOCABULARY
 from headrace.testing.world import SchedulerDriver, World
-from headrace.tools.simulate.replay.costs import pass_seconds, row_seconds
-from headrace.tools.simulate.replay.workload import VOCABULARY, TraceRequest, prompt
+from headrace.tools.simulate.replay.workload import TraceRequest, prompt
 from headrace.tools.simulate.trace_file import read_trace
 
 BINDINGS = ("least load", "round robin", "random")

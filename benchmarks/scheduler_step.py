@@ -4,7 +4,8 @@
 and lets each of them make plans in turns. A step is one plan of --chunk tokens, its PlanDone, and a new prompt for each
 one that has ended, so that as many wait at the end as at the beginning. --tight has a pool that the first prompts fill,
 where most of what waits does not fit. --record measures one policy with and without the flight recorder, which writes
-to a temporary folder, and prints what its forks took.
+to a temporary folder, and prints what its forks took; --promise does so with and without promises, whose forecasts are
+made beside it.
 """
 
 import gc
@@ -20,7 +21,8 @@ from pathlib import Path
 from benchmarks.arguments import add_rounds, make_parser
 from benchmarks.report import print_table, run, spread
 from headrace.core.config import SchedulerConfig
-from headrace.core.config.scheduler import Policy
+from headrace.core.config.scheduler import Policy, PromiseLevel
+from headrace.core.messages.forecasts import MakeForecast
 from headrace.core.messages.frontend import Submit
 from headrace.core.messages.orders import Forward
 from headrace.core.messages.replies import RequestFinished
@@ -35,11 +37,13 @@ from headrace.scheduler.recording.file import Header
 from headrace.scheduler.recording.hiding import Hiding
 from headrace.scheduler.recording.recorder import FlightRecorder
 from headrace.scheduler.recording.store import RecordingStore
-from headrace.scheduler.scheduler import Scheduler
+from headrace.scheduler.scheduler import Effect, Scheduler
+from headrace.server.launch.forecaster import Forecaster
 
 POLICIES: tuple[Policy, ...] = ("fcfs", "srpt", "slo")
 VOCABULARY = 30_000
 LENGTH = 256  # of every prompt, so that a step has the same work under every policy
+COST = (0.0, 5e-6, 1e-2)  # about PLAN_S a plan, measured by the stage
 PLAN_S = 0.02  # in the scheduler's own time
 WRITING_S = 2.0  # for which a child of the recorder lives, likewise
 
@@ -47,8 +51,17 @@ WRITING_S = 2.0  # for which a child of the recorder lives, likewise
 class Bench:
     """One scheduler with a full queue."""
 
-    def __init__(self, policy: Policy, waiting: int, chunk: int, pages: int, folder: Path | None = None) -> None:
-        """waiting: prompts in the queue. chunk: tokens of a plan. folder: of recordings; None: nothing is recorded."""
+    def __init__(
+        self,
+        policy: Policy,
+        waiting: int,
+        chunk: int,
+        pages: int,
+        folder: Path | None = None,
+        promise: PromiseLevel = "off",
+    ) -> None:
+        """waiting: prompts in the queue. chunk: tokens of a plan. folder: of recordings; None: nothing is recorded.
+        promise: with forecasts."""
         self._config = SchedulerConfig(
             policy=policy,
             chunk_tokens=chunk,
@@ -56,8 +69,10 @@ class Bench:
             vocab_size=VOCABULARY,
             max_queued_tokens=1 << 40,
             max_queued_requests=1 << 30,
+            promise=promise,
         )
         scheduler = Scheduler(self._config)
+        self._forecaster = Forecaster(scheduler)
         self._recorder = None if folder is None else self._record(scheduler, folder)
         self._collects = gc.get_threshold()
         if folder is not None:  # as the scheduler's process does then: collect_seldom()
@@ -75,10 +90,11 @@ class Bench:
             data_port=1,
             kv_pages=pages,
             vocab_size=VOCABULARY,
+            cost=COST,
         )
         self._scheduler.handle(ready, 0.0)
         for _ in range(waiting):
-            self._submit()
+            self._forecast(self._submit())
 
     def _record(self, scheduler: Scheduler, folder: Path) -> FlightRecorder:
         header = Header(
@@ -100,7 +116,8 @@ class Bench:
         )
 
     def close(self) -> None:
-        """End the recorder."""
+        """End the recorder and the forecaster."""
+        self._forecaster.close()
         if self._recorder is not None:
             self._recorder.close()
 
@@ -119,9 +136,21 @@ class Bench:
         forward = next(each for each in self._scheduler.plan(self._now) if isinstance(each, Forward))
         samples = tuple(SampledToken(row.request, 1) for row in forward.rows if row.sample is not None)
         done = PlanDone(stage=0, seq=forward.seq, duration_s=PLAN_S, samples=samples)
-        for effect in self._scheduler.handle(done, self._now):
+        effects = self._scheduler.handle(done, self._now)
+        for made in self._forecaster.receive(self._now):
+            effects += self._scheduler.handle(made, self._now)
+        for effect in effects:
             if isinstance(effect, RequestFinished):
-                self._submit()
+                effects += self._submit()
+        self._forecast(effects)
+
+    def _forecast(self, effects: Sequence[Effect]) -> None:
+        """Fork, as the loop does when a forecast is ordered."""
+        for effect in effects:
+            if isinstance(effect, MakeForecast):
+                began = time.perf_counter()
+                self._forecaster.apply(effect, self._now)
+                self.forks_ms.append(1000 * (time.perf_counter() - began))
 
     def _write(self, recorder: FlightRecorder) -> None:
         """As the loop does when the recorder is due. Its child lives for some of the scheduler's seconds, which pass in
@@ -136,12 +165,12 @@ class Bench:
             self.forks_ms.append(1000 * (time.perf_counter() - began))
             self._written_at = self._now + WRITING_S
 
-    def _submit(self) -> None:
+    def _submit(self) -> list[Effect]:
         self._count += 1
         length = LENGTH
         prompt = pack([self._random.randrange(VOCABULARY)] * length)
         sampling, rid = SamplingParams(max_tokens=1), f"r{self._count}"
-        self._scheduler.handle(Submit(rid=rid, prompt=prompt, sampling=sampling, route=Discard()), self._now)
+        return self._scheduler.handle(Submit(rid=rid, prompt=prompt, sampling=sampling, route=Discard()), self._now)
 
 
 def _measure(benches: Sequence[Bench], steps: int, rounds: int) -> list[list[float]]:
@@ -177,6 +206,21 @@ def _measure_recording(waiting: int, chunk: int, pages: int, steps: int, rounds:
     )
 
 
+def _measure_promises(waiting: int, chunk: int, pages: int, steps: int, rounds: int) -> None:
+    benches = [Bench("srpt", waiting, chunk, pages), Bench("srpt", waiting, chunk, pages, promise="p99")]
+    gc.collect()
+    gc.freeze()
+    times = _measure(benches, steps, rounds)
+    benches[1].close()
+    medians = [statistics.median(taken) for taken in times]
+    rows = [
+        [name, spread(taken), f"{median / medians[0]:.3f}"]
+        for name, taken, median in zip(("no promises", "--promise p99"), times, medians, strict=True)
+    ]
+    print_table(f"scheduler step, srpt, {waiting:,} waiting", ["", "µs", "ratio of medians"], rows)
+    print(f"fork: {spread(benches[1].forks_ms)} ms, {len(benches[1].forks_ms)} in {(rounds + 1) * steps} steps")
+
+
 def main(arguments: Sequence[str]) -> int:
     """Measure and print. Returns the exit status."""
     parser = make_parser("scheduler_step", __doc__)
@@ -185,12 +229,17 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--steps", type=int, default=300, metavar="N", help="steps of a round")
     parser.add_argument("--tight", action="store_true", help="a pool that a few prompts fill")
     parser.add_argument("--record", action="store_true", help="the flight recorder's cost, under srpt")
+    parser.add_argument("--promise", action="store_true", help="the cost of promises, under srpt")
     add_rounds(parser, 7)
     given = parser.parse_args(arguments)
     pages = 160 if given.tight else 4096
     if given.record:
         for waiting in given.waiting:
             _measure_recording(waiting, given.chunk, pages, given.steps, given.rounds)
+        return 0
+    if given.promise:
+        for waiting in given.waiting:
+            _measure_promises(waiting, given.chunk, pages, given.steps, given.rounds)
         return 0
     rows = []
     for waiting in given.waiting:

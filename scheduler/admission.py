@@ -4,7 +4,7 @@ from msgspec.structs import replace
 
 from headrace.core.messages.frontend import Submit
 from headrace.core.messages.peers import AskRenew
-from headrace.core.messages.replies import PrefillDecided, RequestFailed
+from headrace.core.messages.replies import PrefillDecided, Promised, RequestFailed
 from headrace.core.types import refusals
 from headrace.core.types.errors import CANCELLED, PREFILL_NEEDED, TICKET_IN_USE, TOO_LONG, ErrorInfo
 from headrace.core.types.packed import ITEM_BYTES, packed_length, unpack
@@ -16,12 +16,14 @@ from headrace.scheduler.lifecycle.completion import Completion, release_ticket
 from headrace.scheduler.overload import Overload
 from headrace.scheduler.prefill.prefix_handover import PrefixHandover
 from headrace.scheduler.prefill.rendezvous import Rendezvous
+from headrace.scheduler.promises.recent import RecentArrival
 from headrace.scheduler.queues.deadlines import RequestTimer
-from headrace.scheduler.requests.parts import QueueEntry
+from headrace.scheduler.requests.parts import QueueEntry, TtftPromise
 from headrace.scheduler.requests.phase import Phase
 from headrace.scheduler.requests.record import Request
 from headrace.scheduler.state.replica import Binding, Replica, bind
 from headrace.scheduler.state.state import State
+from headrace.scheduler.state.ttft_prediction import Prediction
 from headrace.scheduler.telemetry.metrics import ADMISSION
 
 
@@ -121,7 +123,8 @@ class Admission:
             return
         load = Load.between(cached, packed_length(submit.prompt))
         prediction = replica.predictor.predict(submit.terms.priority, submit.terms.slo_ttft_s, load, cached, now)
-        error = self._overload.too_late(submit, replica, prediction)
+        promise = self._promise(submit, replica, load, prediction, now)
+        error = self._overload.too_late(submit, replica, prediction, promise)
         admitted = error is None
         replica.predictor.arrived(submit.terms.priority, submit.terms.slo_ttft_s, load, now, admitted=admitted)
         if error is not None:
@@ -130,6 +133,22 @@ class Admission:
         request = self._admit(submit, replica, now, cached)
         request.predicted_ttft_s = prediction.ttft_s
         self._state.metrics.histograms.observe("predicted_ttft_seconds", prediction.ttft_s)
+        if promise is not None and not request.ended:
+            self._state.promises.promised(request, promise)
+            self._state.out.add(Promised(rid=request.rid, bound_s=promise.bound_s))
+
+    def _promise(
+        self, submit: Submit, replica: Replica, load: Load, prediction: Prediction, now: float
+    ) -> TtftPromise | None:
+        """The bound that a request would be promised; None where nothing is promised, or not yet."""
+        promises = self._state.promises
+        if not promises or not load.tokens:
+            return None
+        terms, route = submit.terms, submit.route
+        max_tokens = submit.sampling.max_tokens if route.decodes_here else 1
+        sends = isinstance(route, SendTo)
+        promises.arrived(RecentArrival(now, load, terms.priority, terms.slo_ttft_s, terms.tenant, sends, max_tokens))
+        return promises.bound(replica.costs.load_s(load), prediction.ttft_s) if replica.costs.trusted else None
 
     def _admit(self, submit: Submit, replica: Replica, now: float, cached: int | None = None) -> Request:
         """cached: positions that the prefix cache has of the prompt; None: it was not looked up."""

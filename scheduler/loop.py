@@ -5,6 +5,7 @@ front end      ──►│                                                     
 stages         ──►│ wait ─► receive ─► handle(event) ─► plan while credits     │──► stages (orders)
 control server ──►│  (sockets readable,        └─► apply effects in order      │──► control server
 control client ──►│   or next deadline)                                        │──► control client
+forecaster     ──►│                                                            │──► forecaster (with --promise)
                   │                                                            │──► publisher (KV events)
                   └────────────────────────────────────────────────────────────┘
 
@@ -19,6 +20,7 @@ from typing import Any
 
 import zmq
 
+from headrace.core.messages.forecasts import MakeForecast
 from headrace.core.messages.frontend import Shutdown
 from headrace.core.messages.kv_events import KvEvent
 from headrace.core.messages.orders import Order
@@ -38,8 +40,9 @@ class SchedulerLoop:
     """Feeds the events of all sources to one Scheduler, and applies the effects that it decides on.
 
     front takes SchedulerReply effects, stages take Orders, control_server and control_client their own effects,
-    publisher KvEvents. The last three may be absent; an effect for an absent one is a programming error and raises
-    TypeError. observe sees every event before it is handled. A FlightRecorder is a Scheduler whose calls are recorded.
+    publisher KvEvents, forecaster MakeForecast. The last four may be absent; an effect for an absent one is a
+    programming error and raises TypeError. observe sees every event before it is handled.
+    A FlightRecorder is a Scheduler whose calls are recorded.
 
     Time is that in which this loop ran (LoopClock): after a pause, of this process or of the machine, no peer and no
     stage is judged by what could not be read meanwhile.
@@ -54,6 +57,7 @@ class SchedulerLoop:
         control_server: AnySource | None,
         control_client: AnySource | None,
         publisher: AnySource | None,
+        forecaster: AnySource | None = None,
         clock: LoopClock,
         observe: Callable[[Event], None] = lambda _event: None,
     ) -> None:
@@ -63,8 +67,9 @@ class SchedulerLoop:
         self._control_server = control_server
         self._control_client = control_client
         self._publisher = publisher
+        self._forecaster = forecaster
         recorder = scheduler.source if isinstance(scheduler, FlightRecorder) else None
-        sources = (front, stages, control_server, control_client, publisher, recorder)
+        sources = (front, stages, control_server, control_client, publisher, forecaster, recorder)
         self._clock = clock
         self._loop = EventLoop([source for source in sources if source is not None], zmq.Poller, clock, clock.wait)
         self._observe = observe
@@ -115,4 +120,6 @@ class SchedulerLoop:
             return self._control_client
         if isinstance(effect, KvEvent) and self._publisher is not None:
             return self._publisher
+        if isinstance(effect, MakeForecast) and self._forecaster is not None:
+            return self._forecaster
         raise TypeError(f"no source takes a {type(effect).__name__} in this role")

@@ -8,6 +8,7 @@ Every request ends in completion.
 """
 
 from headrace.core.config import SchedulerConfig
+from headrace.core.messages.forecasts import ForecastMade
 from headrace.core.messages.frontend import (
     Abort,
     AddPrefill,
@@ -16,6 +17,7 @@ from headrace.core.messages.frontend import (
     EndTrace,
     KvHint,
     ListKvFiles,
+    QueryForecast,
     QueryPrefix,
     QueryStats,
     QueryStatus,
@@ -43,7 +45,7 @@ from headrace.core.messages.peers import (
     TicketFailed,
     TicketFinished,
 )
-from headrace.core.messages.replies import PrefixReply, StatsReply, StatusReply
+from headrace.core.messages.replies import ForecastReply, PrefixReply, StatsReply, StatusReply
 from headrace.core.messages.stage_events import (
     ChunkAcked,
     ChunkReceived,
@@ -106,7 +108,7 @@ from headrace.scheduler.queues.deadlines import (
     Timer,
     TransferTimer,
 )
-from headrace.scheduler.reporting.status import prefix, snapshot, status
+from headrace.scheduler.reporting.status import forecast, prefix, snapshot, status
 from headrace.scheduler.reporting.tracing import Tracing
 from headrace.scheduler.requests.record import Request
 from headrace.scheduler.state.events import Effect, Event
@@ -152,7 +154,8 @@ class Scheduler:
 
     @property
     def state(self) -> State:
-        """What it knows, for those who explain what it has decided, and change nothing of what it will decide."""
+        """What it knows: for those who explain what it has decided, and change nothing of what it will decide; and for the
+        twin, a copy."""
         return self._state
 
     @property
@@ -182,7 +185,9 @@ class Scheduler:
 
     def handle(self, event: Event, now: float) -> list[Effect]:
         """Take in one event; return what is to be done about it."""
-        if not isinstance(event, QueryStats | QueryStatus | QueryPrefix | StageHeartbeat):
+        if not isinstance(
+            event, QueryStats | QueryStatus | QueryPrefix | QueryForecast | ForecastMade | StageHeartbeat
+        ):
             self._idle_check.changed()
         self._expire_retained(now)
         match event:
@@ -192,6 +197,8 @@ class Scheduler:
                 self._stage_event(event, now)
             case JoinProgress():
                 self._stages.gathering(event)
+            case ForecastMade():
+                self._state.promises.made(event.forecast)
             case _:
                 self._front_end_request(event, now)
         return self._conclude(now)
@@ -249,11 +256,15 @@ class Scheduler:
             case QueryStats():
                 if self.idle and self._idle_check.due(sum(replica.cache.total for replica in self._state.replicas)):
                     self.check_integrity()
+                self._state.promises.ask()
                 self._state.out.add(StatsReply(token=event.token, stats=self.statistics(now)))
             case QueryStatus():
                 self._state.out.add(StatusReply(token=event.token, status=status(self._state, event.requests, now)))
             case QueryPrefix():
                 self._state.out.add(prefix(self._state, event))
+            case QueryForecast():
+                self._state.promises.ask()
+                self._state.out.add(ForecastReply(token=event.token, report=forecast(self._state, now)))
             case StartTrace():
                 self._tracing.start(event, now)
             case EndTrace():
@@ -353,11 +364,20 @@ class Scheduler:
             copies.order(now)
         self._tracing.observe(now)
         self._draining.check(now)
+        if state.promises:
+            self._keep_promises(now)
         for replica in state.replicas:
             if replica.cache_events is not None:
                 for event in replica.cache_events.take():
                     state.out.add(ReplicaKvEvent(replica=replica.index, event=event) if replica.index else event)
         return state.out.take()
+
+    def _keep_promises(self, now: float) -> None:
+        """Count those that are broken by now, and order the next forecast if it is due."""
+        promises = self._state.promises
+        promises.expire(self._state.requests.by_arrival, now)
+        if self._state.engine.ready and (order := promises.begin(now)) is not None:
+            self._state.out.add(order)
 
     def _expire_retained(self, now: float) -> None:
         """No deadline is set for pages that are retained: it matters only when others come."""

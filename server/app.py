@@ -5,6 +5,7 @@ from functools import partial
 
 from fastapi import APIRouter, FastAPI
 
+from headrace.core.config.scheduler import PROMISES
 from headrace.core.runtime.process import max_http_connections
 from headrace.core.types.requests.tenants import tenant_keys
 from headrace.server.api.description.operation import audiences
@@ -14,6 +15,7 @@ from headrace.server.api.openai.completion_opener import CompletionOpener
 from headrace.server.api.openai.openai_routes import openai_routes
 from headrace.server.api.operations.debug import debug_routes
 from headrace.server.api.operations.discovery import bootstrap_routes, discovery_routes, load_routes
+from headrace.server.api.operations.forecast import forecast_routes
 from headrace.server.api.operations.health import operation_routes
 from headrace.server.api.operations.kv_hints import kv_hint_routes
 from headrace.server.api.operations.pages import document_routes, status_routes
@@ -57,6 +59,7 @@ def create_app(service: Service) -> FastAPI:
         load_routes(service.readiness, completions, service.stats, config),
         tokenizer_routes(model, server, budget),
         kv_hint_routes(model, completions, server, budget),
+        forecast_routes(service.forecast),
         bootstrap_routes(control, service.config.server.role),
         handoff_routes(model, control, service.stats, config),
     ]
@@ -112,5 +115,6 @@ def _app(title: str, routers: Sequence[APIRouter], service: Service) -> FastAPI:
         recent=service.recent,
         sampler=service.sampler,
         record_span=service.record_span,
+        promise=PROMISES[service.config.scheduler.promise],
     )
     return app

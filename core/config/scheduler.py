@@ -1,5 +1,6 @@
 """Configuration of the scheduler: batching, queues, deadlines, and prompts whose KV is held for a later fetch."""
 
+from collections.abc import Mapping
 from typing import Annotated, Literal
 
 import msgspec
@@ -11,6 +12,12 @@ from headrace.core.types.ranks.layout import Layout
 Chunking = Literal["fixed", "dynamic"]
 Policy = Literal["srpt", "fcfs", "slo"]
 Eviction = Literal["lru", "turns"]
+PromiseLevel = Literal["off", "p50", "p75", "p90", "p95", "p99", "p99.9"]
+PROMISES: Mapping[PromiseLevel, float] = {
+    "off": 0.0, "p50": 0.5, "p75": 0.75, "p90": 0.9, "p95": 0.95, "p99": 0.99, "p99.9": 0.999,
+}  # fmt: skip
+"""Share of promises that are to be kept."""
+
 CPU_CHUNK_TOKENS = 512  # of a pass, where none are configured
 GPU_CHUNK_TOKENS = 8192
 
@@ -107,6 +114,15 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
             "answer a request whose first token is predicted later than its slo_ttft_ms with 429",
         ),
     ] = True
+    promise: Annotated[
+        PromiseLevel,
+        Flag(
+            "promise",
+            SCHEDULING,
+            "share of requests whose time to first token is to stay within the bound that they are promised at their "
+            "arrival; by that bound, slo_ttft_ms is refused",
+        ),
+    ] = "off"
     prefix_cache: Annotated[bool, Flag("prefix-cache", KV_CACHE, "reuse the KV pages of equal prompt prefixes")] = True
     eviction: Annotated[
         Eviction,

@@ -171,6 +171,13 @@ class QueryPrefix(FrontendRequest, frozen=True, kw_only=True):
     """Of a server that may be a peer; "" for none."""
 
 
+class QueryForecast(FrontendRequest, frozen=True, kw_only=True):
+    """Ask what is forecast of the queue, answered by ForecastReply. Has a new forecast made, unless the last one is
+    still good."""
+
+    token: int
+
+
 class StartTrace(FrontendRequest, frozen=True, kw_only=True):
     """Record a trace of the scheduler and its stages. A recording that is under way is dropped."""
 
@@ -214,6 +221,7 @@ AnyFrontendRequest = (
     | QueryStats
     | QueryStatus
     | QueryPrefix
+    | QueryForecast
     | StartTrace
     | EndTrace
     | WriteRecording

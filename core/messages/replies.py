@@ -6,6 +6,7 @@ from headrace.core.stats import Stats
 from headrace.core.status import SchedulerStatus
 from headrace.core.trace import RequestSpan, SchedulerTrace
 from headrace.core.types.errors import ErrorInfo
+from headrace.core.types.forecast import ForecastReport
 from headrace.core.types.kv.geometry import CacheShape, Component
 from headrace.core.types.kv.kv_files import KvComputation
 from headrace.core.types.ranks.expert_load import ExpertLoad
@@ -14,7 +15,7 @@ from headrace.core.types.requests.kv_hints import HintResult
 from headrace.core.types.requests.kv_return import PoolForecast
 from headrace.core.types.requests.prompt_logprobs import LogprobRun
 from headrace.core.types.requests.remote_prefill import PrefillDecision
-from headrace.core.types.requests.request import HandoffStats, Timing, TokenLogprob, Usage
+from headrace.core.types.requests.request import HandoffStats, Promise, Timing, TokenLogprob, Usage
 
 
 class SchedulerReply(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag=True):
@@ -124,6 +125,17 @@ class Progress(SchedulerReply, frozen=True, kw_only=True):
     total: int
     """Prompt tokens."""
 
+    ttft_bound_s: float | None = None
+    """Seconds from its admission to its first token that were promised; None: none were."""
+
+
+class Promised(SchedulerReply, frozen=True, kw_only=True):
+    """The time to first token of a request is promised. Sent once, at its admission."""
+
+    rid: str
+    bound_s: float
+    """Seconds from its admission, without those that it waits for a peer."""
+
 
 class Tokens(SchedulerReply, frozen=True, kw_only=True):
     """New tokens of a request, in order."""
@@ -174,6 +186,8 @@ class Held(SchedulerReply, frozen=True, kw_only=True):
 
     usage: Usage
     timing: Timing
+    promise: Promise | None = None
+    """None: nothing was promised."""
 
 
 class RequestFinished(SchedulerReply, frozen=True, kw_only=True):
@@ -189,6 +203,9 @@ class RequestFinished(SchedulerReply, frozen=True, kw_only=True):
 
     retained: int = 0
     """Tokens whose KV is retained for as long as its terms asked for."""
+
+    promise: Promise | None = None
+    """None: nothing was promised, or it has ended without a first token."""
 
     demoted: int = 0
     """Tokens whose KV goes to a tier, as its terms asked for, when its pages are free: those that it alone uses."""
@@ -274,6 +291,13 @@ class PrefixReply(SchedulerReply, frozen=True, kw_only=True):
         return self.pool.cached
 
 
+class ForecastReply(SchedulerReply, frozen=True, kw_only=True):
+    """Answer to QueryForecast with the same token."""
+
+    token: int
+    report: ForecastReport
+
+
 class Traced(SchedulerReply, frozen=True, kw_only=True):
     """The scheduler's part of a recording."""
 
@@ -312,6 +336,7 @@ AnySchedulerReply = (
     | PrefillDecided
     | Reserved
     | Progress
+    | Promised
     | Tokens
     | HiddenPart
     | LogprobPart
@@ -325,6 +350,7 @@ AnySchedulerReply = (
     | StatsReply
     | StatusReply
     | PrefixReply
+    | ForecastReply
     | Traced
     | StageTraced
     | RecordingWritten

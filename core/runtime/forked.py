@@ -11,6 +11,7 @@ while the child lives.
 import gc
 import os
 import resource
+import select
 import signal
 import threading
 import time
@@ -41,11 +42,12 @@ class Forked:
     running the exit handlers or destructors of the parent. The function must not log, and must not use sockets,
     threads or locks of the parent.
 
-    No call blocks. Threads of the parent do not exist in the child.
+    No call but wait() blocks. Threads of the parent do not exist in the child.
     """
 
-    def __init__(self, function: Callable[[], bytes], limit_s: float) -> None:
-        """Fork. limit_s: seconds that the child may take. Raises OSError where no process or pipe can be had."""
+    def __init__(self, function: Callable[[], bytes], limit_s: float, niceness: int = NICENESS) -> None:
+        """Fork. limit_s: seconds that the child may take. niceness: by how much its priority is lower. Raises OSError
+        where no process or pipe can be had."""
         self._limit_s = limit_s
         self._ends_at = time.monotonic() + limit_s + _GRACE_S
         self._received = bytearray()
@@ -61,7 +63,7 @@ class Forked:
             os.close(writing)
             raise
         if self._process == 0:
-            _run(function, limit_s, writing)
+            _run(function, limit_s, writing, niceness)
         os.close(writing)
 
     def fileno(self) -> int:
@@ -88,6 +90,12 @@ class Forked:
                 os.kill(self._process, signal.SIGKILL)
             with suppress(RuntimeError):  # no thread to be had
                 threading.Thread(target=os.waitpid, args=(self._process, 0), name="reap", daemon=True).start()
+
+    def wait(self) -> None:
+        """Wait until the child has ended: blocks for as long as its limit, unless its result is here."""
+        if not self._reaped:
+            os.waitpid(self._process, 0)
+            self._reaped = True
 
     def _read(self) -> None:
         for _ in range(_PIECES):
@@ -127,13 +135,25 @@ class Forked:
         return self._reaped
 
 
+def run_forked(function: Callable[[], bytes], limit_s: float) -> bytes:
+    """Run a function in a forked child of equal priority, and wait for what it returns. Raises as Forked does."""
+    child = Forked(function, limit_s, niceness=0)
+    try:
+        while (result := child.result()) is None:
+            select.select((child,), (), (), limit_s + _GRACE_S)
+        child.wait()
+        return result
+    finally:
+        child.close()
+
+
 def _fork() -> int:
     with warnings.catch_warnings():  # of threads, whose locks the child does not touch
         warnings.simplefilter("ignore", DeprecationWarning)
         return os.fork()
 
 
-def _run(function: Callable[[], bytes], limit_s: float, writing: int) -> NoReturn:
+def _run(function: Callable[[], bytes], limit_s: float, writing: int, niceness: int) -> NoReturn:
     """The child."""
     try:
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
@@ -141,7 +161,7 @@ def _run(function: Callable[[], bytes], limit_s: float, writing: int) -> NoRetur
         signal.setitimer(signal.ITIMER_REAL, limit_s)
         signal.set_wakeup_fd(-1)
         gc.disable()
-        os.nice(NICENESS)
+        os.nice(niceness)
         os.closerange(3, writing)
         os.closerange(writing + 1, resource.getrlimit(resource.RLIMIT_NOFILE)[0])
         with suppress(OSError), open("/proc/self/oom_score_adj", "w") as score:

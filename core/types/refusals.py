@@ -139,6 +139,13 @@ LATE_ALONE = _full(
     None,
     errors.SLO_UNREACHABLE,
 )
+NOT_PROMISED = _full(
+    "the first token can be promised within {bound:.3f} s; slo_ttft_ms wants it in {wanted:.3f} s",
+    "promised time to first token, for the request's slo_ttft_ms",
+    "`--promise`",
+    "predicted",
+    errors.SLO_UNREACHABLE,
+)
 HELD_PAGES = _full(
     "{held} KV pages are held for peers that have not come; {pages} more exceed {limit}",
     "KV that is held for a later fetch",

@@ -125,6 +125,7 @@ class StageGroup:
             return
         self._digested(replica, event)
         metrics.rate.observe(plan.tokens, event.duration_s)
+        state.promises.changed()
         self._learn(replica, plan, event, now)
         metrics.histograms.observe("plan_duration_seconds", event.duration_s)
         self._generation.plan_done(plan, event, now)
@@ -142,6 +143,8 @@ class StageGroup:
         place = self._state.config.layout.place(event.stage)
         if place.shard == 0 and plan.decode_rows * PREFILL_PER_DECODE_ROW <= plan.tokens:
             replica.costs.observe(place.stage, plan.load, event.duration_s, now)
+        elif place.shard == 0:
+            replica.costs.observe_decoding(place.stage, plan.load, event.duration_s)
 
     def progressed(self, stage: int, now: float) -> None:
         """A rank has computed something. If it is the one that its replica's oldest plan waits for, it has the whole

@@ -30,6 +30,7 @@ ENOUGH = 32
 
 BOUNDS = (-0.9, -0.75, -0.5, -0.35, -LIMIT, -0.1, 0.0, 0.1, LIMIT, 0.35, 0.5, 1.0, 2.0, 5.0)
 DEFAULT: Cost = (1e-9, 1e-4, 5e-3)
+RECENT_ERRORS = 64  # that are kept one by one
 KEY_DRIFT = 1.5  # predictions may change by this factor before keys that were computed from them are renewed
 KEY_LENGTHS = (1, 16)  # prompts by which that is judged, in plans
 
@@ -110,6 +111,12 @@ class CostModel:
         self._full = Load.between(0, chunk_tokens)
         self._costs: tuple[Cost, ...] = ()
         self._key_costs: tuple[Cost, ...] = ()
+        self.ratios: deque[float] = deque(maxlen=RECENT_ERRORS)
+        """Seconds that the last passes took, divided by those that were predicted, on any stage."""
+
+        self.decoding_ratios: deque[float] = deque(maxlen=RECENT_ERRORS)
+        """The same of passes with so many decode rows that nothing is learnt from them."""
+
         self.stale = False
         """Predictions of the slowest stage have been wrong for ten minutes."""
 
@@ -134,11 +141,23 @@ class CostModel:
             return
         fit = self._fits[stage]
         if fit.scaled:
-            self._errors[stage].observe(_seconds(fit.cost, load), seconds, now)
+            predicted = _seconds(fit.cost, load)
+            self._errors[stage].observe(predicted, seconds, now)
+            self.ratios.append(seconds / predicted)
         fit.observe(load.squares, load.tokens, seconds)
         self._refresh()
         if self._keys_drifted():
             self._renew_keys()
+
+    def observe_decoding(self, stage: int, load: Load, seconds: float) -> None:
+        """A stage has computed a plan in which most rows decode: what it says nothing of is how far off it was."""
+        if self._fits[stage].scaled and seconds > 0:
+            self.decoding_ratios.append(seconds / _seconds(self._fits[stage].cost, load))
+
+    @property
+    def stage_costs(self) -> tuple[Cost, ...]:
+        """Of each stage, as predictions have them."""
+        return self._costs
 
     def first_stage_s(self, load: Load) -> float:
         """Seconds of a forward pass of this load on the first stage."""

@@ -1,6 +1,6 @@
 """The results of plans: computed positions, sampled tokens, and decoding here."""
 
-from headrace.core.messages.replies import HiddenPart, LogprobPart, Progress, Tokens
+from headrace.core.messages.replies import HiddenPart, LogprobPart, Tokens
 from headrace.core.messages.stage_events import PlanDone, PromptLogprobs, RowHidden, SampledToken
 from headrace.core.types import refusals
 from headrace.core.types.errors import GRAMMAR_REJECTED, NONFINITE, ErrorInfo
@@ -155,6 +155,7 @@ class TokenGeneration:
     def _token_computed(self, plan: Plan, request: Request, sampled: SampledToken, now: float) -> None:
         if not request.generated and request.result.first is None:
             self._state.metrics.first_token(request, now)
+            self._state.promises.first_token(request, now)
         if request.decodes_here:
             self.accept_token(request, sampled, now)
         else:
@@ -201,5 +202,4 @@ class TokenGeneration:
 
     def _progress(self, request: Request) -> None:
         if request.submit.progress and request.generated == 0:
-            done, total = request.computed, request.prompt_tokens
-            self._state.out.add(Progress(rid=request.rid, phase="computing", done=done, total=total))
+            self._state.out.add(request.progress("computing", request.computed))

@@ -59,6 +59,7 @@ class Completion:
     def complete(self, request: Request, reason: str, now: float, first: FirstToken | None = None) -> None:
         """End a request that went well. first: it ended with its first token, and the peer gets no KV."""
         self._end(request, Phase.DONE, now)
+        self._state.promises.recent.finished(request)
         self._state.out.add(
             RequestFinished(
                 rid=request.rid,
@@ -67,6 +68,7 @@ class Completion:
                 timing=request.timing(),
                 handoff=request.handoff(self._state.config.page_size),
                 peer=self._state.peers.name_of(request),
+                promise=request.promise(),
                 retained=self._retain(request, now),
                 demoted=self._demotable(request),
             )
@@ -261,6 +263,7 @@ class Completion:
         """Take a request out of every queue, index and deadline of live requests."""
         state = self._state
         state.enter(request, phase, now)
+        state.promises.ended(request)
         self._report_spans(request)
         state.requests.end(request)
         for timer in (BootstrapTimer, TransferTimer, RequestTimer, LeaseTimer):

@@ -9,7 +9,6 @@ import msgspec
 
 from headrace.core.messages.orders import SendChunk
 from headrace.core.messages.peers import EndPeer
-from headrace.core.messages.replies import Progress
 from headrace.core.messages.stage_events import ChunkAcked, SampledToken, SendFailed
 from headrace.core.types.errors import CANCELLED, PEER_GONE, ErrorInfo
 from headrace.core.types.kv.geometry import ceil_div
@@ -165,8 +164,7 @@ class KvHandoff:
         outgoing = request.outgoing
         assert outgoing is not None, "a row is given out when a peer has reserved"
         if request.submit.progress:
-            total = request.prompt_tokens
-            self._state.out.add(Progress(rid=request.rid, phase="transferring", done=total, total=total))
+            self._state.out.add(request.progress("transferring", request.prompt_tokens))
         outgoing.last_ordered = True
         assert request.result.first is not None, "it is computed"
         last = msgspec.structs.replace(request.result.first, draft=request.peer_draft())

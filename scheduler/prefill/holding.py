@@ -35,7 +35,8 @@ class HeldRequests:
         if request.awaiting_peer:
             request.hold_until = now + state.config.hold_limit_s
             lease_s = self._renew(request, now)
-        state.out.add(Held(rid=request.rid, lease_s=lease_s, usage=request.usage(), timing=request.timing()))
+        usage, timing, promise = request.usage(), request.timing(), request.promise()
+        state.out.add(Held(rid=request.rid, lease_s=lease_s, usage=usage, timing=timing, promise=promise))
 
     def renewed(self, event: PeerRenewed, now: float) -> None:
         """Renew leases, and the time that prompts wait for their peer, which is alive and queues them. Other tickets

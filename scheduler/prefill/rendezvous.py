@@ -11,7 +11,6 @@ from headrace.core.messages.peers import (
     TellFailed,
     TellFinished,
 )
-from headrace.core.messages.replies import Progress
 from headrace.core.types import refusals
 from headrace.core.types.errors import (
     LEASE_EXPIRED,
@@ -217,8 +216,7 @@ class Rendezvous:
             if request.phase is Phase.INFLIGHT:
                 state.count_unacknowledged(request, now)
         if request.submit.progress:
-            total = request.prompt_tokens
-            state.out.add(Progress(rid=request.rid, phase="bootstrapped", done=request.computed, total=total))
+            state.out.add(request.progress("bootstrapped", request.computed))
 
     def _enqueue(self, request: Request, now: float) -> None:
         """Let a request be computed."""

@@ -21,7 +21,9 @@ from headrace.core.status import (
     StageSpans,
     TierPages,
 )
+from headrace.core.types.forecast import ForecastReport, LengthBound
 from headrace.core.types.kv.kv_tiers import TIERS
+from headrace.scheduler.costs.cost_model import Load
 from headrace.scheduler.requests.phase import Phase
 from headrace.scheduler.requests.record import Request
 from headrace.scheduler.state.state import State
@@ -59,6 +61,35 @@ def prefix(state: State, event: QueryPrefix) -> PrefixReply:
         has_peer=state.peers.is_host(event.host),
         cost=cost,
     )
+
+
+def forecast(state: State, now: float) -> ForecastReport:
+    """What is promised and forecast."""
+    promises, last = state.promises, state.promises.forecast
+    return ForecastReport(
+        promise=promises.share,
+        queue_s=round(state.unplanned_s, 6),
+        queue=last.queue if last is not None else None,
+        one_more=last.one_more if last is not None else None,
+        horizon_s=last.horizon_s if last is not None else None,
+        bounds=_length_bounds(state, now),
+        age_s=round(now - promises.forecast_at, 3) if last is not None else None,
+    )
+
+
+def _length_bounds(state: State, now: float) -> tuple[LengthBound, ...]:
+    """Bounds that prompts without a priority or an objective would be promised now, at the replica where their first
+    token is predicted first."""
+    if not state.costs_trusted:
+        return ()
+
+    def first_token(tokens: int) -> tuple[float, float]:
+        load = Load.between(0, tokens)
+        predicted = ((one.predictor.predict(0, None, load, 0, now).ttft_s, one) for one in state.replicas)
+        ttft_s, replica = min(predicted, key=lambda each: each[0])
+        return replica.costs.load_s(load), ttft_s
+
+    return state.promises.bounds(first_token)
 
 
 def _listed(state: State, count: int) -> list[Request]:
@@ -189,4 +220,20 @@ def _gauges(state: State, integrity_errors: int, now: float) -> Iterator[Sample]
     yield Sample("peers", len(state.peers))
     yield Sample("prefill_servers", sum(len(server.hellos) == len(replicas) for server in state.prefills))
     yield Sample("integrity_errors", integrity_errors)
+    if state.promises:
+        yield from _forecast_gauges(state, now)
     yield Sample("metadata_rows_in_use", state.metadata_rows.total - state.metadata_rows.free)
+
+
+def _forecast_gauges(state: State, now: float) -> Iterator[Sample]:
+    """Of the last forecast; none before the first one."""
+    promises, last = state.promises, state.promises.forecast
+    if last is None:
+        return
+    yield Sample("forecast_age_seconds", now - promises.forecast_at)
+    for servers, outlook in (("same", last.queue), ("one_more", last.one_more)):
+        if outlook is not None:
+            yield Sample("forecast_queue_seconds", outlook.p50_s, (servers, "0.5"))
+            yield Sample("forecast_queue_seconds", outlook.p99_s, (servers, "0.99"))
+    for bound in _length_bounds(state, now):
+        yield Sample("ttft_bound_seconds", bound.ttft_s, (str(bound.tokens),))

@@ -115,3 +115,22 @@ class SpanLog:
         self.chunks += 1
         if self.chunks <= MAX_CHUNKS:
             self.spans.append(RequestSpan("", start, end, first, count))
+
+
+@dataclass(slots=True, eq=False)
+class TtftPromise:
+    """The bound that was promised to one request."""
+
+    bound_s: float
+    """Seconds from its admission to its first token, without those that it waits for a peer."""
+
+    predicted_s: float
+    """The same before the factor by which promises are kept."""
+
+    length: int
+    """Index of the length whose factor it has (scheduler/promises/promises.py)."""
+
+    ttft_s: float | None = None
+    """What it was; None while it is not known."""
+
+    broken: bool = False

@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 
 from headrace.core.incoming import IncomingState, IncomingTransfer
 from headrace.core.messages.frontend import Submit
+from headrace.core.messages.replies import Progress
 from headrace.core.types.errors import ErrorInfo
 from headrace.core.types.kv.geometry import pages_spanned
 from headrace.core.types.kv.kv_tiers import NONE_LOADED, TierTokens
@@ -19,6 +20,7 @@ from headrace.core.types.requests.request import (
     FinishReason,
     FirstToken,
     HandoffStats,
+    Promise,
     SendTo,
     Timing,
     TokenHistory,
@@ -28,7 +30,14 @@ from headrace.core.types.requests.request import (
 from headrace.core.types.requests.terms import RequestTerms
 from headrace.scheduler.costs.cost_model import NOTHING, Load
 from headrace.scheduler.kv.kv_cache import Lease
-from headrace.scheduler.requests.parts import Leftover, OnStages, PromptResult, QueueEntry, SpanLog
+from headrace.scheduler.requests.parts import (
+    Leftover,
+    OnStages,
+    PromptResult,
+    QueueEntry,
+    SpanLog,
+    TtftPromise,
+)
 from headrace.scheduler.requests.phase import ENDED, Phase, timing
 from headrace.scheduler.requests.transfers import OutgoingTransfer
 
@@ -72,6 +81,9 @@ class Request:
 
     predicted_ttft_s: float | None = None
     """Seconds to its first token, as predicted at its arrival; None: it is not computed here."""
+
+    promised: TtftPromise | None = None
+    """The bound of its time to first token that was promised."""
 
     planned: int = 0
     """Positions [0, planned) are in some plan, found in the cache or fetched."""
@@ -371,6 +383,21 @@ class Request:
         self.phase = phase
         self.since = now
         return elapsed
+
+    def time_in(self, phase: Phase, now: float) -> float:
+        """Seconds that it has spent in a phase, in which it may be."""
+        return self.spent.get(phase, 0.0) + (now - self.since if self.phase is phase else 0.0)
+
+    def progress(self, phase: str, done: int) -> Progress:
+        """What its client is told that has asked for progress."""
+        bound_s = None if self.promised is None else self.promised.bound_s
+        return Progress(rid=self.rid, phase=phase, done=done, total=self.prompt_tokens, ttft_bound_s=bound_s)
+
+    def promise(self) -> Promise | None:
+        """The promise of its time to first token, and what became of it."""
+        if self.promised is None or self.promised.ttft_s is None:
+            return None
+        return Promise(self.promised.bound_s, self.promised.ttft_s, not self.promised.broken)
 
     def timing(self) -> Timing:
         """Seconds by phase, of the phases that were left."""

@@ -1,5 +1,6 @@
 """The scheduler's events and effects, as unions of all messages that it takes and gives."""
 
+from headrace.core.messages.forecasts import ForecastMade, MakeForecast
 from headrace.core.messages.frontend import AnyFrontendRequest
 from headrace.core.messages.kv_events import KvEventMessage, ReplicaKvEvent
 from headrace.core.messages.membership import JoinProgress
@@ -14,7 +15,7 @@ from headrace.core.messages.replies import AnySchedulerReply
 from headrace.core.messages.stage_events import AnyStageEvent, StageProgress, StageSilence
 
 StageReport = AnyStageEvent | StageSilence | StageProgress | JoinProgress
-Event = AnyFrontendRequest | StageReport | ControlServerEvent | ControlClientEvent
+Event = AnyFrontendRequest | StageReport | ControlServerEvent | ControlClientEvent | ForecastMade
 Effect = (
     AnyOrder
     | ReplicaOrder
@@ -23,6 +24,7 @@ Effect = (
     | AnySchedulerReply
     | KvEventMessage
     | ReplicaKvEvent
+    | MakeForecast
 )
 
 

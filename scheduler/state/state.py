@@ -12,6 +12,7 @@ from headrace.scheduler.kv.page_allocator import PageAllocator
 from headrace.scheduler.peers.peer_tables import DecodePeerTable, PrefillTable
 from headrace.scheduler.peers.tickets import TicketTable
 from headrace.scheduler.peers.unacknowledged import Unacknowledged
+from headrace.scheduler.promises.promises import Promises
 from headrace.scheduler.queues.deadlines import Deadlines
 from headrace.scheduler.queues.page_digests import PageDigests
 from headrace.scheduler.queues.queues import QueuedShares
@@ -83,6 +84,7 @@ class State:
         self.out = Effects()
         self.deadlines = Deadlines()
         self.metrics = Measurements()
+        self.promises = Promises(config.promise, self.metrics.counters, self.metrics.histograms)
         self.engine = EngineStatus(config)
         self.draining = False
         """New requests are refused."""

@@ -21,6 +21,7 @@ from headrace.scheduler.requests.phase import Phase
 
 HINTS = ("retain", "prefetch", "demote", "release")
 QUEUES = (Phase.BOOTSTRAP, Phase.WAITING, Phase.RUNNING, Phase.INFLIGHT, Phase.FETCHING, Phase.GENERATING)
+RATIOS = (0.5, 0.75, 0.9, 1.0, 1.25, 1.5, 2.0, 3.0, 5.0, 10.0, 20.0, 50.0)
 ROWS = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0)
 ERRORS = (-0.9, -0.75, -0.5, -0.35, -0.2, -0.1, -0.05, 0.0, 0.05, 0.1, 0.2, 0.35, 0.5, 1.0, 2.0, 5.0)
 WAIT_TOKENS = (64, 256, 1024, 4096, 16384, 65536)  # lengths of prompts whose wait is reported
@@ -125,6 +126,57 @@ CATALOG = (
         ((),),
         ERRORS,
     ),
+    MetricSpec(
+        "promises_total",
+        "counter",
+        "With --promise: requests whose time to first token was promised, by what became of it: kept, broken, or void, "
+        "as they ended before their first token and within the time.",
+        ("result",),
+        (("kept",), ("broken",), ("void",)),
+    ),
+    MetricSpec(
+        "promised_ttft_seconds",
+        "histogram",
+        "Bounds of the time to first token that were promised.",
+        (),
+        ((),),
+        SECONDS,
+    ),
+    MetricSpec(
+        "promised_ttft_ratio",
+        "histogram",
+        "Promised bound divided by the actual time to first token: how tight bounds are; below 1, broken.",
+        (),
+        ((),),
+        RATIOS,
+    ),
+    MetricSpec(
+        "ttft_bound_seconds",
+        "gauge",
+        "Bound that a prompt of so many tokens, none of them cached, would be promised if it came now.",
+        ("tokens",),
+    ),
+    MetricSpec(
+        "forecast_queue_seconds",
+        "gauge",
+        "Median (0.5) and 99th percentile (0.99) over the next minute of the predicted seconds of computing what waits "
+        "with the servers that there are (same), and if one more took half of what comes to this one (one_more).",
+        ("servers", "quantile"),
+    ),
+    MetricSpec("forecast_age_seconds", "gauge", "Seconds since the state that the last forecast is from."),
+    MetricSpec(
+        "forecasts_total",
+        "counter",
+        "Forecasts that copies of the scheduler were to make.",
+        ("result",),
+        (("made",), ("failed",)),
+    ),
+    MetricSpec(
+        "forecast_fork_seconds_total",
+        "counter",
+        "Seconds for which the scheduler was held up to copy it for forecasts.",
+    ),
+    MetricSpec("forecast_cpu_seconds_total", "counter", "CPU seconds of the copies that have made them.", (), ((),)),
     MetricSpec(
         "prefill_decisions_total",
         "counter",

@@ -58,6 +58,8 @@ def _check_role(config: Config) -> None:
             "a decode server needs prefill servers: add --prefill http://HOST:PORT (once per server), "
             "--allow-prefill HOST:PORT for those that requests name, or --fallback local to compute prompts itself"
         )
+    elif config.scheduler.promise != "off":
+        raise ConfigError("--promise is about prompts that are computed here; add it to the prefill servers instead")
     elif server.remote == "cost" and not server.prefill:
         raise ConfigError(
             "--remote cost compares with prefill servers: add --prefill http://HOST:PORT (once per server)"

@@ -3,6 +3,7 @@
 import json
 import logging
 import re
+from collections.abc import Callable
 
 import msgspec
 
@@ -26,11 +27,18 @@ _PLAIN = re.compile(r"[\x21\x23-\x3c\x3e-\x7e]+")  # needs no quotes
 class RequestRecord:
     """What is known of one HTTP request when it ends. A request may have several prompts and choices."""
 
-    def __init__(self, context: RequestContext) -> None:
+    def __init__(self, context: RequestContext, now: Callable[[], float] = lambda: 0.0) -> None:
+        """now: a clock."""
         self.context = context
+        self._now = now
+        self._came_at = now()
+        self._admitted_at = self._came_at
         self._sampling: SamplingParams | None = None
         self._rids: list[str] = []
         self._results: list[GenerationResult] = []
+        self.ttft_bound_s: float | None = None
+        """That was promised; None: nothing was."""
+
         self._first_token_s: float | None = None
         self._error: ErrorInfo | None = None
         self._ends: list[End] = []
@@ -48,9 +56,14 @@ class RequestRecord:
 
     def began(self, rid: str, sampling: SamplingParams) -> None:
         """A prompt was admitted under this request id."""
+        self._admitted_at = self._now()
         self._rids.append(rid)
         self._sampling = self._sampling or sampling
         self._open += 1
+
+    def promised(self, bound_s: float) -> None:
+        """A choice is to have its first token within so many seconds; the answer's header has the most of them."""
+        self.ttft_bound_s = max(bound_s, self.ttft_bound_s or 0.0)
 
     def first_token(self, seconds: float) -> None:
         """The first token of a choice came so many seconds after its prompt was admitted."""
@@ -76,6 +89,14 @@ class RequestRecord:
         """The client was answered with an error."""
         self._error = self._error or error
 
+    @property
+    def around_s(self) -> float | None:
+        """Seconds that the first token of its only choice took outside the scheduler; None where none was promised."""
+        promise = self._results[0].promise if len(self._results) == 1 else None
+        if promise is None or self._first_token_s is None:
+            return None
+        return max(0.0, self._admitted_at - self._came_at + self._first_token_s - promise.ttft_s)
+
     def ends(self, status: int) -> list[End]:
         """How its prompts and choices have ended, as they are counted; one end if it had none. status: of the
         response."""
@@ -94,6 +115,8 @@ class RequestRecord:
         if self._rids:
             fields["rid"] = self._rids[0] if len(self._rids) == 1 else f"{self._rids[0]} and {len(self._rids) - 1} more"
         fields["outcome"] = self._outcome(status)
+        if self.ttft_bound_s is not None:
+            fields["ttft_bound_s"] = round(self.ttft_bound_s, 4)
         if self._results:
             fields |= self._tokens_and_times()
         elif self._first_token_s is not None:

@@ -115,6 +115,7 @@ class Service:
         self.record = self._client.write_recording if config.recording.folder else None
         needed = self.prefills if _needs_prefill_server(config.server) else None
         self.readiness = Readiness(self._client, self.model, needed)
+        self.forecast = self._client.query_forecast
         self.stats = StatsCollector(self._client, self.readiness, self.metrics, config.engine.page_size)
         self.recent = RecentEvents()
         self.status = StatusCollector(

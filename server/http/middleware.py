@@ -1,7 +1,8 @@
 """Middleware around every route: API keys, request metrics and log, X-Request-Id."""
 
 import hmac
-from collections.abc import Mapping, Sequence
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
 
 from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -19,7 +20,9 @@ from headrace.server.telemetry.label_values import PROMPT_ROUTES, UNKNOWN_ROUTE
 from headrace.server.telemetry.prometheus import FrontMetrics
 from headrace.server.telemetry.spans import RecordSpan
 
+TTFT_BOUND_HEADER = "x-headrace-ttft-bound"  # seconds
 FOR_OPERATORS = "for_operators"  # 403
+MOST_AROUND = 256  # prompts whose time outside the scheduler is kept
 CLIENT_DISCONNECTED = 499  # counted as the status if no response was started
 
 
@@ -99,8 +102,12 @@ class RequestMetrics:
         recent: RecentEvents,
         sampler: TraceSampler | None = None,
         record_span: RecordSpan = lambda _span: None,
+        promise: float = 0.0,
     ) -> None:
+        """promise: share of the promised times to first token that are to be kept; 0: none are promised."""
         self._app = app
+        self._promise = promise
+        self._around: deque[float] = deque(maxlen=MOST_AROUND)
         self._metrics = metrics
         self._clock = clock
         self._sampler = sampler
@@ -118,7 +125,7 @@ class RequestMetrics:
         logged = scope["method"] == "POST"  # not the probes of orchestrators, which are refused until a server is ready
         if self._sampler is not None and logged:
             context = self._sampler.sample(context)
-        record = RequestRecord(context)
+        record = RequestRecord(context, self._clock.now)
         scope.setdefault("state", {})["record"] = record
         request_id = (REQUEST_ID_HEADER.encode(), record.context.request_id.encode())
 
@@ -126,7 +133,7 @@ class RequestMetrics:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                message["headers"] = [*message.get("headers", []), request_id]
+                message["headers"] = [*message.get("headers", []), request_id, *self._bound(record)]
             await send(message)
 
         try:
@@ -141,6 +148,16 @@ class RequestMetrics:
                 self._log.write(record, route, status, now - started, now)
             if context.recorded:
                 self._record_span(record.span(route, status, started, now))
+            if (around_s := record.around_s) is not None:
+                self._around.append(around_s)
+
+    def _bound(self, record: RequestRecord) -> Iterator[tuple[bytes, bytes]]:
+        """The header of an answer whose first token was promised: the scheduler's bound, and what prompts have taken
+        outside the scheduler lately, in as many cases as are to be kept."""
+        if record.ttft_bound_s is not None:
+            around = sorted(self._around)
+            outside_s = around[min(len(around) - 1, int(self._promise * len(around)))] if around else 0.0
+            yield TTFT_BOUND_HEADER.encode(), b"%.6f" % (record.ttft_bound_s + outside_s)
 
 
 def _template(route: BaseRoute | None) -> str:

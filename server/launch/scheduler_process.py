@@ -55,6 +55,7 @@ from headrace.scheduler.recording.recorder import FlightRecorder
 from headrace.scheduler.recording.store import RecordingStore
 from headrace.scheduler.scheduler import Event, Scheduler
 from headrace.server.launch.control_clients import ControlClients
+from headrace.server.launch.forecaster import Forecaster
 from headrace.server.launch.front_channel import FrontChannel, FrontEndGone, StatsSource
 from headrace.server.launch.stage_channel import StageChannel
 from headrace.server.launch.stage_connections import FrameRouter, StageRouter, ZmqRouter, bound_port, order_socket
@@ -137,11 +138,13 @@ def run(config: SchedulerProcessConfig) -> None:
     ]
     control_client = ControlClients(clients) if config.fetches_kv else None
     publisher = KvEventPublisher(config.kv_events, context) if config.kv_events.port else None
+    scheduler = Scheduler(config.scheduler)
+    forecaster = Forecaster(scheduler) if config.scheduler.promise != "off" else None
     clock = LoopClock(SystemClock())
     frames = FrameSocket(socket.socket(fileno=config.front))
     stages = _stage_channel(config, context)
     statistics: list[StatsSource] = [ProcessStatistics(clock), stages]
-    statistics += [each for each in (control_server, control_client, publisher) if each]
+    statistics += [each for each in (control_server, control_client, publisher, forecaster) if each]
     front = FrontChannel(
         frames,
         instance=instance,
@@ -161,7 +164,6 @@ def run(config: SchedulerProcessConfig) -> None:
             if control_client is not None:
                 control_client.ready(_hellos(config, peer_instance, ready))
 
-    scheduler = Scheduler(config.scheduler)
     recorder: FlightRecorder | None = None
     if store is not None:
         recorder = _recorder(config, scheduler, store, clock, front)
@@ -173,6 +175,7 @@ def run(config: SchedulerProcessConfig) -> None:
         control_server=control_server,
         control_client=control_client,
         publisher=publisher,
+        forecaster=forecaster,
         clock=clock,
         observe=introduce,
     )
@@ -188,7 +191,7 @@ def run(config: SchedulerProcessConfig) -> None:
             recorder.flush(error)
         raise
     finally:
-        for source in (front, stages, control_server, control_client, publisher, recorder):
+        for source in (front, stages, control_server, control_client, publisher, forecaster, recorder):
             if source is not None:
                 source.close()
         context.term()

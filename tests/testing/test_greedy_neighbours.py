@@ -26,8 +26,8 @@ from headrace.core.types.requests.reservation import Reservation
 from headrace.core.types.requests.terms import RequestTerms
 from headrace.scheduler.costs.chunking import Cost
 from headrace.scheduler.scheduler import Effect, Scheduler
+from headrace.scheduler.twin.pipeline import TimedHostTier, TimedPipeline
 from headrace.testing.world import SchedulerDriver, World
-from headrace.tools.simulate.replay.pipeline import TimedHostTier, TimedPipeline
 
 COST: Cost = (0.0, 1e-4, 0.002)  # 0.1 ms a token, 2 ms a pass
 PAGE = 16

@@ -8,7 +8,9 @@ from pathlib import Path
 
 import msgspec
 
+from headrace.core.config.scheduler import PROMISES
 from headrace.core.runtime.clock import SystemClock
+from headrace.core.runtime.forked import run_forked
 from headrace.core.runtime.output import say
 from headrace.core.types.errors import ConfigError
 from headrace.scheduler.costs.chunking import Cost
@@ -26,6 +28,7 @@ from headrace.tools.simulate.report import ReplayReport, Row, as_text
 from headrace.tools.simulate.summary import summarise
 from headrace.tools.simulate.trace_file import read_trace
 
+FORECAST_LIMIT_S = 60.0  # for one copy of a scheduler
 PROGRESS_S = 0.2  # between two updates of the line
 
 
@@ -123,6 +126,11 @@ def main(given: argparse.Namespace, environ: Mapping[str, str]) -> int:
     return 0
 
 
+def _copied(function: Callable[[], bytes]) -> bytes:
+    """Call a function in a copy of this process."""
+    return run_forked(function, FORECAST_LIMIT_S)
+
+
 def _engine(given: argparse.Namespace, environ: Mapping[str, str]) -> _Engine:
     if given.cost is not None:
         return _Engine((options.parse_cost("--cost", given.cost),), 0, None, 0.0, f"cost {given.cost}")
@@ -212,6 +220,7 @@ def _replay(
         latency_s=engine.latency_s,
         hedge=point.hedge,
         slow=around.slow,
+        copied=_copied if point.scheduler.promise != "off" else None,
         decode=None if point.remote is None else msgspec.structs.replace(around.decode, remote=point.remote),
     )
     result = Replay(settings, requests, progress).run()
@@ -221,6 +230,7 @@ def _replay(
         swept=point.swept,
         replicas=point.replicas,
         policy=point.scheduler.policy,
+        promise=PROMISES[point.scheduler.promise],
         chunk_tokens=point.scheduler.chunk_tokens,
         kv_pages=point.scheduler.kv_pages,
         host_pages=point.host_pages,

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 
 from headrace.scheduler.costs.chunking import Cost
-from headrace.tools.simulate.replay.costs import row_seconds
+from headrace.scheduler.costs.row_costs import row_seconds
 
 SHORT_TOKENS, MID_TOKENS = 4096, 32768  # longest short and mid prompt
 CLASSES = ("short", "mid", "long")

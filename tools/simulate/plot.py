@@ -5,13 +5,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from headrace.tools.output import new_figure, save_figure
-from headrace.tools.simulate.objectives import CLASSES
+from headrace.tools.simulate.objectives import CLASSES, length_class
 from headrace.tools.simulate.report import ReplayReport, Row
+from headrace.tools.simulate.summary import PromiseSummary
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 Value = Callable[[Row], float | None]
+
+SHOWN = 300  # promises whose share is drawn as one point
 
 SHARES: dict[str, Value] = {
     "goodput, % of requests": lambda row: 100 * row.summary.goodput,
@@ -21,8 +24,12 @@ SHARES: dict[str, Value] = {
 
 
 def draw(report: ReplayReport, path: Path) -> None:
-    """Write the picture: time to first token by length class above, shares below. Raises ConfigError for a file that
-    cannot be written."""
+    """Write the picture: time to first token by length class above, shares below. Of a single replay with promises, it
+    is what became of them. Raises ConfigError for a file that cannot be written."""
+    promises = report.rows[0].summary.promises
+    if len(report.rows) == 1 and promises is not None:
+        _draw_promises(report, promises, path)
+        return
     name, series = split(report.rows)
     figure = new_figure(13, 7.5)
     axes = figure.subplots(2, 3)
@@ -41,6 +48,47 @@ def draw(report: ReplayReport, path: Path) -> None:
         panel.grid(alpha=0.3)
     axes[0][0].legend(fontsize=8)
     figure.suptitle(f"{report.trace}: {report.requests:,} requests; {report.engine}; objective {report.objective}")
+    save_figure(figure, path)
+
+
+def _draw_promises(report: ReplayReport, promises: PromiseSummary, path: Path) -> None:
+    """Promised and actual times, the share that is kept as time goes on, and how far above the actual times bounds
+    are."""
+    figure = new_figure(13, 4.2)
+    bounds, kept, ratios = figure.subplots(1, 3)
+    for index, name in enumerate(CLASSES):
+        points = [point for point in promises.points if length_class(point.tokens) == name]
+        times, promised = [point.ttft_s for point in points], [point.bound_s for point in points]
+        bounds.scatter(times, promised, s=3, alpha=0.4, color=f"C{index}", label=name)
+        above = sorted(point.bound_s / point.ttft_s for point in points)
+        shares = [100 * (number + 1) / len(above) for number in range(len(above))]
+        ratios.plot(above, shares, color=f"C{index}", label=name)
+    ends = [min(point.ttft_s for point in promises.points), max(point.bound_s for point in promises.points)]
+    bounds.plot(ends, ends, color="black", linewidth=0.8)
+    bounds.set(xscale="log", yscale="log", xlabel="time to first token, s", ylabel="promised, s")
+    bounds.set_title("each promise; below the line it was broken", fontsize=10)
+    bounds.legend(fontsize=8)
+    within = [point.ttft_s <= point.bound_s for point in promises.points]
+    shown = range(SHOWN, len(within) + 1)
+    kept.plot(
+        [promises.points[end - 1].arrival_s for end in shown],
+        [100 * sum(within[end - SHOWN : end]) / SHOWN for end in shown],
+        label=f"of the last {SHOWN}",
+    )
+    kept.axhline(100 * report.rows[0].promise, color="black", linewidth=0.8, label="promised")
+    kept.set(xlabel="time of the replay, s", ylim=(90, 100.2))
+    kept.set_title("promises that were kept, %", fontsize=10)
+    kept.legend(fontsize=8)
+    ratios.axvline(1, color="black", linewidth=0.8)
+    ratios.set(xscale="log", xlabel="promised time / actual time", ylabel="share of the promises below, %")
+    ratios.set_title("how tight they are", fontsize=10)
+    ratios.legend(fontsize=8)
+    for panel in (bounds, kept, ratios):
+        panel.grid(alpha=0.3)
+    row = report.rows[0]
+    load = "" if row.load is None else f", load {row.load:.2f}"
+    about = f"{report.trace}: {report.requests:,} requests; {report.engine}; policy {row.policy}{load}"
+    figure.suptitle(about, fontsize=10)
     save_figure(figure, path)
 
 

@@ -22,6 +22,8 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     swept: dict[str, Any]
     """Values of the flags that vary, by key; load is not among them."""
     policy: str
+    promise: float
+    """Share of promised times that are to be kept; 0: none are promised."""
     replicas: int
     chunk_tokens: int
     kv_pages: int
@@ -69,6 +71,9 @@ def as_text(report: ReplayReport) -> str:
     if report.rows[0].summary.decode is not None:
         header += _DECODE
         rows = [[*cells, *_decode(row.summary)] for cells, row in zip(rows, report.rows, strict=True)]
+    if any(row.summary.promises is not None for row in report.rows):
+        header += _PROMISES
+        rows = [[*cells, *_promises(row.summary)] for cells, row in zip(rows, report.rows, strict=True)]
     if report.retries:
         header += _RETRIES
         rows = [[*cells, *_retries(row.summary)] for cells, row in zip(rows, report.rows, strict=True)]
@@ -131,6 +136,7 @@ _SHARES = ("longest", "goodput", "by tokens", "busy", "hits", "tokens/s", "refus
 
 
 _DECODE = ("TTFT mean P99", "TPOT mean P99, ms", "total mean P99", "remote")
+_PROMISES = ("promised", "kept", *(f"bound/TTFT {name}" for name in (*CLASSES, "all")))
 _RETRIES = ("retried", "1st retry")
 
 
@@ -161,6 +167,20 @@ def _decode(summary: ReplaySummary) -> list[str]:
         f"{ms[0]} {ms[1]:>6}",
         f"{_seconds(decode.total.mean_s)} {_seconds(decode.total.p99_s):>6}",
         f"{100 * decode.remote:.1f}",
+    ]
+
+
+def _promises(summary: ReplaySummary) -> list[str]:
+    promises = summary.promises
+    if promises is None:
+        return [NOTHING] * len(_PROMISES)
+    found = promises.classes["all"]
+    kept, ratio = found.kept, found.ratio
+    return [
+        f"{found.promised:,}",
+        NOTHING if kept is None else f"{100 * kept:.2f}",
+        *(_seconds(promises.classes[name].ratio) for name in CLASSES),
+        _seconds(ratio),
     ]
 
 

@@ -6,10 +6,13 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
+from headrace.core.types.requests.request import Promise
 from headrace.scheduler.costs.chunking import Cost
 from headrace.tools.output import quantile
 from headrace.tools.simulate.objectives import CLASSES, Objective, length_class
 from headrace.tools.simulate.replay.replay import ReplayOutcome, ReplayResult
+
+MOST_POINTS = 6000
 
 
 class Latency(msgspec.Struct, frozen=True):
@@ -40,6 +43,36 @@ class DecodeSummary(msgspec.Struct, frozen=True):
 
     remote: float
     """Share of requests whose prompt a prefill server has computed."""
+
+
+class PromisesOfClass(msgspec.Struct, frozen=True):
+    """Promised times to first token of prompts of one class; None where there are none."""
+
+    promised: int
+    kept: float | None
+    """Share of them."""
+
+    ratio: float | None
+    """Promised time divided by the actual one, median."""
+
+
+class PromisePoint(msgspec.Struct, frozen=True, array_like=True):
+    """One promise, for the picture."""
+
+    arrival_s: float
+    tokens: int
+    bound_s: float
+    ttft_s: float
+
+
+class PromiseSummary(msgspec.Struct, frozen=True):
+    """What became of the promises."""
+
+    classes: dict[str, PromisesOfClass]
+    """By length class, and of all."""
+
+    points: tuple[PromisePoint, ...]
+    """In the order of arrival; every second, third … where there are more than MOST_POINTS."""
 
 
 class ReplaySummary(msgspec.Struct, frozen=True, kw_only=True):
@@ -100,6 +133,9 @@ class ReplaySummary(msgspec.Struct, frozen=True, kw_only=True):
     decode: DecodeSummary | None = None
     """Of a replay with decode servers."""
 
+    promises: PromiseSummary | None = None
+    """None where nothing was promised."""
+
 
 def summarise(result: ReplayResult, objective: Objective, cost: Cost, tpot_s: float | None = None) -> ReplaySummary:
     """cost: of the whole engine, which the objective may refer to. tpot_s: with decode servers, seconds per token after
@@ -133,7 +169,27 @@ def summarise(result: ReplayResult, objective: Objective, cost: Cost, tpot_s: fl
         turns=_by_turn(outcomes),
         offers=result.offers,
         decode=None if tpot_s is None else _decode(outcomes),
+        promises=_promises(outcomes),
     )
+
+
+def _promises(outcomes: Sequence[ReplayOutcome]) -> PromiseSummary | None:
+    promised = [(outcome, outcome.promise) for outcome in outcomes if outcome.promise is not None]
+    if not promised:
+        return None
+    groups = {name: [promise for each, promise in promised if length_class(each.tokens) == name] for name in CLASSES}
+    groups["all"] = [promise for _, promise in promised]
+    points = [PromisePoint(each.arrival_s, each.tokens, one.bound_s, one.ttft_s) for each, one in promised]
+    step = -(-len(points) // MOST_POINTS)
+    return PromiseSummary({name: _of_class(group) for name, group in groups.items()}, tuple(points[::step]))
+
+
+def _of_class(promises: Sequence[Promise]) -> PromisesOfClass:
+    if not promises:
+        return PromisesOfClass(0, None, None)
+    ratios = sorted(promise.bound_s / promise.ttft_s for promise in promises)
+    kept = sum(promise.kept for promise in promises) / len(promises)
+    return PromisesOfClass(len(promises), kept, quantile(ratios, 0.5))
 
 
 def _decode(outcomes: Sequence[ReplayOutcome]) -> DecodeSummary:

@@ -230,6 +230,16 @@ class Timing(msgspec.Struct, frozen=True):
         return self.bootstrap_s + self.queue_s + self.forward_s + self.transfer_s + self.decode_s
 
 
+class Promise(msgspec.Struct, frozen=True):
+    """The bound of the time to first token that a request was promised, and what it was."""
+
+    bound_s: float
+    ttft_s: float
+    """From its admission, without the seconds that it waited for a peer."""
+
+    kept: bool
+
+
 class HandoffStats(msgspec.Struct, frozen=True):
     """What was sent or fetched for one request."""
 

@@ -40,9 +40,12 @@ from headrace.server.api.response.usage import (
     CachedByTier,
     Count,
     Handoff,
+    PromiseReport,
     TimingMs,
+    bound_ms,
     cached_by_tier,
     handoff_report,
+    promise_report,
     timing_report,
 )
 from headrace.server.frontend.generation.audits import AuditAnswer, computation_key
@@ -99,6 +102,8 @@ class PrefillReply(msgspec.Struct):
     prompt_logprobs: list[LogprobEntry | None] | None
     kv_hints: tuple[HintAnswer, ...] = MORE
     """What was granted of the request's KV hints, where it had any."""
+    promise: PromiseReport = MORE
+    """Where a time to first token was promised."""
 
 
 class PrefillProgress(msgspec.Struct):
@@ -107,6 +112,8 @@ class PrefillProgress(msgspec.Struct):
     rid: str
     done: Count
     total: Count
+    ttft_bound_ms: float = MORE
+    """Where a time to first token was promised."""
 
 
 class OpenPromptReply(msgspec.Struct):
@@ -475,6 +482,7 @@ async def _prefill(
         hidden_states=await base64_object(result.hidden),
         draft=draft_object(first.draft),
         kv_hints=result.hints or MORE,
+        promise=promise_report(result.promise),
     )
 
 
@@ -491,7 +499,7 @@ async def _stream(request: GenerationRequest, events: EventWriter, whole: Callab
     async def emit(event: Progress | GenerationDelta) -> None:
         if isinstance(event, Progress):
             name = "progress" if event.phase == "computing" else event.phase
-            await events.data(PrefillProgress(request.rid, event.done, event.total), name)
+            await events.data(PrefillProgress(request.rid, event.done, event.total, bound_ms(event)), name)
 
     await events.data(await whole(emit), "done")
 

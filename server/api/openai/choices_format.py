@@ -16,7 +16,7 @@ from headrace.server.api.openai.token_ids import ReturnedTokenIds
 from headrace.server.api.request.completion_request import CompletionRequest
 from headrace.server.api.request.schema import StreamOptions
 from headrace.server.api.response.choices import Choice, Output, best_outputs, positions
-from headrace.server.api.response.usage import headrace_report, usage_report
+from headrace.server.api.response.usage import headrace_report, progress_report, usage_report
 from headrace.server.frontend.request.generation_request import GenerationDelta, GenerationResult
 from headrace.server.http.error_response import write_error_event
 from headrace.server.http.streaming import EventWriter, made_aside
@@ -60,8 +60,7 @@ class ChoicesFormat:
 
     async def write_progress(self, events: EventWriter, index: int, progress: Progress) -> None:
         """A chunk without choices and with the progress under "headrace"."""
-        report = {"choice": index, "phase": progress.phase, "done": progress.done, "total": progress.total}
-        await self._write_chunk(events, [], headrace=report)
+        await self._write_chunk(events, [], headrace=progress_report(index, progress))
 
     async def write_delta(self, events: EventWriter, index: int, choice: Choice, delta: GenerationDelta) -> None:
         """A chunk of one choice."""

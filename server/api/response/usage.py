@@ -4,9 +4,10 @@ from typing import Annotated, Any
 
 import msgspec
 
+from headrace.core.messages.replies import Progress
 from headrace.core.types.kv.kv_tiers import TIERS
 from headrace.core.types.requests.kv_hints import HintAnswer
-from headrace.core.types.requests.request import Timing, Usage
+from headrace.core.types.requests.request import Promise, Timing, Usage
 from headrace.server.frontend.request.generation_request import GenerationResult
 
 MORE: Any = msgspec.UNSET  # default of a field that is there only if it was asked for, or applies
@@ -67,11 +68,22 @@ class TimingMs(msgspec.Struct, kw_only=True):
     total: float
 
 
+class PromiseReport(msgspec.Struct):
+    """The promised time to first token, and the actual one."""
+
+    ttft_bound_ms: float
+    ttft_ms: float
+    """From the admission, without the time that it waited for a peer."""
+    kept: bool
+
+
 class Report(msgspec.Struct):
     """Of the first choice."""
 
     timing_ms: TimingMs
     handoff: Handoff
+    promise: PromiseReport = MORE
+    """Where a time to first token was promised."""
     kv_hints: tuple[HintAnswer, ...] = MORE
     """What was granted of the request's KV hints, where it had any."""
 
@@ -113,4 +125,24 @@ def handoff_report(result: GenerationResult) -> Handoff:
 
 def headrace_report(result: GenerationResult) -> Report:
     """The "headrace" object of OpenAI responses: times and handoff of the first choice."""
-    return Report(timing_report(result.timing, decode=True), handoff_report(result), result.hints or MORE)
+    times = timing_report(result.timing, decode=True)
+    return Report(times, handoff_report(result), promise_report(result.promise), result.hints or MORE)
+
+
+def bound_ms(progress: Progress) -> float:
+    """The promised time to first token; UNSET where nothing was promised."""
+    found: float = MORE if progress.ttft_bound_s is None else round(1000 * progress.ttft_bound_s, 3)
+    return found
+
+
+def progress_report(index: int, progress: Progress) -> dict[str, object]:
+    """The "headrace" object of an event that a choice's prefill has got further."""
+    report = {"choice": index, "phase": progress.phase, "done": progress.done, "total": progress.total}
+    return report if progress.ttft_bound_s is None else {**report, "ttft_bound_ms": bound_ms(progress)}
+
+
+def promise_report(promise: Promise | None) -> PromiseReport:
+    """UNSET where nothing was promised."""
+    if promise is None:
+        return MORE  # type: ignore[no-any-return]
+    return PromiseReport(round(1000 * promise.bound_s, 3), round(1000 * promise.ttft_s, 3), promise.kept)

@@ -237,6 +237,9 @@ class _NoObserver:
     def began(self, rid: str, sampling: SamplingParams) -> None:
         pass
 
+    def promised(self, bound_s: float) -> None:
+        pass
+
     def first_token(self, seconds: float) -> None:
         pass
 

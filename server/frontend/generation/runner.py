@@ -25,6 +25,7 @@ from headrace.core.messages.replies import (
     LogprobPart,
     PrefillDecided,
     Progress,
+    Promised,
     RequestFinished,
     Reserved,
     Tokens,
@@ -182,6 +183,8 @@ class GenerationRunner:
                     first = event
                 elif isinstance(event, HiddenPart | LogprobPart):
                     parts.add(event)
+                elif isinstance(event, Promised):
+                    _promised(request, event)
                 elif isinstance(event, Progress):
                     await emit(event)
                 elif isinstance(event, Held):
@@ -411,6 +414,8 @@ class GenerationRunner:
                         on_kept()
                 case Reserved():
                     on_reserved(event, generated)
+                case Promised():
+                    _promised(request, event)
                 case Progress():
                     await emit(event)
                 case HiddenPart() | LogprobPart():
@@ -463,6 +468,11 @@ class _HandoffTime:
         and computed it; None where either is not known."""
         own_s = response.own_s
         return None if self._took_s is None or own_s is None else self._took_s - own_s
+
+
+def _promised(request: GenerationRequest, event: Promised) -> None:
+    if request.observer is not None:
+        request.observer.promised(event.bound_s)
 
 
 def _submit(

@@ -13,6 +13,7 @@ from headrace.core.messages.replies import (
     LogprobPart,
     PrefillDecided,
     Progress,
+    Promised,
     RequestFailed,
     RequestFinished,
     Reserved,
@@ -23,7 +24,7 @@ from headrace.core.types.requests.remote_prefill import PrefillDecision
 from headrace.core.types.requests.request import FetchFrom
 
 CLIENT_DISCONNECTED = ErrorInfo(code=CANCELLED, message="the client disconnected", status=499)
-CallEvent = Progress | Tokens | HiddenPart | LogprobPart | PrefillDecided | Reserved | Held | RequestFinished
+CallEvent = Progress | Promised | Tokens | HiddenPart | LogprobPart | PrefillDecided | Reserved | Held | RequestFinished
 
 
 class CallTable(Protocol):

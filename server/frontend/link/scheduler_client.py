@@ -14,6 +14,7 @@ from headrace.core.messages.frontend import (
     Abort,
     AnyFrontendRequest,
     KvHint,
+    QueryForecast,
     QueryPrefix,
     QueryStats,
     Submit,
@@ -23,6 +24,7 @@ from headrace.core.messages.replies import (
     AnySchedulerReply,
     Drained,
     EngineState,
+    ForecastReply,
     KvDigested,
     KvHinted,
     PrefillState,
@@ -44,6 +46,7 @@ from headrace.core.runtime.liveness import Activity, Cause, Finding, Limits, Sil
 from headrace.core.stats import Stats
 from headrace.core.types import refusals
 from headrace.core.types.errors import CANCELLED, TICKET_IN_USE, ErrorInfo, HeadraceError
+from headrace.core.types.forecast import ForecastReport
 from headrace.core.types.ranks.expert_load import ExpertLoad
 from headrace.core.types.requests.kv_hints import HintAction, HintResult
 from headrace.core.types.requests.terms import RequestTerms
@@ -53,7 +56,7 @@ from headrace.server.frontend.link.scheduler_link import SchedulerLink
 log = logging.getLogger(__name__)
 
 PROBE_S = 1.0
-HINT_S = 5.0  # in which the scheduler has to answer a hint
+ANSWER_S = 5.0  # in which the scheduler has to answer a hint, or what it forecasts
 RECORDING_S = 60.0  # in which it has to have written a recording
 LATE_S = 0.25  # by which this loop may be late before it counts as having slept
 SUSPECT_S = 1.5  # without an answer to a probe, after which the scheduler's process is looked at
@@ -89,6 +92,7 @@ class SchedulerClient:
         self._held: dict[str, str] = {}  # tenants of held requests, by rid
         self._queries: dict[int, asyncio.Future[Stats]] = {}
         self._prefix_queries: dict[int, asyncio.Future[PrefixReply]] = {}
+        self._forecasts: dict[int, asyncio.Future[ForecastReport]] = {}
         self._hints: dict[int, asyncio.Future[tuple[HintResult, ...]]] = {}
         self._recordings: dict[int, asyncio.Future[RecordingWritten]] = {}
         self._token = 0
@@ -240,6 +244,23 @@ class SchedulerClient:
         finally:
             self._prefix_queries.pop(token, None)
 
+    async def query_forecast(self) -> ForecastReport:
+        """What the scheduler promises and forecasts. Raises HeadraceError (503) if it does not answer."""
+        if problem := self.problem():
+            raise refusals.SCHEDULER_SILENT.raised(problem=problem)
+        answer: asyncio.Future[ForecastReport] = asyncio.get_running_loop().create_future()
+        self._token += 1
+        token = self._token
+        self._forecasts[token] = answer
+        self.post(QueryForecast(token=token))
+        try:
+            return await asyncio.wait_for(answer, ANSWER_S)
+        except TimeoutError:
+            text = f"the scheduler has not answered in {ANSWER_S:g} s"
+            raise refusals.SCHEDULER_SILENT.raised(problem=text) from None
+        finally:
+            del self._forecasts[token]
+
     async def hint(self, prompt: bytes, terms: RequestTerms, actions: tuple[HintAction, ...]) -> tuple[HintResult, ...]:
         """What the scheduler grants of hints for a prompt's KV. Raises HeadraceError (503) if it does not answer."""
         if problem := self.problem():
@@ -250,9 +271,11 @@ class SchedulerClient:
         self._hints[token] = answer
         self.post(KvHint(token=token, prompt=prompt, terms=terms, actions=actions))
         try:
-            return await asyncio.wait_for(answer, HINT_S)
+            return await asyncio.wait_for(answer, ANSWER_S)
         except TimeoutError:
-            raise refusals.SCHEDULER_SILENT.raised(problem=f"the scheduler has not answered in {HINT_S:g} s") from None
+            raise refusals.SCHEDULER_SILENT.raised(
+                problem=f"the scheduler has not answered in {ANSWER_S:g} s"
+            ) from None
         finally:
             del self._hints[token]
 
@@ -338,6 +361,9 @@ class SchedulerClient:
             case PrefixReply():
                 if (waiter := self._prefix_queries.get(message.token)) is not None and not waiter.done():
                     waiter.set_result(message)
+            case ForecastReply():
+                if (asked := self._forecasts.get(message.token)) is not None and not asked.done():
+                    asked.set_result(message.report)
             case EngineState() | PrefillState():
                 if isinstance(message, EngineState):
                     self.engine = message

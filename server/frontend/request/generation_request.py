@@ -11,7 +11,15 @@ from headrace.core.types.requests.constraint import Constraint
 from headrace.core.types.requests.draft import HiddenStates
 from headrace.core.types.requests.kv_hints import GivenHint, HintAnswer, KvHintsEnvelope
 from headrace.core.types.requests.remote_prefill import PrefillReason
-from headrace.core.types.requests.request import FinishReason, HandoffStats, SamplingParams, Timing, TokenLogprob, Usage
+from headrace.core.types.requests.request import (
+    FinishReason,
+    HandoffStats,
+    Promise,
+    SamplingParams,
+    Timing,
+    TokenLogprob,
+    Usage,
+)
 from headrace.core.types.requests.terms import RequestTerms
 from headrace.server.frontend.request.images import RequestImage
 from headrace.server.frontend.request.request_context import RequestContext
@@ -24,6 +32,10 @@ class RequestObserver(Protocol):
 
     def began(self, rid: str, sampling: SamplingParams) -> None:
         """A prompt was admitted under this request id."""
+        ...
+
+    def promised(self, bound_s: float) -> None:
+        """A choice is to have its first token within so many seconds."""
         ...
 
     def first_token(self, seconds: float) -> None:
@@ -148,6 +160,8 @@ class GenerationResult(msgspec.Struct, frozen=True, kw_only=True):
     """The prefill server that the KV came from, or the decode server that it went to."""
     kv: str = ""
     """What became of the KV of a prompt that does not go on here: handoff, held or discarded."""
+    promise: Promise | None = None
+    """Of its time to first token; None: nothing was promised."""
     prefill: PrefillReason | None = None
     """Why a decode server has had its prompt computed where it was; None where that was not compared."""
     lease_s: float | None = None

@@ -131,6 +131,7 @@ FLAGS = """\
 --prefill-api-key TEXT =
 --prefix-cache/--no-prefix-cache SWITCH = True
 --priority-range TEXT =
+--promise {off,p50,p75,p90,p95,p99,p99.9} = off
 --quantize {none,int8} = none
 --reasoning-parser {auto,none,think,harmony,gemma4,kimi,mistral,seed_oss} = auto
 --record TEXT =

@@ -1,29 +1,14 @@
-"""Modelled seconds of forward passes: f(l) = a·l² + b·l for the first l tokens of a prompt, plus c a pass.
+"""Costs of several stages, and the work that a trace asks of an engine, which is what its load is measured by."""
 
-A row of n tokens after a prefix of s tokens takes f(s + n) - f(s), since attention reads all of the prefix. The work
-that a trace asks of an engine is what its load is measured by.
-"""
-
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import msgspec
 
-from headrace.core.messages.orders import PlanRow
 from headrace.core.types.kv.geometry import ceil_div
 from headrace.scheduler.costs.chunking import Cost
+from headrace.scheduler.costs.row_costs import row_seconds
 from headrace.scheduler.kv.kv_cache import KvCache
 from headrace.tools.simulate.replay.workload import TraceRequest, prompt
-
-
-def row_seconds(cost: Cost, start: int, count: int) -> float:
-    """Seconds of count tokens after a prefix of start tokens, without the pass's own c."""
-    a, b, _ = cost
-    return (a * (2 * start + count) + b) * count
-
-
-def pass_seconds(cost: Cost, rows: Iterable[PlanRow]) -> float:
-    """Seconds of one forward pass on one stage."""
-    return sum((row_seconds(cost, row.start, row.count) for row in rows), cost[2])
 
 
 def split_evenly(cost: Cost, stages: int) -> tuple[Cost, ...]:

@@ -34,11 +34,11 @@ from headrace.core.types.requests.reservation import Reservation
 from headrace.core.types.requests.terms import RequestTerms
 from headrace.scheduler.costs.chunking import Cost
 from headrace.scheduler.scheduler import Effect, Scheduler
+from headrace.scheduler.twin.pipeline import TOKEN, TimedHostTier, TimedPipeline
 from headrace.server.routing.replica_load import Sent
 from headrace.server.routing.replica_router import ReplicaRouter
 from headrace.testing.world import SchedulerDriver, World
 from headrace.tools.simulate.replay.early_kv import ReplayEarlyKv
-from headrace.tools.simulate.replay.pipeline import TOKEN, TimedHostTier, TimedPipeline
 from headrace.tools.simulate.replay.prefix_fetches import HandedOver, ReplayFetches
 from headrace.tools.simulate.replay.replica import ReplayReplica
 from headrace.tools.simulate.replay.routing import REPORTED_S

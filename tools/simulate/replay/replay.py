@@ -12,8 +12,10 @@ from headrace.core.messages.kv_events import KvEventMessage
 from headrace.core.types.errors import ErrorInfo
 from headrace.core.types.packed import ITEM_BYTES
 from headrace.core.types.requests.kv_hints import Retain
+from headrace.core.types.requests.request import Promise
 from headrace.core.types.requests.terms import RequestTerms
 from headrace.scheduler.costs.chunking import Cost
+from headrace.scheduler.twin.forecast import Copied
 from headrace.testing.world import World
 from headrace.tools.simulate.replay.conversations import AnsweredTurn, answered, conversations, generated
 from headrace.tools.simulate.replay.decode_server import DecodeTier, ReplayDecodeServer
@@ -80,6 +82,9 @@ class ReplaySettings(msgspec.Struct, frozen=True, kw_only=True):
     slow: float = 1.0
     """Passes of the first replica take so many times as long, in spells (hedges.py)."""
 
+    copied: Copied | None = None
+    """Makes the copies of the scheduler that forecasts need; None: there are none, and nothing is promised."""
+
     latency_s: float = 0.0
     """Seconds until a request reaches the scheduler. What an answer takes to its client is little, and counted here."""
 
@@ -117,6 +122,9 @@ class ReplayOutcome(msgspec.Struct, gc=False):
 
     queue_s: float = 0.0
     """Seconds in the queue of the server that it was sent to; 0 for one that ended with an error."""
+
+    promise: Promise | None = None
+    """Of its time to first token; None: nothing was promised."""
 
     @property
     def token_s(self) -> float | None:
@@ -199,6 +207,8 @@ class Replay:
                 partial(self._cached, number),
                 cancels=settings.cancels,
                 slowed=slowed(self._world, 1.0 if number else settings.slow),
+                copied=settings.copied,
+                promise=self._promise,
             )
             for number in range(settings.replicas)
         ]
@@ -348,6 +358,9 @@ class Replay:
         outcome.end_s -= outcome.arrival_s
         if outcome.first_token_s is None:
             outcome.first_token_s = outcome.end_s
+
+    def _promise(self, rid: str, promise: Promise) -> None:
+        self._outcomes[int(rid)].promise = promise
 
     def _served(self, rid: str, cached_tokens: int, queue_s: float, remote: bool, error: ErrorInfo | None) -> None:
         """A request has ended at its decode server."""

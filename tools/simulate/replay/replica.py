@@ -3,7 +3,10 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
+from msgspec.structs import replace
+
 from headrace.core.config import SchedulerConfig
+from headrace.core.messages.forecasts import ForecastMade, MakeForecast
 from headrace.core.messages.frontend import Abort, Submit
 from headrace.core.messages.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KvEventMessage, ReplicaKvEvent
 from headrace.core.messages.orders import Order, PrepareReceive
@@ -13,17 +16,19 @@ from headrace.core.types.errors import ErrorInfo
 from headrace.core.types.kv.geometry import Geometry, ceil_div
 from headrace.core.types.packed import ITEM_BYTES, pack
 from headrace.core.types.peers.session_terms import PeerTerms
-from headrace.core.types.requests.request import Discard, SamplingParams, SendTo
+from headrace.core.types.requests.request import Discard, Promise, SamplingParams, SendTo
 from headrace.core.types.requests.reservation import Reservation
 from headrace.core.types.requests.terms import RequestTerms
 from headrace.scheduler.costs.chunking import Cost
+from headrace.scheduler.costs.row_costs import row_seconds
 from headrace.scheduler.scheduler import Effect, Scheduler
+from headrace.scheduler.twin.forecast import Copied, make_forecast
+from headrace.scheduler.twin.pipeline import TimedHostTier, TimedPipeline
 from headrace.server.routing.replica_load import LoadReport
 from headrace.server.routing.score import Candidate
 from headrace.testing.world import SchedulerDriver, World
-from headrace.tools.simulate.replay.costs import row_seconds, slowest
+from headrace.tools.simulate.replay.costs import slowest
 from headrace.tools.simulate.replay.open_prompts import ReplayOpenPrompts
-from headrace.tools.simulate.replay.pipeline import TimedHostTier, TimedPipeline
 from headrace.tools.simulate.replay.prefix_fetches import HandedOver, PrefixHolder, ReplayFetches
 from headrace.tools.simulate.replay.returns import ReplayReturns
 from headrace.tools.simulate.replay.siblings import SiblingFetches
@@ -31,6 +36,7 @@ from headrace.tools.simulate.replay.siblings import SiblingFetches
 PEER = "peer"
 NO_TERMS = RequestTerms()
 ANSWERED = SamplingParams(temperature=0.0, max_tokens=1)
+STEP_S = 1e-4  # of CPU, that a step of a forecast takes
 HANDED_OVER = SamplingParams(temperature=0.0, max_tokens=2)  # a request of one token hands no KV over
 
 
@@ -65,9 +71,12 @@ class ReplayReplica:
         *,
         cancels: bool = False,
         slowed: Callable[[], float] = lambda: 1.0,
+        copied: Copied | None = None,
+        promise: Callable[[str, Promise], None] = lambda _rid, _promise: None,
     ) -> None:
         """fetch_tokens_s, slowed: as in TimedPipeline; None: KV is dropped when its prompt is computed. cancels: its
-        stages can give a pass up."""
+        stages can give a pass up. copied: makes the copies of forecasts; None: none are made. promise: called with what
+        became of the promise of a request."""
         self._world = world
         self.name = name
         self._config = config
@@ -76,6 +85,8 @@ class ReplayReplica:
         self._first_token = first_token
         self._ended = ended
         self._cached = cached
+        self._copied = copied
+        self._promise = promise
         self._scheduler = Scheduler(config)
         self._driver = SchedulerDriver(world, self._scheduler, self._perform)
         self._handed_over: dict[str, HandedOver] = {}  # by rid, of decode servers and siblings in the replay
@@ -198,6 +209,8 @@ class ReplayReplica:
                     self._fetches.prepare(effect)
                 case AskReserve():
                     self._fetches.reserved(effect.reservation)
+                case MakeForecast():
+                    self._forecast(effect)
                 case PrefixReply():
                     self.returns.replied(effect)
                 case Order():
@@ -212,12 +225,23 @@ class ReplayReplica:
                 case RequestFinished() | RequestFailed() if effect.rid in self._handed_over:
                     self._handed_over.pop(effect.rid)(effect)
                 case RequestFinished():
+                    if effect.promise is not None:
+                        self._promise(effect.rid, effect.promise)
                     self._ended(effect.rid, effect.usage.cached_tokens, effect.timing.queue_s, None)
                 case RequestFailed():
                     self._leave_queue(effect.rid)
                     self._ended(effect.rid, 0, 0.0, effect.error)
                 case _:
                     pass
+
+    def _forecast(self, order: MakeForecast) -> None:
+        """Look ahead from now; what is found comes later by what that takes."""
+        if self._copied is None:
+            return
+        now = self._world.now
+        found = make_forecast(self._scheduler, now, order.seed, order.steps, self._copied)
+        made = ForecastMade(forecast=replace(found, took_s=STEP_S * found.steps))
+        self._world.at(now + STEP_S * found.steps, lambda: self._driver.handle(made))
 
     def _serves_another(self, end: RequestFinished | RequestFailed) -> bool:
         """What has ended is no request of a client, but a fetch or a piece of an open prompt."""

@@ -13,8 +13,7 @@ from typing import NamedTuple
 import msgspec
 
 from headrace.core.types.packed import ITEM_BYTES, pack
-
-VOCABULARY = 1 << 31  # every text number is one token
+from headrace.scheduler.twin.pipeline import VOCABULARY
 
 
 class PromptSegment(NamedTuple):

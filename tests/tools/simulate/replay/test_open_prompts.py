@@ -17,6 +17,7 @@ from headrace.core.types.packed import pack, packed_length
 from headrace.core.types.requests.kv_hints import Retain
 from headrace.core.types.requests.request import SamplingParams, Timing, Usage
 from headrace.core.types.requests.terms import RequestTerms
+from headrace.scheduler.twin.pipeline import CANCEL_S
 from headrace.server.frontend.open_prompts.open_prompts import OpenPrompts
 from headrace.server.frontend.open_prompts.pieces import LocalPieces
 from headrace.server.frontend.request.generation_request import GenerationRequest
@@ -25,7 +26,6 @@ from headrace.tools.simulate.replay.conversations import answered
 from headrace.tools.simulate.replay.decode_server import DecodeTier
 from headrace.tools.simulate.replay.growth import growths
 from headrace.tools.simulate.replay.open_prompts import ReplayOpenPrompts
-from headrace.tools.simulate.replay.pipeline import CANCEL_S
 from headrace.tools.simulate.replay.replay import OPEN_S, ReplayOutcome, ReplayResult
 from headrace.tools.simulate.replay.workload import TraceRequest, packed_tokens
 from tests.tools.simulate.replay import replays

@@ -11,8 +11,8 @@ from headrace.core.messages.stage_events import AnyStageEvent, ChunkAcked, PlanD
 from headrace.core.types.packed import pack
 from headrace.core.types.requests.request import SamplingParams
 from headrace.scheduler.costs.chunking import Cost
+from headrace.scheduler.twin.pipeline import CANCEL_S, TimedHostTier, TimedPipeline
 from headrace.testing.world import World
-from headrace.tools.simulate.replay.pipeline import CANCEL_S, TimedHostTier, TimedPipeline
 
 COSTS: tuple[Cost, ...] = ((0.0, 0.001, 0.01), (0.0, 0.002, 0.003), (0.0, 0.0005, 0.02))
 

@@ -20,10 +20,11 @@ from headrace.core.types.peers.session_terms import PeerTerms
 from headrace.core.types.requests.request import SamplingParams, SendTo, Timing
 from headrace.core.types.requests.reservation import Reservation
 from headrace.scheduler.costs.chunking import Cost
+from headrace.scheduler.costs.row_costs import row_seconds
 from headrace.scheduler.scheduler import Effect, Scheduler
+from headrace.scheduler.twin.pipeline import TimedHostTier, TimedPipeline
 from headrace.testing.world import SchedulerDriver, World
-from headrace.tools.simulate.replay.costs import row_seconds, split_evenly
-from headrace.tools.simulate.replay.pipeline import TimedHostTier, TimedPipeline
+from headrace.tools.simulate.replay.costs import split_evenly
 
 COST: Cost = (1e-8, 1e-4, 0.002)  # of all stages: 0.1 ms a token, 2 ms a pass, attention
 PAGE, CHUNK, PEER = 16, 512, "peer"

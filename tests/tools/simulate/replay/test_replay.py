@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headrace.scheduler.costs.chunking import Cost
+from headrace.scheduler.twin.pipeline import VOCABULARY
 from headrace.server.routing.replica_load import LoadReport
 from headrace.server.routing.score import Candidate
 from headrace.tools.simulate.replay.costs import offered_work, split_evenly
@@ -22,7 +23,7 @@ from headrace.tools.simulate.replay.routing import (
     RouterFactory,
     ScoreRouter,
 )
-from headrace.tools.simulate.replay.workload import VOCABULARY, PromptSegment, TraceRequest, prompt
+from headrace.tools.simulate.replay.workload import PromptSegment, TraceRequest, prompt
 from tests.tools.simulate.replay import replays
 from tests.tools.simulate.replay.replays import COST, PAGE, request
 

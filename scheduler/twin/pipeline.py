@@ -36,11 +36,12 @@ from headrace.core.messages.stage_events import (
 from headrace.core.types.kv.geometry import Geometry
 from headrace.core.types.packed import ITEM_BYTES
 from headrace.scheduler.costs.chunking import Cost
-from headrace.testing.world import World
-from headrace.tools.simulate.replay.costs import pass_seconds
-from headrace.tools.simulate.replay.workload import VOCABULARY
+from headrace.scheduler.costs.row_costs import pass_seconds
+from headrace.scheduler.twin.world import World
 
+VOCABULARY = 1 << 31  # any token id is one
 TOKEN = 0  # what requests sample whose answer is not known
+LEAST_LEFT = 0.1  # share of a pass that is left at least where it should be done by now
 CANCEL_S = 0.002  # in which a stage has given a pass up
 
 
@@ -82,10 +83,10 @@ class TimedHostTier:
 class TimedPass:
     """A forward pass on its way through the stages."""
 
-    def __init__(self, order: Forward, read_s: float) -> None:
-        """read_s: seconds that each stage takes for the KV that is read by requests that decode."""
+    def __init__(self, order: Forward, seconds: list[float]) -> None:
+        """seconds: that each stage takes."""
         self.order = order
-        self.read_s = read_s
+        self.stage_s = seconds
         self.cancelled = False
         self.stage = 0
         """Where it is, or waits for its turn."""
@@ -113,11 +114,12 @@ class TimedPipeline:
         read_s: float = 0.0,
         sampled: Callable[[PlanRow], int] = lambda _row: TOKEN,
         slowed: Callable[[], float] = lambda: 1.0,
+        vary: Callable[[Forward], float] = lambda _order: 1.0,
     ) -> None:
         """costs: of each stage. fetch_tokens_s: tokens a second whose KV leaves each stage; None: at once. report:
         takes the stages' events. read_s: seconds that all stages add to a pass for each token whose KV is read by a
         request that decodes. sampled: the token that a row samples. slowed: how many times as long a pass takes that
-        begins now."""
+        begins now; vary: the same by the pass, of all stages."""
         self._world = world
         self._costs = costs
         self._fetch_tokens_s = fetch_tokens_s
@@ -126,6 +128,7 @@ class TimedPipeline:
         self._read_s = read_s / len(costs)
         self._sampled = sampled
         self._slowed = slowed
+        self._vary = vary
         self._queues: list[deque[TimedPass]] = [deque() for _ in costs]  # of each stage; it computes the first
         self._passes: dict[int, TimedPass] = {}  # by order number, those that are not through; the oldest first
         self._to_send: deque[SendChunk] = deque()  # over a link that has a rate
@@ -166,7 +169,7 @@ class TimedPipeline:
             case CancelSend() | CancelReceive():
                 self._world.at(self._world.now, lambda: self._transfer_cancelled(order))
             case StorePages():
-                self._after(next(reversed(self._passes), -1), lambda: self._host.store(order))
+                self.after(next(reversed(self._passes), -1), lambda: self._host.store(order))
             case LoadPages():
                 self._host.load(order)
             case _:
@@ -184,10 +187,23 @@ class TimedPipeline:
             self.busy_s[found.stage] -= found.seconds - seconds
             self._take(found, found.began_at, seconds)
 
+    def take_over(self, order: Forward, seconds: Sequence[float], stage: int, passed_s: float) -> None:
+        """Go on with a pass that was ordered before, in the order in which they were. seconds: that each stage takes
+        for it. stage: where it is; passed_s: since that stage has taken it up, if it has no other before it."""
+        vary = self._vary(order)
+        found = TimedPass(order, [vary * each for each in seconds])
+        found.stage = stage
+        if not self._queues[stage]:
+            found.stage_s[stage] = max(LEAST_LEFT * found.stage_s[stage], found.stage_s[stage] - passed_s)
+        self._passes[order.seq] = found
+        self._arrive(found)
+
     def _forward(self, order: Forward) -> None:
         self.plans += 1
         read_s = self._read_s * sum(row.start for row in order.rows if row.generated) if self._read_s else 0.0
-        self._passes[order.seq] = ordered = TimedPass(order, read_s)
+        vary = self._vary(order)
+        seconds = [vary * (pass_seconds(cost, order.rows) + read_s) for cost in self._costs]
+        self._passes[order.seq] = ordered = TimedPass(order, seconds)
         self._arrive(ordered)
 
     def _arrive(self, arrived: TimedPass) -> None:
@@ -198,7 +214,7 @@ class TimedPipeline:
             self._begin(arrived)
 
     def _begin(self, begun: TimedPass) -> None:
-        seconds = 0.0 if begun.cancelled else pass_seconds(self._costs[begun.stage], begun.order.rows) + begun.read_s
+        seconds = 0.0 if begun.cancelled else begun.stage_s[begun.stage]
         seconds *= self._slowed()
         self.busy_s[begun.stage] += seconds
         self._take(begun, self._world.now, seconds)
@@ -233,7 +249,7 @@ class TimedPipeline:
         rows = (row for row in order.rows if row.sample is not None)
         return tuple(SampledToken(row.request, self._sampled(row)) for row in rows)
 
-    def _after(self, seq: int, action: Callable[[], None]) -> None:
+    def after(self, seq: int, action: Callable[[], None]) -> None:
         """Do this when a pass is through; at once if it is. It orders nothing."""
         if (found := self._passes.get(seq)) is not None:
             found.then.append(action)
@@ -243,7 +259,7 @@ class TimedPipeline:
     def _send(self, order: SendChunk) -> None:
         """The chunk leaves when it is computed and, over a link of some rate, the chunks before it have left."""
         if self._fetch_tokens_s is None:
-            self._after(order.after, lambda: self._acknowledge_at(self._world.now, order))
+            self.after(order.after, lambda: self._acknowledge_at(self._world.now, order))
         else:
             self._to_send.append(order)
             self._pump_link()
