@@ -4,10 +4,14 @@ from collections.abc import Callable
 
 import pytest
 
+from headrace.core.messages.forecasts import ForecastMade
+from headrace.core.messages.frontend import Submit
+from headrace.core.messages.replies import Promised
 from headrace.core.runtime.forked import ForkFailed, run_forked
 from headrace.core.types.forecast import HORIZON_S, Forecast
-from headrace.core.types.requests.request import SendTo
+from headrace.core.types.requests.request import Discard, SamplingParams, SendTo
 from headrace.scheduler.promises.promises import LENGTHS
+from headrace.scheduler.recording.snapshot import decode, encode
 from headrace.scheduler.twin.forecast import make_forecast
 from tests.scheduler.twin.driven import COST, Driven
 
@@ -81,3 +85,16 @@ def test_a_copy_that_fails_is_no_forecast() -> None:
     driven = under_load(0.5)
     with pytest.raises(ForkFailed):
         make_forecast(driven.scheduler, driven.world.now, 1, STEPS, no_copy)
+
+
+def test_a_snapshot_goes_on_with_equal_promises() -> None:
+    """What recordings keep of promises is all that they depend on."""
+    driven = under_load(0.9, seconds=10.0)
+    driven.driver.handle(ForecastMade(forecast=forecast(driven)))
+    for number in range(10):
+        driven.submit(f"s{number}", TOKENS)
+    restored = decode(encode(driven.scheduler))
+    submit = Submit(rid="it", prompt=bytes(400), sampling=SamplingParams(max_tokens=1), route=Discard())
+    expected = [each for each in driven.scheduler.handle(submit, driven.world.now) if isinstance(each, Promised)]
+    assert [each for each in restored.handle(submit, driven.world.now) if isinstance(each, Promised)] == expected
+    assert len(expected) == 1
