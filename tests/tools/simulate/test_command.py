@@ -291,6 +291,23 @@ def test_refusals_and_retries_are_in_the_table(trace: Path, capsys: pytest.Captu
     assert not ordered["summary"]["refused"]
 
 
+def test_promises_have_their_columns_and_a_picture(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = "".join(f"{0.4 * number},{50 + 40 * (number % 7)}\n" for number in range(60))
+    trace.write_text("arrival_s,input_tokens\n" + rows)
+    picture = trace.parent / "promises.png"
+    (row,) = report(trace, "--promise", "p90", "--load", "0.8", "--plot", str(picture))["rows"]
+    promises = row["summary"]["promises"]
+    assert row["promise"] == 0.9
+    everything = promises["classes"]["all"]
+    assert everything["promised"] == len(promises["points"]) > 30
+    within = [ttft <= bound for _, _, bound, ttft in promises["points"]]
+    assert everything["kept"] == pytest.approx(sum(within) / len(within))
+    header, figures = capsys.readouterr().out.splitlines()[-2:]
+    assert "promised" in header
+    assert f"{100 * everything['kept']:.2f}" in figures.split()
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
 def test_the_share_of_first_retries_is_of_those_that_came_again() -> None:
     attempts = [("", 1), ("", 2), ("", 2), ("", 3), ("slo_unreachable", 2), ("slo_unreachable", 1)]
     outcomes = tuple(ReplayOutcome(100, 0.0, 0, None if error else 1.0, 0, error, tries) for error, tries in attempts)
