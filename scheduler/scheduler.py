@@ -154,8 +154,8 @@ class Scheduler:
 
     @property
     def state(self) -> State:
-        """What it knows: for those who explain what it has decided, and change nothing of what it will decide; and for the
-        twin, a copy."""
+        """What it knows: for those who explain what it has decided, and change nothing of what it will decide; and for
+        the twin, a copy."""
         return self._state
 
     @property
