@@ -107,9 +107,14 @@ def one_by_one(server: Server, seeds: range) -> dict[str, float]:
 
 def test_a_flipped_bit_names_both_servers_and_an_honest_fleet_has_none(servers: ExitStack, tmp_path: Path) -> None:
     decode, prefills = fleet(servers, 1.0, STUB, ((), ""), ((), write_hook(tmp_path, "flips a bit")))
-    found = one_by_one(decode, range(12))
-    assert found["different"] > 0, found
-    assert set(found) <= {"equal", "different"}, "a chunk has several pages, and one bit of it is wrong"
+    found: dict[str, float] = {}
+    for number in range(1, 60):  # a chunk has several pages, and one bit of it is wrong
+        ask(decode, prompt(number))
+        found = audited(decode, number)
+        if "different" in found:
+            break
+    assert found["different"] == 1, found
+    assert set(found) <= {"equal", "different"}
     lines = re.findall(r"audit: the KV of request .*", decode.log)
     assert len(lines) == found["different"]
     for line in lines:
@@ -134,9 +139,11 @@ def test_every_kind_of_wrong_server_is_found(
     hook = write_hook(tmp_path, wrong, fingerprint=fingerprint)
     other = ("--model", str(models["other"])) if wrong == "other weights" else true
     decode, _ = fleet(servers, 1.0, model, (true, ""), (other, hook), decode=true)
-    found = one_by_one(decode, range(8))
-    assert set(found) <= {"equal", "different"}
-    assert found["different"] == 8 if wrong != "flips a bit" else found["different"] > 0
+    found = one_by_one(decode, range(8 if wrong != "flips a bit" else 24))
+    nan = {"failed"} if wrong == "flips a bit" else set()  # of what comes behind some flipped bits
+    assert set(found) - nan <= {"equal", "different"}, found
+    assert found["different"]
+    assert wrong == "flips a bit" or found["different"] == 8
 
 
 @pytest.mark.full
