@@ -1,101 +1,68 @@
-"""Recordings of schedulers that tests drive: what each of them is given and decides is written as the recorder does."""
+"""Recordings as files with several segments, as those of servers that have run for a while."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
-from unittest.mock import patch
+
+import msgspec
 
 from headrace.core.version import headrace_version
 from headrace.scheduler.recording.file import (
-    Header,
-    Kind,
     RecordedCall,
+    Recording,
+    apply,
     encode_calls,
     encode_header,
     encode_snapshot,
+    read_recording,
 )
-from headrace.scheduler.recording.hiding import Hiding, Plain
-from headrace.scheduler.scheduler import Effect, Event, Scheduler
+from headrace.scheduler.recording.hiding import Plain
+from tests.scheduler import recordings
+from tests.scheduler.recordings import Tape
 
-WALL_S = 1_764_000_000.0
-SUFFIX = ".recording"
-
-
-class Tape:
-    """One scheduler's recording: a segment for every so many calls."""
-
-    def __init__(self, scheduler: Scheduler, every: int, *, hidden: bool) -> None:
-        self.scheduler = scheduler
-        self.config = config = scheduler.state.config
-        self._every = every
-        self._hiding = Hiding(bytes(range(32)), config.vocab_size, config.page_size) if hidden else Plain()
-        self._hidden = hidden
-        self._number = 0
-        self._calls: list[RecordedCall] = []
-        self.count = 0
-        self._sections = [encode_snapshot(0, 0.0, scheduler, self._hiding)]
-
-    def keep(self, kind: Kind, now: float, event: Event | None, effects: list[Effect]) -> None:
-        """A call was made."""
-        self._calls.append(RecordedCall(kind, now, event, list(effects)))
-        self.count += 1
-        if len(self._calls) == self._every:
-            self._cut(now)
-
-    def _cut(self, now: float) -> None:
-        self._sections.append(encode_calls(self._number, self._calls, self._hiding))
-        self._number += 1
-        self._sections.append(encode_snapshot(self._number, now, self.scheduler, self._hiding))
-        self._calls.clear()
-
-    def data(self, version: str = "", raised: str = "") -> bytes:
-        """The whole file. raised: by the last call."""
-        header = Header(
-            version=version or headrace_version(),
-            python="3",
-            config=self.config,
-            hidden=self._hidden,
-            wall_offset_s=WALL_S,
-            server="prefill server",
-            reason="a test",
-            written_at=WALL_S + 60.0,
-        )
-        last = [encode_calls(self._number, self._calls, self._hiding, raised)] if self._calls else []
-        return b"".join([encode_header(header), *self._sections, *last])
-
-    def write(self, folder: Path, name: str = f"incident{SUFFIX}", **fields: str) -> Path:
-        """Write it to a file."""
-        path = folder / name
-        path.write_bytes(self.data(**fields))
-        return path
+WALL_S = 1_764_000_000.0  # 2025-11-24 16:00 UTC
+EVERY = 40  # calls of a segment
 
 
-@contextmanager
-def taped(every: int = 1 << 30, *, hidden: bool = True) -> Iterator[list[Tape]]:
-    """The tapes of all schedulers that are called meanwhile, in the order of their first calls."""
-    tapes: dict[int, Tape] = {}
+def taped(*, hidden: bool = True, first: int = 0) -> AbstractContextManager[list[Tape]]:
+    """Tapes of all schedulers that are made meanwhile, from a call on. They are there when it has ended."""
+    return recordings.taped(lambda: first, lambda: hidden)
 
-    def keeping(kind: Kind, original: Callable[..., list[Effect]]) -> Callable[..., list[Effect]]:
-        def call(scheduler: Scheduler, *arguments: Any) -> list[Effect]:
-            tape = tapes.get(id(scheduler))
-            if tape is None:
-                tape = tapes[id(scheduler)] = Tape(scheduler, every, hidden=hidden)
-                found.append(tape)
-            effects = original(scheduler, *arguments)
-            event = arguments[0] if kind == "handle" else None
-            tape.keep(kind, arguments[-1], event, effects)
-            return effects
 
-        return call
+def write(
+    tape: Tape,
+    folder: Path,
+    name: str = "incident.recording",
+    *,
+    every: int = EVERY,
+    version: str = "",
+    raised: str = "",
+) -> Path:
+    """Write a tape to a file. version: of the release that says to have written it. raised: by the last call."""
+    path = folder / name
+    tape.header = msgspec.structs.replace(
+        tape.header,
+        version=version or headrace_version(),
+        wall_offset_s=WALL_S,
+        server="prefill server",
+        reason="a test",
+    )
+    assert tape.write(path, raised)
+    if not raised:
+        path.write_bytes(b"".join(_divided(read_recording(path), every)))
+    return path
 
-    found: list[Tape] = []
-    kinds: tuple[Kind, ...] = ("handle", "plan", "tick")
-    patches = [patch.object(Scheduler, kind, keeping(kind, getattr(Scheduler, kind))) for kind in kinds]
-    for one in patches:
-        one.start()
-    try:
-        yield found
-    finally:
-        for one in patches:
-            one.stop()
+
+def _divided(recording: Recording, every: int) -> Iterator[bytes]:
+    """The recording of one segment with a segment for so many calls: they are made again, and recorded as they are."""
+    (segment,) = recording.segments
+    scheduler, calls, plain = segment.restore(), segment.calls, Plain()
+    yield encode_header(recording.header)
+    for number, start in enumerate(range(0, len(calls), every)):
+        now = calls[start].now
+        yield encode_snapshot(number, now, scheduler, plain)
+        made = [
+            RecordedCall(call.kind, call.now, call.event, apply(scheduler, call))
+            for call in calls[start : start + every]
+        ]
+        yield encode_calls(number, made, plain)

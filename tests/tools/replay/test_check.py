@@ -16,14 +16,15 @@ from headrace.testing.simulator import simulate
 from headrace.tools.replay.check import check
 from headrace.tools.replay.playback import Playback
 from tests.scheduler.bench import Bench
-from tests.tools.replay.tapes import Tape, taped
+from tests.scheduler.recordings import Tape
+from tests.tools.replay.tapes import taped, write
 
 
-def schedules(seed: int, *, every: int = 40, hidden: bool = True) -> list[Tape]:
+def schedules(seed: int, *, hidden: bool = True) -> list[Tape]:
     """A random schedule of a pair or of a colocated server, with all that may go wrong."""
     shape = "pair" if seed % 2 else "colocated"
     scenario = Scenario(seed, shape=shape, stall=0.02, crash=0.2, opened=0.2, tiers=not hidden, dp=1 + seed % 5 // 4)
-    with taped(every, hidden=hidden) as tapes:
+    with taped(hidden=hidden) as tapes:
         assert not simulate(scenario).violations
     return tapes
 
@@ -31,18 +32,18 @@ def schedules(seed: int, *, every: int = 40, hidden: bool = True) -> list[Tape]:
 @pytest.mark.parametrize("seed", range(8))
 def test_random_schedules_are_decided_again(seed: int, tmp_path: Path) -> None:
     for tape in schedules(seed, hidden=seed % 3 > 0):
-        verdict, playback = check(read_recording(tape.write(tmp_path)))
+        verdict, playback = check(read_recording(write(tape, tmp_path)))
         assert verdict.equal, verdict.differences
-        assert (verdict.calls, len(playback)) == (tape.count, tape.count)
+        assert (verdict.calls, len(playback)) == (len(tape.calls), len(tape.calls))
         assert verdict.passes > 0
         assert all(second.equal for second in verdict.seconds)
-        assert sum(second.calls for second in verdict.seconds) == tape.count
+        assert sum(second.calls for second in verdict.seconds) == len(tape.calls)
 
 
 @pytest.mark.parametrize("seed", [0, 1])
 def test_every_state_is_reached_forward_and_back(seed: int, tmp_path: Path) -> None:
     """Wherever it jumps to, the next call has its recorded effects, and the counts are those of going straight on."""
-    recording = read_recording(schedules(seed, every=25)[0].write(tmp_path))
+    recording = read_recording(write(schedules(seed)[0], tmp_path, every=25))
     straight, counts = Playback(recording), []
     for _ in straight:
         counts.append((straight.scheduler.state.phases, straight.scheduler.state.unplanned))
@@ -79,7 +80,7 @@ class _Planner:
 def test_the_first_call_that_differs_is_named_with_what_comes_out(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = schedules(0, every=30)[0].write(tmp_path)
+    path = write(schedules(0)[0], tmp_path, every=30)
     planner = _Planner(4)
     monkeypatch.setattr(Scheduler, "plan", lambda scheduler, now: planner(scheduler, now))
     assert cli.main(["replay", str(path), "--verbose"]) == 1
@@ -92,24 +93,24 @@ def test_the_first_call_that_differs_is_named_with_what_comes_out(
 
 
 def test_the_summary(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    tape = schedules(2, every=50)[0]
-    path = tape.write(tmp_path)
+    tape = schedules(2)[0]
+    path = write(tape, tmp_path)
     assert cli.main(["replay", str(path), "--verbose"]) == 0
     out, err = capsys.readouterr()
     assert err == "", "progress is for terminals"
     first, second, *_ = out.splitlines()
-    assert first.startswith(f"{path.name} (prefill server; a test): {tape.count:,} calls in ")
+    assert first.startswith(f"{path.name} (prefill server; a test): {len(tape.calls):,} calls in ")
     assert "token ids hidden" in first
     assert "from 2025-11-24" in first
     assert second.startswith("12 requests arrive") or "requests arrive, 0 were here before" in second
-    assert f"The same decisions again: the effects of all {tape.count:,} calls have the recorded digests" in out
+    assert f"The same decisions again: the effects of all {len(tape.calls):,} calls have the recorded digests" in out
     assert "second  calls" in out
 
 
 def test_a_recording_of_another_release_says_what_it_cannot_promise(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    path = schedules(0)[0].write(tmp_path, version="0.1.2")
+    path = write(schedules(0)[0], tmp_path, version="0.1.2")
     assert cli.main(["replay", str(path)]) == 0
     out = capsys.readouterr().out
     assert "recorded by headrace 0.1.2" in out
@@ -125,7 +126,8 @@ def test_a_crash_of_the_scheduler_is_raised_again(
         bench.submit("a")
         bench.submit("b")
     tape = tapes[0]
-    crashed = tape.write(tmp_path, raised="RuntimeError: no such page")
+    healthy = write(tape, tmp_path, "healthy.recording")
+    crashed = write(tape, tmp_path, raised="RuntimeError: no such page")
     assert cli.main(["replay", str(crashed)]) == 1, "this release does not raise it"
     assert "recorded: RuntimeError: no such page" in capsys.readouterr().out
     handle = Scheduler.handle
@@ -140,14 +142,13 @@ def test_a_crash_of_the_scheduler_is_raised_again(
     out = capsys.readouterr().out
     assert "raises an exception, as it did then: call 2 at 0.000 s, segment 0: Submit b: 10 tokens, DecodeHere" in out
     assert "now: raised RuntimeError: no such page (" in out
-    assert cli.main(["replay", str(tape.write(tmp_path, "healthy.recording"))]) == 1
+    assert cli.main(["replay", str(healthy)]) == 1
     assert "different: call 2" in capsys.readouterr().out
 
 
 @pytest.fixture(scope="module")
 def intact(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    tape = schedules(1, every=60)[0]
-    return tape.write(tmp_path_factory.mktemp("recordings"))
+    return write(schedules(1)[0], tmp_path_factory.mktemp("recordings"), every=60)
 
 
 COMMANDS = ([], ["--at", "0"], ["--step"], ["why", "r1"], ["diff"], ["picture", "-o", "{out}"])
@@ -194,11 +195,14 @@ def test_a_state_that_no_scheduler_has_is_told(tmp_path: Path, capsys: pytest.Ca
     bench = Bench()
     bench.submit("a")
     del bench.scheduler.state.replicas[0].queues.policy
-    tape = Tape(bench.scheduler, 1 << 30, hidden=False)
-    tape.keep("plan", 101.0, None, [])
+    tape = Tape(bench.scheduler, 0, hidden=False)
+    tape.before(101.0)
+    tape.made("plan", 101.0, None, [])
+    path = tmp_path / "incident.recording"
+    assert tape.write(path)
     statuses = []
     for command in ([], ["--at", "0"], ["why", "a"], ["diff"], ["picture", "-o", str(tmp_path / "x.html")]):
-        statuses.append(cli.main(["replay", str(tape.write(tmp_path)), *command]))
+        statuses.append(cli.main(["replay", str(path), *command]))
         out, err = capsys.readouterr()
         assert "Traceback" not in out + err
         assert err.count("\n") == (statuses[-1] == 2)

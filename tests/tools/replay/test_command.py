@@ -15,13 +15,13 @@ from headrace.scheduler.recording.file import read_recording
 from headrace.tools.replay import steps
 from headrace.tools.replay.playback import Playback
 from tests.scheduler.bench import Bench
-from tests.tools.replay.tapes import taped
+from tests.tools.replay.tapes import taped, write
 
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
     """Three prompts, one of which is too long for what is left of the pool, three passes of a tenth of a second."""
-    with taped(4) as tapes:
+    with taped() as tapes:
         bench = Bench(chunk_tokens=8, kv_pages=8, pipeline_depth=0, prefix_cache=False, policy="fcfs")
         for rid, tokens in (("a", 16), ("b", 12), ("c", 20)):
             bench.submit(rid, [len(rid)] * tokens, max_tokens=1)
@@ -31,7 +31,7 @@ def path(tmp_path: Path) -> Path:
             bench.now += 0.1
             bench.done(forward, *[1 for row in forward.rows if row.sample is not None])
         bench.plan()
-    return tapes[0].write(tmp_path)
+    return write(tapes[0], tmp_path, every=4)
 
 
 def test_the_state_at_a_time(path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -16,7 +16,7 @@ from headrace.tools.replay.counterfactual import _PromptTexts
 from headrace.tools.simulate.replay.decode_server import DecodeTier
 from headrace.tools.simulate.replay.workload import TraceRequest, packed_tokens
 from tests.scheduler.bench import Bench
-from tests.tools.replay.tapes import Tape, taped
+from tests.tools.replay.tapes import taped, write
 from tests.tools.simulate.replay import replays
 
 COST: Cost = (2e-7, 4e-4, 0.004)
@@ -33,9 +33,9 @@ def trace(count: int = 60) -> list[TraceRequest]:
 def recorded(requests: Sequence[TraceRequest], folder: Path, **settings: Any) -> Path:
     """The recording of the first scheduler with requests, as an engine with these costs serves them."""
     config: SchedulerConfig = settings.pop("config", replays.config(policy="fcfs"))
-    with taped(500) as tapes:
+    with taped() as tapes:
         replays.replay(requests, config, costs=(COST,), **settings)
-    return max(tapes, key=lambda tape: tape.count).write(folder)
+    return write(max(tapes, key=lambda tape: len(tape.calls)), folder, every=500)
 
 
 def diff(path: Path, *flags: str) -> dict[str, Any]:
@@ -104,7 +104,7 @@ def test_recordings_that_say_too_little(tmp_path: Path, capsys: pytest.CaptureFi
         bench = Bench()
         bench.submit("a", 10, max_tokens=1)
         bench.compute(3)
-    assert cli.main(["replay", str(tapes[0].write(tmp_path)), "diff"]) == 2
+    assert cli.main(["replay", str(write(tapes[0], tmp_path)), "diff"]) == 2
     assert "has 1 passes that were computed; diff fits costs to 8 or more" in capsys.readouterr().err
 
 
@@ -117,12 +117,8 @@ def test_a_decode_server_computes_nothing_to_simulate(tmp_path: Path, capsys: py
             bench.compute(1)
         for number in range(20):
             bench.submit(f"r{number}", 10, route=FetchFrom("p", f"t{number}"))
-    assert cli.main(["replay", str(_first(tapes).write(tmp_path)), "diff"]) == 2
+    assert cli.main(["replay", str(write(tapes[0], tmp_path)), "diff"]) == 2
     assert "were computed by other servers" in capsys.readouterr().err
-
-
-def _first(tapes: list[Tape]) -> Tape:
-    return tapes[0]
 
 
 def test_prompts_share_as_many_pages_as_they_did() -> None:

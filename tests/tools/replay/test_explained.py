@@ -13,7 +13,7 @@ from headrace.tools.replay.check import check
 from headrace.tools.replay.playback import Playback
 from headrace.tools.replay.timeline import gather
 from tests.soak.cases import case_of
-from tests.tools.replay.tapes import taped
+from tests.tools.replay.tapes import taped, write
 
 STORIES = 6  # of a recording
 
@@ -22,10 +22,10 @@ def recordings(seeds: range, folder: Path) -> Iterator[Recording]:
     """Of all schedulers of the simulated schedules among the cases of the soak."""
     for seed in seeds:
         if isinstance(scenario := case_of(seed), Scenario):
-            with taped(150, hidden=not (scenario.tiers or scenario.library)) as tapes:
+            with taped(hidden=not (scenario.tiers or scenario.library)) as tapes:
                 assert not simulate(scenario).violations
             for tape in tapes:
-                yield read_recording(tape.write(folder))
+                yield read_recording(write(tape, folder, every=150))
 
 
 def explain(recording: Recording) -> None:

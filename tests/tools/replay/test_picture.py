@@ -15,12 +15,13 @@ from headrace.scheduler.recording.file import Recording, read_recording
 from headrace.scheduler.requests.phase import ENDED, Phase
 from headrace.tools.replay import picture
 from headrace.tools.replay.timeline import gather
+from tests.tools.replay.tapes import write
 from tests.tools.replay.test_check import schedules
 
 
 @pytest.fixture(params=[0, 1, 4])
 def recording(request: pytest.FixtureRequest, tmp_path: Path) -> Recording:
-    return read_recording(schedules(request.param, every=70)[0].write(tmp_path))
+    return read_recording(write(schedules(request.param)[0], tmp_path, every=70))
 
 
 def test_the_phases_of_a_request_follow_each_other_without_gaps(recording: Recording) -> None:
@@ -84,7 +85,7 @@ class _Page(HTMLParser):
 def test_the_page_needs_nothing_else_and_has_a_bar_for_each_request(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    path = schedules(3)[0].write(tmp_path, "a<b>.recording")
+    path = write(schedules(3)[0], tmp_path, "a<b>.recording")
     out = tmp_path / "out.html"
     assert cli.main(["replay", str(path), "picture", "-o", str(out)]) == 0
     assert capsys.readouterr().out == f"wrote {out}\n"
@@ -132,14 +133,14 @@ def test_a_window(recording: Recording) -> None:
 def test_a_png(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     out = tmp_path / "out.PNG"
-    assert cli.main(["replay", str(schedules(1)[0].write(tmp_path)), "picture", "-o", str(out)]) == 0
+    assert cli.main(["replay", str(write(schedules(1)[0], tmp_path)), "picture", "-o", str(out)]) == 0
     data = out.read_bytes()
     assert data.startswith(b"\x89PNG")
     assert len(data) > 20_000
 
 
 def test_mistakes(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    path = str(schedules(0)[0].write(tmp_path))
+    path = str(write(schedules(0)[0], tmp_path))
     for output, message in (
         ("x.svg", "expected a file name that ends in .png or .html, got 'x.svg'"),
         (str(tmp_path / "none" / "x.html"), "is in no folder that exists"),
