@@ -3,14 +3,16 @@
 import platform
 import random
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 from headrace.core.version import headrace_version
 from headrace.scheduler.recording.digest import digest
 from headrace.scheduler.recording.file import (
+    KINDS,
     SUFFIX,
     Header,
     Hides,
@@ -48,6 +50,7 @@ class Tape:
         self._hiding: Hides = Hiding(random.randbytes(32), config.vocab_size, config.page_size) if hidden else Plain()
         self._left = first
         self._snapshot: bytes | None = None
+        self._raised = ""
 
     def before(self, now: float) -> None:
         """A call comes."""
@@ -60,11 +63,17 @@ class Tape:
         if self._snapshot is not None:
             self.calls.append(RecordedCall(kind, now, event, effects))
 
+    def failed(self, kind: Kind, now: float, event: Event | None, error: Exception) -> None:
+        """A call has raised."""
+        self.made(kind, now, event, [])
+        self._raised = f"{type(error).__name__}: {error}"
+
     def write(self, path: Path, raised: str = "") -> bool:
-        """Write it as a file. False if it has not begun."""
+        """Write it as a file. raised: by the last call, if that is to be told though it was not. False if it has not
+        begun."""
         if self._snapshot is None:
             return False
-        calls = encode_calls(0, self.calls, self._hiding, raised)
+        calls = encode_calls(0, self.calls, self._hiding, raised or self._raised)
         path.write_bytes(encode_header(self.header) + self._snapshot + calls)
         return True
 
@@ -73,32 +82,30 @@ class Tape:
 def taped(first: Callable[[], int] = lambda: 0, hidden: Callable[[], bool] = lambda: False) -> Iterator[list[Tape]]:
     """Tapes of all schedulers that are made meanwhile, in order. first: the call with which a tape begins."""
     tapes: dict[int, Tape] = {}
-    make, handle, plan, tick = Scheduler.__init__, Scheduler.handle, Scheduler.plan, Scheduler.tick
+    make = Scheduler.__init__
 
     def made(self: Scheduler, *arguments: object) -> None:
         make(self, *arguments)  # type: ignore[arg-type]
         tapes[id(self)] = Tape(self, first(), hidden())
 
-    def handled(self: Scheduler, event: Event, now: float) -> list[Effect]:
-        tapes[id(self)].before(now)
-        effects = handle(self, event, now)
-        tapes[id(self)].made("handle", now, event, effects)
-        return effects
+    def recorded(kind: Kind) -> Callable[..., list[Effect]]:
+        original = getattr(Scheduler, kind)
 
-    def planned(self: Scheduler, now: float) -> list[Effect]:
-        tapes[id(self)].before(now)
-        effects = plan(self, now)
-        tapes[id(self)].made("plan", now, None, effects)
-        return effects
+        def call(self: Scheduler, *arguments: Any) -> list[Effect]:
+            tape, now, event = tapes[id(self)], arguments[-1], arguments[0] if kind == "handle" else None
+            tape.before(now)
+            try:
+                effects: list[Effect] = original(self, *arguments)
+            except Exception as error:
+                tape.failed(kind, now, event, error)
+                raise
+            tape.made(kind, now, event, effects)
+            return effects
 
-    def ticked(self: Scheduler, now: float) -> list[Effect]:
-        tapes[id(self)].before(now)
-        effects = tick(self, now)
-        tapes[id(self)].made("tick", now, None, effects)
-        return effects
+        return call
 
     found: list[Tape] = []
-    with patch.multiple(Scheduler, __init__=made, handle=handled, plan=planned, tick=ticked):
+    with patch.multiple(Scheduler, __init__=made, **{kind: recorded(kind) for kind in KINDS}):
         try:
             yield found
         finally:
@@ -138,16 +145,12 @@ FOLDER = Path("recordings")
 def save_recordings(run: Callable[[], object], name: str, folder: Path = FOLDER) -> list[Path]:
     """Run a schedule that has failed again, and write a recording of each of its schedulers: NAME-0.recording, ….
     A schedule follows from its seed, so that none is recorded before it has failed."""
-    raised = ""
-    with taped() as tapes:
-        try:
-            run()
-        except Exception as error:
-            raised = f"{type(error).__name__}: {error}"
+    with taped() as tapes, suppress(Exception):
+        run()
     if tapes:
         folder.mkdir(parents=True, exist_ok=True)
     paths = [folder / f"{name}-{number}{SUFFIX}" for number in range(len(tapes))]
-    return [path for path, tape in zip(paths, tapes, strict=True) if tape.write(path, raised)]
+    return [path for path, tape in zip(paths, tapes, strict=True) if tape.write(path)]
 
 
 class FailedSchedules:

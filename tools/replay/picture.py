@@ -144,7 +144,7 @@ def _bar(life: RequestLife, began: float, window: Window) -> RequestBar:
     )
 
 
-# --- PNG
+# The PNG.
 
 
 def _draw_png(timeline: RecordedTimeline, title: str, path: Path, window: Window) -> None:
@@ -229,7 +229,7 @@ def _patch(color: str, label: str) -> "Patch":
     return Patch(color=color, label=label)
 
 
-# --- HTML
+# The HTML page.
 
 WIDTH, LEFT, RIGHT = 1280, 150, 20
 PANEL, GAP, RANK, BAR = 110, 34, 20, 9

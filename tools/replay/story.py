@@ -222,7 +222,7 @@ class _Story:
         if request.phase in (Phase.BOOTSTRAP, Phase.WAITING):
             self._say(began, self._waiting(request, began))
 
-    # --- events
+    # Events.
 
     def _event(self, event: Event, effects: list[Effect], request: Request | None, now: float) -> None:
         match event:
@@ -268,7 +268,7 @@ class _Story:
             done = f"done {now - shared.ordered:.3f} s later, after {computing} ms of computing"
             self._say(shared.ordered, f"{_computes(event.seq, shared, self._tokens)}; {done}")
 
-    # --- what a call has changed
+    # What a call has changed.
 
     def _changes(self, request: Request, now: float) -> None:
         before, note = self._noted, _note(self._state, request)
@@ -373,7 +373,7 @@ class _Story:
     def _peer(self, request: Request) -> str:
         return short(self._state.peer_of(request)) or "its peer"
 
-    # --- effects
+    # Effects.
 
     def _effect(self, effect: Effect, request: Request | None, now: float) -> None:
         match effect:
