@@ -146,7 +146,7 @@ def _diff(name: str, recording: Recording, given: Mapping[str, Any], progress: P
     asked = {setting.key: given[setting.key] for setting in options.DIFFED if setting.key in given}
     named = asked | {key: given[key] for key in ("replicas", "router") if given[key] is not None}
     recorded = {"replicas": str(state.config.dp), "router": "score"}
-    others = dict.fromkeys(("siblings", "returns", "open", "parts", "hints", "remote", "load"))
+    others = dict.fromkeys(("siblings", "returns", "open", "parts", "hints", "remote", "load", "hedge"))
     (first,) = simulate_options.combinations(recorded | others, config, host_pages)
     combinations = simulate_options.combinations(recorded | others | named, config, host_pages)
     points = counterfactual.points_of(named, combinations, first)
