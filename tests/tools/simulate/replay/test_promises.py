@@ -73,7 +73,7 @@ def test_promises_are_kept_at_a_high_load() -> None:
     assert len(found) > 0.95 * len(requests)
     assert kept(result) >= 0.97
     ratios = sorted(promise.bound_s / promise.ttft_s for promise in found)
-    assert ratios[len(ratios) // 2] < 4.0
+    assert ratios[len(ratios) // 2] < 5.0
     for outcome, promise in ((each, each.promise) for each in result.outcomes if each.promise is not None):
         assert promise.ttft_s == pytest.approx(outcome.first_token_s)
         assert promise.kept == (promise.ttft_s <= promise.bound_s)
