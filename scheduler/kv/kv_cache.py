@@ -13,7 +13,7 @@ leased = private pages of leases + pages of the tree that some lease has locked
 
 from array import array
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
 
@@ -32,6 +32,7 @@ from headrace.scheduler.kv.prefix_tree import PrefixTree, next_turn, pages_of
 from headrace.scheduler.kv.state_slots import CHECKPOINT_TOKENS, StateSlots, resumable
 from headrace.scheduler.kv.tiers import KvTiers, nearest
 from headrace.scheduler.kv.turn_chances import TurnChances
+from headrace.scheduler.kv.unproven import Unproven
 
 GHOSTS_PER_PAGE = 4  # evicted pages that are remembered, for each page of the pool; a few hundred bytes each
 LOW_WATER = 16  # one page of so many is kept free, where evicted pages are copied to the host tier
@@ -88,7 +89,7 @@ class Lease:
     """Pages of it that its tenant is to retain when it has ended: it has room for them."""
 
     proven: int = -1
-    """KvCache.prove() was called when doubts had been counted so often."""
+    """What Unproven.prove() has returned for its path."""
 
     ended: bool = False
     nonfinite: bool = False
@@ -151,8 +152,7 @@ class KvCache:
 
         self._tree = self._new_tree(pages, 0, 0)
         self._leases: dict[int, Lease] = {}
-        self._unproven: set[int] = set()  # numbers of nodes whose KV no result has shown to be finite; leases use them
-        self._doubts = 0  # how often some were added
+        self._unproven = Unproven()
         self._prefetches: list[PagePrefetch] = []
         self._owners = 0
         self.version = 0
@@ -404,20 +404,15 @@ class KvCache:
         found = len(lease.path)
         self.publish(lease, tokens, positions)
         came = zip(lease.path[found:], lease.pages[found:], strict=False)
-        self._doubt(node for node, page in came if node.page == page)
+        self._unproven.doubt(node for node, page in came if node.page == page)
 
     def prove(self, lease: Lease) -> None:
         """What was computed from the pages of a lease is finite."""
-        if self._unproven and lease.proven != self._doubts:
-            self._unproven.difference_update(node.number for node in lease.path)
-            lease.proven = self._doubts
+        lease.proven = self._unproven.prove(lease.path, lease.proven)
 
     def proven(self, lease: Lease) -> int:
         """How many of the first pages of a lease's path are known to be finite, as far as pages are."""
-        if not self._unproven:
-            return len(lease.path)
-        unproven = (index for index, node in enumerate(lease.path) if node.number in self._unproven)
-        return next(unproven, len(lease.path))
+        return self._unproven.proven(lease.path)
 
     @property
     def _keeps_checkpoints(self) -> bool:
@@ -483,14 +478,9 @@ class KvCache:
                 self._slots.forget(node)
             if self.tiers is not None:
                 self.tiers.purge(path)
-            self._doubt(node for node in path if node.locks > (0 if node.copies is None else node.copies.busy))
+            self._unproven.doubt(node for node in path if node.leases)
         self._allocator.release(self._tree.drop(path), TREE)
-        self._unproven.difference_update(node.number for node in path if not node.locks)
-
-    def _doubt(self, nodes: Iterable[Node]) -> None:
-        """Nothing shows that the KV of these pages is finite."""
-        self._unproven.update(node.number for node in nodes)
-        self._doubts += 1
+        self._unproven.forget(node for node in path if not node.locks)
 
     def resident(self, tokens: bytes | bytearray, salt: str) -> list[Node]:
         """The pages that the pool has of packed tokens."""
@@ -620,7 +610,7 @@ class KvCache:
         if nodes != self._tree.pages or unlocked != self._tree.unlocked:
             problems.append(f"the tree counts {self._tree.pages} pages, {self._tree.unlocked} unlocked; it has {nodes}")
         problems += self._tree.retention.check(self._tree.walk_all())
-        if stray := self._unproven - locks.keys():
+        if stray := self._unproven.stray(locks):
             problems.append(f"{len(stray)} unproven pages are in the tree that no lease uses")
         slots = {slot: lease.owner for lease in self._leases.values() for slot in self._slots_of(lease)}
         problems += self._slots.check(slots, self._tree.walk_all())

@@ -130,6 +130,11 @@ class Node:
         """Set while it has to stay in the pool."""
 
     @property
+    def leases(self) -> int:
+        """Leases whose path runs through it."""
+        return self.locks - (0 if self.copies is None else self.copies.busy)
+
+    @property
     def place(self) -> tuple[int, int]:
         """Rank and last use by which it stands in the eviction order."""
         kept = self.retained

@@ -276,7 +276,7 @@ class PrefixTree:
             if node.page == NONE:
                 continue
             behind = (child for child in node.children.values() if child.page != NONE)
-            if _leases(node) or any(child.rank != RELEASED or _leases(child) for child in behind):
+            if node.leases or any(child.rank != RELEASED or child.leases for child in behind):
                 break
             self.retention.first_to_leave(node)
             count += 1
@@ -290,7 +290,7 @@ class PrefixTree:
         for node in reversed(path):
             if node.page == NONE:
                 continue
-            if _leases(node) > leases or node.resident != bool(found):
+            if node.leases > leases or node.resident != bool(found):
                 break
             found.append(node)
         return found
@@ -358,11 +358,6 @@ class PrefixTree:
         del parent.children[node.key]
         if parent.parent is None and not parent.children:
             del self._roots[parent.key]
-
-
-def _leases(node: Node) -> int:
-    """Leases that use a page; copies of it that are under way are none."""
-    return node.locks - (0 if node.copies is None else node.copies.busy)
 
 
 def _evictable(node: Node) -> bool:
