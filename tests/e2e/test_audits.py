@@ -105,6 +105,7 @@ def one_by_one(server: Server, seeds: range) -> dict[str, float]:
     return audits(server)
 
 
+@pytest.mark.full
 def test_a_flipped_bit_names_both_servers_and_an_honest_fleet_has_none(servers: ExitStack, tmp_path: Path) -> None:
     decode, prefills = fleet(servers, 1.0, STUB, ((), ""), ((), write_hook(tmp_path, "flips a bit")))
     found: dict[str, float] = {}

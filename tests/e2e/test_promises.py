@@ -117,6 +117,7 @@ def test_an_objective_below_what_can_be_promised_is_refused(server: Server) -> N
     assert ask(server, 4000, 8, slo_ttft_ms=60_000).status_code == 200
 
 
+@pytest.mark.full
 def test_without_the_flag_nothing_is_forecast() -> None:
     with serving(*FLAGS[:-2], "--model", STUB) as plain:
         answer = httpx.get(f"{plain.url}/v1/forecast", timeout=10, trust_env=False)

@@ -203,6 +203,7 @@ def alone_s(fleet: Trio) -> float:
     return statistics.median(found)
 
 
+@pytest.mark.full
 def test_a_prompt_whose_server_is_killed_goes_on_at_another_one() -> None:
     with trio(STUB) as fleet:
         _, kept, _ = strike(fleet, 0, 8, killed)

@@ -64,6 +64,7 @@ def test_an_idle_server_has_samples_as_of_prompts_alone() -> None:
     assert found.queue.p99_s == 0.0
 
 
+@pytest.mark.full
 def test_equal_seeds_give_equal_forecasts() -> None:
     driven = under_load(0.9)
     one, again, other = forecast(driven), forecast(driven), forecast(driven, seed=2)

@@ -2,6 +2,8 @@
 
 import random
 
+import pytest
+
 from headrace.server.routing.hedging import MOST, SHARE
 from headrace.tools.simulate.replay.replay import ReplayResult
 from headrace.tools.simulate.replay.workload import TraceRequest
@@ -39,6 +41,7 @@ def test_the_slowest_prompts_are_faster_and_all_of_them_end_once() -> None:
     assert without.hedges == 0
 
 
+@pytest.mark.full
 def test_servers_in_time_need_no_second_one() -> None:
     assert hedged(4.0, slow=1.0).outcomes == hedged(0.0, slow=1.0).outcomes
 

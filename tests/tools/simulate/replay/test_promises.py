@@ -66,6 +66,7 @@ def few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(promises_module, "INTERVAL_S", 5.0)
 
 
+@pytest.mark.full
 def test_promises_are_kept_at_a_high_load() -> None:
     requests = workload(500, 0.9)
     result = replay(requests)
@@ -84,6 +85,7 @@ def test_equal_replays_give_equal_promises() -> None:
     assert promises(replay(requests)) == promises(replay(requests))
 
 
+@pytest.mark.full
 def test_promising_changes_no_order() -> None:
     requests = workload(60, 0.9)
     times = [
