@@ -39,10 +39,6 @@ TARGET_S = 0.25
 STEPS = (600, 3000, 20_000)
 """Of a forecast: at least, of the first one, at most."""
 
-QUANTILE = 0.75
-"""Of the samples. How much later the promised share of requests may be follows from promises that were broken: the
-extremes of few samples say less about that."""
-
 KEPT_SAMPLES = 64
 """Of each length: those of the last forecasts."""
 
@@ -61,11 +57,11 @@ class _Samples:
         self.quantile = 1.0
         self._ratios: deque[float] = deque(maxlen=KEPT_SAMPLES)
 
-    def add(self, work_s: float, ratios: tuple[float, ...]) -> None:
+    def add(self, work_s: float, ratios: tuple[float, ...], share: float) -> None:
         self.work_s = work_s
         self._ratios.extend(ratios)
         found = sorted(self._ratios)
-        self.quantile = found[ceil(QUANTILE * len(found)) - 1]
+        self.quantile = found[min(len(found), ceil(share * (len(found) + 1))) - 1]
 
 
 class Promises:
@@ -131,7 +127,7 @@ class Promises:
             self._steps = min(max(steps, STEPS[0]), STEPS[2])
         for found in forecast.samples:
             if found.ratios and found.work_s > 0:
-                self._samples[LENGTHS.index(found.tokens)].add(found.work_s, found.ratios)
+                self._samples[LENGTHS.index(found.tokens)].add(found.work_s, found.ratios, self.share)
         seconds = ((each.work_s, index) for index, each in enumerate(self._samples) if each.work_s)
         self._known = sorted((log(work_s), index) for work_s, index in seconds)
 

@@ -62,6 +62,7 @@ def server() -> Iterator[Server]:
         yield started
 
 
+@pytest.mark.full
 def test_promises_are_made_kept_counted_and_told(server: Server) -> None:
     assert HEADER not in ask(server, 100, 1).headers, "nothing is known yet"
     offer(server, lengths(WARM_UP, 2000), 0.05, seed=1)
@@ -87,6 +88,7 @@ def forecast(server: Server) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.full
 def test_the_forecast_has_bounds_by_length_and_what_a_server_more_brings(server: Server) -> None:
     offer(server, lengths(WARM_UP, 2000), 0.05, seed=3)
     wait_until(lambda: forecast(server)["queue"] is not None, 10, "a forecast")
@@ -109,6 +111,7 @@ def test_progress_has_the_bound(server: Server) -> None:
     assert 0 < first["ttft_bound_ms"] <= 1000 * bound_s + 0.001
 
 
+@pytest.mark.full
 def test_an_objective_below_what_can_be_promised_is_refused(server: Server) -> None:
     offer(server, lengths(WARM_UP, 2000), 0.05, seed=6)
     refused = ask(server, 4000, 7, slo_ttft_ms=100)

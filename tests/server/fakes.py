@@ -14,11 +14,21 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as RustTokenizer
 
 from headrace.core.config import Config, KvEventsConfig, ModelConfig, SchedulerConfig, ServerConfig
-from headrace.core.messages.frontend import Abort, AnyFrontendRequest, Drain, KvHint, QueryStats, QueryStatus, Submit
+from headrace.core.messages.frontend import (
+    Abort,
+    AnyFrontendRequest,
+    Drain,
+    KvHint,
+    QueryForecast,
+    QueryStats,
+    QueryStatus,
+    Submit,
+)
 from headrace.core.messages.replies import (
     AnySchedulerReply,
     Drained,
     EngineState,
+    ForecastReply,
     KvHinted,
     LogprobPart,
     RequestFailed,
@@ -34,6 +44,7 @@ from headrace.core.runtime.clock import Clock
 from headrace.core.stats import Stats
 from headrace.core.status import SchedulerStatus
 from headrace.core.types.errors import CANCELLED, ErrorInfo
+from headrace.core.types.forecast import ForecastReport
 from headrace.core.types.kv.geometry import CacheShape
 from headrace.core.types.ranks.expert_load import ExpertLoad
 from headrace.core.types.requests.kv_hints import HintResult
@@ -120,6 +131,8 @@ class FakeLink:
                 self.say(StatsReply(token=message.token, stats=self.stats, experts=self.experts))
             case QueryStatus() if self.answers_probes:
                 self.say(StatusReply(token=message.token, status=self.status))
+            case QueryForecast():
+                self.say(ForecastReply(token=message.token, report=ForecastReport(promise=0.0)))
             case KvHint():
                 self.say(KvHinted(token=message.token, results=tuple(HintResult(tokens=1) for _ in message.actions)))
             case Submit():

@@ -48,6 +48,7 @@ fetched request
     done > gone            : TicketFailed, TicketFinished, KvReceived
     failed > gone          : Abort, PlanDone, PrefillDown, ReceiveCancelled, SessionClosed, StageFailed
     failed > gone          : deadline REQUEST, TicketCancelled, TicketFailed, TicketFinished
+    failed > gone          : deadline LEFTOVER, next
 held request
     - > bootstrap          : Submit
     - > waiting            : Submit

@@ -73,7 +73,7 @@ def computed(runner: ModelRunner, plans: list[list[PlanRow]], tasks: TaskGraph |
 
 @pytest.mark.parametrize(("name", "quantize"), [*((name, "none") for name in CONFIGS), ("llama", "int8")])
 @pytest.mark.parametrize(("dtype", "kind"), [("float32", "avx2"), ("float32", "bf16"), ("bfloat16", "bf16")])
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=6, deadline=None)
 @given(
     lengths=st.lists(st.one_of(st.integers(1, 3), st.integers(20, 100)), min_size=1, max_size=4),
     first=st.integers(0, 150), tile=st.sampled_from([0, 0, 1, 8, 13, 64]), seed=st.integers(1, 1 << 30),

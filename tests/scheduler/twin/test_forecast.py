@@ -38,6 +38,7 @@ def forecast(driven: Driven, steps: int = STEPS, seed: int = 1) -> Forecast:
     return make_forecast(driven.scheduler, driven.world.now, seed, steps, copied)
 
 
+@pytest.mark.full
 def test_a_queue_that_grows_is_seen_to_grow_and_one_more_server_helps() -> None:
     driven = under_load(1.5)
     queued_s = driven.scheduler.state.unplanned_s

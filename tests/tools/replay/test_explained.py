@@ -46,6 +46,7 @@ def explain(recording: Recording) -> None:
         assert not told.differed
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("first", [7000, 7015])
 def test_explaining_disturbs_nothing(first: int, tmp_path: Path) -> None:
     count = 0

@@ -32,6 +32,7 @@ def share(result: ReplayResult, percent: int) -> float:
     return times[len(times) * percent // 100]
 
 
+@pytest.mark.full
 def test_the_slowest_prompts_are_faster_and_all_of_them_end_once() -> None:
     without, hedges = hedged(0.0), hedged(2.0)
     assert not any(one.error for result in (without, hedges) for one in result.outcomes)
