@@ -10,6 +10,7 @@ SMALL = ("--page-size", "16", "--max-model-len", "512", "--kv-pages", "36", "--n
 """Two prompts of 250 tokens fit, and not what is generated behind them. A preempted one leaves nothing behind."""
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("model", both(us_per_token=100))
 def test_the_texts_of_preempted_requests_are_those_of_a_large_pool(model: Model) -> None:
     with pair((*model.flags, *LARGE), (*model.flags, *SMALL)) as (prefill, decode):

@@ -112,7 +112,10 @@ def test_pieces_of_open_prompts(shape: Shape, changes: dict[str, Any]) -> None:
     assert outcomes["decode:length" if shape == "pair" else "colocated:length"] > BATCH // 4
 
 
-@pytest.mark.parametrize("changes", [{}, {"dp": 2, "lockstep": True}, {"tiers": True}])
+@pytest.mark.parametrize(
+    "changes",
+    [{"tiers": True}, *(pytest.param(each, marks=pytest.mark.full) for each in ({}, {"dp": 2, "lockstep": True}))],
+)
 def test_digests_of_pages_are_those_of_the_prompt(changes: dict[str, Any]) -> None:
     """Of pages that were fetched, and of those that pieces compute in passes that are cancelled, too."""
     reports = [simulate(Scenario(95_000 + seed, "pair", opened=0.5, **changes)) for seed in range(BATCH // 2)]
