@@ -9,6 +9,7 @@ post() ────────────────────────�
 import asyncio
 import logging
 from collections.abc import Callable
+from typing import TypeVar
 
 from headrace.core.messages.frontend import (
     Abort,
@@ -55,6 +56,8 @@ from headrace.server.frontend.link.scheduler_link import SchedulerLink
 
 log = logging.getLogger(__name__)
 
+Reply = TypeVar("Reply", bound=AnySchedulerReply)
+
 PROBE_S = 1.0
 ANSWER_S = 5.0  # in which the scheduler has to answer a hint, or what it forecasts
 RECORDING_S = 60.0  # in which it has to have written a recording
@@ -91,10 +94,7 @@ class SchedulerClient:
         self._ending: set[str] = set()  # rids of aborted requests whose end the scheduler has not reported yet
         self._held: dict[str, str] = {}  # tenants of held requests, by rid
         self._queries: dict[int, asyncio.Future[Stats]] = {}
-        self._prefix_queries: dict[int, asyncio.Future[PrefixReply]] = {}
-        self._forecasts: dict[int, asyncio.Future[ForecastReport]] = {}
-        self._hints: dict[int, asyncio.Future[tuple[HintResult, ...]]] = {}
-        self._recordings: dict[int, asyncio.Future[RecordingWritten]] = {}
+        self._asked: dict[int, asyncio.Future[AnySchedulerReply]] = {}  # by the tokens of messages
         self._token = 0
         self._inspect = inspect
         self._silence = Silence(Limits(LOST_S, max(LOST_S, hang_s)), clock.now())
@@ -231,70 +231,57 @@ class SchedulerClient:
     ) -> PrefixReply | None:
         """What the prefix cache has of a packed prompt, and whether a peer at this host has a session; None if the
         scheduler does not answer in time. terms: with its tenant and salt."""
-        answer: asyncio.Future[PrefixReply] = asyncio.get_running_loop().create_future()
-        self._token += 1
-        token = self._token
-        self._prefix_queries[token] = answer
-        query = QueryPrefix(token=token, prompt=prompt, salt=terms.prefix_salt, tenant=terms.tenant, host=host)
-        self.post(query)
+        salt, tenant = terms.prefix_salt, terms.tenant
         try:
-            return await asyncio.wait_for(answer, timeout_s)
+            return await self._answer(
+                PrefixReply,
+                lambda token: QueryPrefix(token=token, prompt=prompt, salt=salt, tenant=tenant, host=host),
+                timeout_s,
+            )
         except TimeoutError:
             return None
-        finally:
-            self._prefix_queries.pop(token, None)
 
     async def query_forecast(self) -> ForecastReport:
         """What the scheduler promises and forecasts. Raises HeadraceError (503) if it does not answer."""
-        if problem := self.problem():
-            raise refusals.SCHEDULER_SILENT.raised(problem=problem)
-        answer: asyncio.Future[ForecastReport] = asyncio.get_running_loop().create_future()
-        self._token += 1
-        token = self._token
-        self._forecasts[token] = answer
-        self.post(QueryForecast(token=token))
-        try:
-            return await asyncio.wait_for(answer, ANSWER_S)
-        except TimeoutError:
-            text = f"the scheduler has not answered in {ANSWER_S:g} s"
-            raise refusals.SCHEDULER_SILENT.raised(problem=text) from None
-        finally:
-            del self._forecasts[token]
+        return (await self._ask(ForecastReply, lambda token: QueryForecast(token=token), ANSWER_S)).report
 
     async def hint(self, prompt: bytes, terms: RequestTerms, actions: tuple[HintAction, ...]) -> tuple[HintResult, ...]:
         """What the scheduler grants of hints for a prompt's KV. Raises HeadraceError (503) if it does not answer."""
-        if problem := self.problem():
-            raise refusals.SCHEDULER_SILENT.raised(problem=problem)
-        answer: asyncio.Future[tuple[HintResult, ...]] = asyncio.get_running_loop().create_future()
-        self._token += 1
-        token = self._token
-        self._hints[token] = answer
-        self.post(KvHint(token=token, prompt=prompt, terms=terms, actions=actions))
-        try:
-            return await asyncio.wait_for(answer, ANSWER_S)
-        except TimeoutError:
-            raise refusals.SCHEDULER_SILENT.raised(
-                problem=f"the scheduler has not answered in {ANSWER_S:g} s"
-            ) from None
-        finally:
-            del self._hints[token]
+
+        def hint(token: int) -> KvHint:
+            return KvHint(token=token, prompt=prompt, terms=terms, actions=actions)
+
+        return (await self._ask(KvHinted, hint, ANSWER_S)).results
 
     async def write_recording(self) -> RecordingWritten:
         """Have what the flight recorder has written into a file. Raises HeadraceError (503) if there is no answer."""
+        return await self._ask(
+            RecordingWritten, lambda token: WriteRecording(token=token, reason="request"), RECORDING_S
+        )
+
+    async def _ask(self, kind: type[Reply], query: Callable[[int], AnyFrontendRequest], timeout_s: float) -> Reply:
+        """As _answer(), for a client who waits. Raises HeadraceError (503) if there is no answer."""
         if problem := self.problem():
             raise refusals.SCHEDULER_SILENT.raised(problem=problem)
-        answer: asyncio.Future[RecordingWritten] = asyncio.get_running_loop().create_future()
+        try:
+            return await self._answer(kind, query, timeout_s)
+        except TimeoutError:
+            problem = f"the scheduler has not answered in {timeout_s:g} s"
+            raise refusals.SCHEDULER_SILENT.raised(problem=problem) from None
+
+    async def _answer(self, kind: type[Reply], query: Callable[[int], AnyFrontendRequest], timeout_s: float) -> Reply:
+        """The scheduler's reply of a kind to a message with a new token. Raises TimeoutError."""
+        answer: asyncio.Future[AnySchedulerReply] = asyncio.get_running_loop().create_future()
         self._token += 1
         token = self._token
-        self._recordings[token] = answer
-        self.post(WriteRecording(token=token, reason="request"))
+        self._asked[token] = answer
+        self.post(query(token))
         try:
-            return await asyncio.wait_for(answer, RECORDING_S)
-        except TimeoutError:
-            problem = f"the scheduler has not answered in {RECORDING_S:g} s"
-            raise refusals.SCHEDULER_SILENT.raised(problem=problem) from None
+            reply = await asyncio.wait_for(answer, timeout_s)
         finally:
-            del self._recordings[token]
+            del self._asked[token]
+        assert isinstance(reply, kind), "tokens name one message"
+        return reply
 
     async def wait_drained(self) -> None:
         """Wait until the scheduler has sent Drained and every call was left."""
@@ -358,12 +345,9 @@ class SchedulerClient:
                 self.experts = message.experts
                 if (answer := self._queries.pop(message.token, None)) is not None and not answer.done():
                     answer.set_result(message.stats)
-            case PrefixReply():
-                if (waiter := self._prefix_queries.get(message.token)) is not None and not waiter.done():
-                    waiter.set_result(message)
-            case ForecastReply():
-                if (asked := self._forecasts.get(message.token)) is not None and not asked.done():
-                    asked.set_result(message.report)
+            case PrefixReply() | ForecastReply() | KvHinted() | RecordingWritten():
+                if (asked := self._asked.get(message.token)) is not None and not asked.done():
+                    asked.set_result(message)
             case EngineState() | PrefillState():
                 if isinstance(message, EngineState):
                     self.engine = message
@@ -371,12 +355,6 @@ class SchedulerClient:
                 self._notify()
             case ServerInfo():
                 self.server_info = message
-            case KvHinted():
-                if (hinted := self._hints.get(message.token)) is not None and not hinted.done():
-                    hinted.set_result(message.results)
-            case RecordingWritten():
-                if (written := self._recordings.get(message.token)) is not None and not written.done():
-                    written.set_result(message)
             case StageDown() | KvDigested() | Traced() | StageTraced() | RequestTraced() | StatusReply():
                 self._on_news(message)
             case Drained():
