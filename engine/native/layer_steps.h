@@ -60,18 +60,15 @@ INLINE int64_t shared_bytes(const int dtype, const struct stack *stack, const st
 INLINE void multiply_part(const int dtype, const enum weight which, const struct stack *stack, const struct batch *batch,
                           int64_t layer, int64_t item, const struct own *all, void *blocks)
 {
-    struct product part = product_of(dtype, which, stack, batch, 0, batch->rows, layer, all);
-    struct int8_rows quantized;
-    const int64_t each = panels_of_item(&part), across = (part.panels + each - 1) / each;
+    const struct product whole = product_of(dtype, which, stack, batch, 0, batch->rows, layer, all);
+    const int64_t each = panels_of_item(&whole), across = (whole.panels + each - 1) / each;
     const int64_t row = item / across * TILE_ROWS, first = item % across * each;
+    struct product part = rows_from(dtype, &whole, row);
+    struct int8_rows quantized;
     if (part.int8) {
-        quantized = int8_rows_from(part.packed, int8_rows_at(part.packed, part.rows, all->other), row);
+        quantized = int8_rows_from(part.packed, int8_rows_at(part.packed, whole.rows, all->other), row);
         part.x = &quantized;
-    } else {
-        part.x = at(part.x, row * part.stride, dtype);
     }
-    part.to = at(part.to, row * part.to_stride, dtype);
-    part.rows = part.rows - row < TILE_ROWS ? part.rows - row : TILE_ROWS;
     multiply_tile(dtype, then_of(which), &part, first, first + each < part.panels ? first + each : part.panels, blocks);
 }
 

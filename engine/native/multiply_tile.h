@@ -87,6 +87,16 @@ INLINE void multiply_tile(const int dtype, const enum then then, const struct pr
     }
 }
 
+/* The rows of a product from `row` on, TILE_ROWS of them at most. */
+INLINE struct product rows_from(const int dtype, const struct product *whole, int64_t row)
+{
+    struct product part = *whole;
+    part.x = at(whole->x, row * whole->stride, dtype);
+    part.to = at(whole->to, row * whole->to_stride, dtype);
+    part.rows = whole->rows - row < TILE_ROWS ? whole->rows - row : TILE_ROWS;
+    return part;
+}
+
 /* The whole of a product on all threads. A work item is some panels times TILE_ROWS rows. */
 INLINE void multiply_all(const int dtype, const enum then then, const struct product *whole)
 {
@@ -95,11 +105,8 @@ INLINE void multiply_all(const int dtype, const enum then then, const struct pro
 #pragma omp parallel for schedule(dynamic, 1)
     for (int64_t piece = 0; piece < across * down; piece++) {
         float blocks[BLOCKS(TILE_ROWS)] __attribute__((aligned(64)));
-        struct product part = *whole;
-        const int64_t row = piece / across * TILE_ROWS, first = piece % across * each;
-        part.x = at(whole->x, row * whole->stride, dtype);
-        part.to = at(whole->to, row * whole->to_stride, dtype);
-        part.rows = whole->rows - row < TILE_ROWS ? whole->rows - row : TILE_ROWS;
+        const int64_t first = piece % across * each;
+        const struct product part = rows_from(dtype, whole, piece / across * TILE_ROWS);
         multiply_tile(dtype, then, &part, first, first + each < whole->panels ? first + each : whole->panels, blocks);
     }
 }
