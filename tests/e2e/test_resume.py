@@ -30,6 +30,7 @@ LENGTH = CHUNK * CHUNKS
 TOKENS = 6
 FLAGS = ("--page-size", str(PAGE), "--kv-pages", "512", "--chunk-tokens", str(CHUNK), "--max-model-len", "2048")
 POLL_S = 0.004
+ATTEMPTS = 10  # prompts until a look falls between two passes
 DETECTION_S = 0.5  # of a dead process on the same machine, its next attempt and the way of what has come
 STUB = stub(us_per_token=2000)
 
@@ -79,13 +80,20 @@ class Trio:
 
     def computing(self, tokens: int) -> tuple[Server, int]:
         """Wait until a prefill server has computed so many tokens of the prompt: that server, and how many it has."""
+        found = self.caught(tokens, Future())
+        assert found is not None, "only an answer ends it without"
+        return found
+
+    def caught(self, tokens: int, asked: "Future[tuple[str, float]]") -> tuple[Server, int] | None:
+        """As computing(); None if the prompt was answered before a look could see that."""
         deadline = time.monotonic() + 60
-        while time.monotonic() < deadline:
+        while time.monotonic() < deadline and not asked.done():
             for server in self.prefills.values():
                 if server.process.poll() is None and (computed := computed_by(server)) >= tokens:
                     return server, computed
             time.sleep(POLL_S)
-        raise AssertionError(f"no server has computed {tokens} tokens")
+        assert asked.done(), f"no server has computed {tokens} tokens"
+        return None
 
     def sound(self, victim: Server) -> Server:
         return next(server for server in self.prefills.values() if server is not victim)
@@ -178,10 +186,15 @@ def check_counts(fleet: Trio, sound: Server, before: dict[str, float], computed:
 def strike(fleet: Trio, number: int, chunks: int, blow: Callable[[Server], int]) -> tuple[Server, int, float]:
     """Have a prompt computed, and strike its server once it has computed so many chunks: the server, the tokens that
     had come, and the seconds to the end. blow: returns how many tokens the server had computed."""
-    prompt, salt = prompt_of(fleet.model, number), f"s{number}"
-    kept_before, befores = fleet.resumed(), {url: server.metrics() for url, server in fleet.prefills.items()}
-    asked = fleet.ask(prompt, salt)
-    victim, _ = fleet.computing(chunks * CHUNK)
+    for attempt in range(ATTEMPTS):
+        prompt, salt = prompt_of(fleet.model, number + 100 * attempt), f"s{number}-{attempt}"
+        kept_before, befores = fleet.resumed(), {url: server.metrics() for url, server in fleet.prefills.items()}
+        asked = fleet.ask(prompt, salt)
+        if (seen := fleet.caught(chunks * CHUNK, asked)) is not None:
+            break
+        asked.result()
+    assert seen is not None, f"no look in {ATTEMPTS} prompts has seen {chunks} chunks computed, and not all"
+    victim, _ = seen
     computed = blow(victim)
     text, seconds = asked.result(120)
     assert text == fleet.model.greedy_text(prompt, TOKENS)
