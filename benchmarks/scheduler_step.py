@@ -29,6 +29,7 @@ from headrace.core.messages.replies import RequestFinished
 from headrace.core.messages.stage_events import PlanDone, SampledToken, StageReady
 from headrace.core.runtime.clock import wall_time
 from headrace.core.runtime.event_loop import is_due
+from headrace.core.runtime.process import collect_seldom
 from headrace.core.types.kv.geometry import Geometry
 from headrace.core.types.packed import pack
 from headrace.core.types.requests.request import Discard, SamplingParams
@@ -74,15 +75,13 @@ class Bench:
         scheduler = Scheduler(self._config)
         self._forecaster = Forecaster(scheduler)
         self._recorder = None if folder is None else self._record(scheduler, folder)
-        self._collects = gc.get_threshold()
-        if folder is not None:  # as the scheduler's process does then: collect_seldom()
-            self._collects = (*self._collects[:2], 100 * self._collects[2])
         self._scheduler = self._recorder or scheduler
         self._written_at = 0.0
         self.forks_ms: list[float] = []
         self._random = random.Random(0)
         self._now = 0.0
         self._count = 0
+        self.steps = 0
         ready = StageReady(
             stage=0,
             geometry=Geometry("float32", 1, 1, 1, 16),
@@ -93,6 +92,7 @@ class Bench:
             cost=COST,
         )
         self._scheduler.handle(ready, 0.0)
+        self._waiting = waiting
         for _ in range(waiting):
             self._forecast(self._submit())
 
@@ -121,9 +121,13 @@ class Bench:
         if self._recorder is not None:
             self._recorder.close()
 
+    def warm_up(self) -> None:
+        """Replace every prompt that waits once: those that came first were promised nothing."""
+        while self._count < 2 * self._waiting:
+            self._step()
+
     def step(self, count: int) -> float:
         """CPU seconds of so many steps."""
-        gc.set_threshold(*self._collects)
         started = time.process_time()
         for _ in range(count):
             self._step()
@@ -131,6 +135,7 @@ class Bench:
 
     def _step(self) -> None:
         self._now += PLAN_S
+        self.steps += 1
         if self._recorder is not None:
             self._write(self._recorder)
         forward = next(each for each in self._scheduler.plan(self._now) if isinstance(each, Forward))
@@ -176,11 +181,11 @@ class Bench:
 def _measure(benches: Sequence[Bench], steps: int, rounds: int) -> list[list[float]]:
     """Microseconds of a step of each of them, by round, in turns."""
     times: list[list[float]] = [[] for _ in benches]
-    for number in range(rounds + 1):
+    for bench in benches:
+        bench.warm_up()
+    for _ in range(rounds):
         for bench, taken in zip(benches, times, strict=True):
-            seconds = bench.step(steps)
-            if number:  # the first round warms up
-                taken.append(seconds / steps * 1e6)
+            taken.append(bench.step(steps) / steps * 1e6)
     return times
 
 
@@ -201,7 +206,7 @@ def _measure_recording(waiting: int, chunk: int, pages: int, steps: int, rounds:
     print_table(f"scheduler step, srpt, {waiting:,} waiting", ["", "µs", "ratio of medians"], rows)
     resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     print(
-        f"fork: {spread(recorded.forks_ms)} ms, {len(recorded.forks_ms)} in {(rounds + 1) * steps} steps, with "
+        f"fork: {spread(recorded.forks_ms)} ms, {len(recorded.forks_ms)} in {recorded.steps} steps, with "
         f"{resident:.0f} MiB resident; {written / 1e6:.1f} MB in the ring"
     )
 
@@ -218,12 +223,13 @@ def _measure_promises(waiting: int, chunk: int, pages: int, steps: int, rounds: 
         for name, taken, median in zip(("no promises", "--promise p99"), times, medians, strict=True)
     ]
     print_table(f"scheduler step, srpt, {waiting:,} waiting", ["", "µs", "ratio of medians"], rows)
-    print(f"fork: {spread(benches[1].forks_ms)} ms, {len(benches[1].forks_ms)} in {(rounds + 1) * steps} steps")
+    print(f"fork: {spread(benches[1].forks_ms)} ms, {len(benches[1].forks_ms)} in {benches[1].steps} steps")
 
 
 def main(arguments: Sequence[str]) -> int:
     """Measure and print. Returns the exit status."""
     parser = make_parser("scheduler_step", __doc__)
+    collect_seldom()  # as the scheduler's process does
     parser.add_argument("--waiting", type=int, nargs="+", default=[100, 100_000], metavar="N", help="prompts that wait")
     parser.add_argument("--chunk", type=int, default=2048, metavar="TOKENS", help="tokens of a plan")
     parser.add_argument("--steps", type=int, default=300, metavar="N", help="steps of a round")

@@ -263,7 +263,7 @@ class Completion:
         """Take a request out of every queue, index and deadline of live requests."""
         state = self._state
         state.enter(request, phase, now)
-        state.promises.ended(request)
+        state.promises.ended(request, now)
         self._report_spans(request)
         state.requests.end(request)
         for timer in (BootstrapTimer, TransferTimer, RequestTimer, LeaseTimer):

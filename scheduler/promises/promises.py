@@ -81,7 +81,8 @@ class Promises:
         self._samples = [_Samples() for _ in LENGTHS]
         self._known: list[tuple[float, int]] = []  # logarithm of the seconds, index of the length; ascending
         self._factors = [ConformalFactor(self.share) for _ in LENGTHS]
-        self._due: list[tuple[float, int]] = []  # a heap: when a promise is broken, arrival number of its request
+        self._due: dict[int, list[int]] = {}  # second -> arrival numbers of those whose bound has passed by then
+        self._seconds: list[int] = []  # a heap of these seconds
         self._asked = self._changed = self._running = False
         self._began_at = self._next_at = 0.0
         self._count = 0
@@ -155,7 +156,7 @@ class Promises:
     def promised(self, request: Request, promised: TtftPromise) -> None:
         """The bound was promised to a request that was admitted."""
         request.promised = promised
-        heapq.heappush(self._due, (request.arrived + promised.bound_s, request.arrival))
+        self._watch(request.arrival, request.arrived + promised.bound_s)
         self._histograms.observe("promised_ttft_seconds", promised.bound_s)
 
     def first_token(self, request: Request, now: float) -> None:
@@ -174,27 +175,45 @@ class Promises:
             self._factors[promised.length].ended(kept=True)
             self._counters.add("promises_total", labels=("kept",))
 
-    def ended(self, request: Request) -> None:
+    def ended(self, request: Request, now: float) -> None:
         """A request has ended, maybe before its first token: then nobody waits for it any more."""
         promised = request.promised
-        if promised is not None and promised.ttft_s is None and not promised.broken:
+        if promised is None or promised.ttft_s is not None or promised.broken:
+            return
+        if _until(request, promised, now) < now:
+            self._broken(promised)
+        else:
             self._counters.add("promises_total", labels=("void",))
 
     def expire(self, find: Callable[[int], Request | None], now: float) -> None:
-        """Count the promises whose time has passed. find: a request by its arrival number."""
-        while self._due and self._due[0][0] < now:
-            _, arrival = heapq.heappop(self._due)
-            request = find(arrival)
-            promised = request.promised if request is not None else None
-            if request is None or promised is None or request.ended or promised.ttft_s is not None:
-                continue
-            until = request.arrived + request.time_in(Phase.BOOTSTRAP, now) + promised.bound_s
-            if until < now:
-                self._broken(promised)
-            else:
-                heapq.heappush(self._due, (max(until, now), arrival))
+        """Count the promises whose time has passed, by a second after it. find: a request by its arrival number."""
+        while self._seconds and self._seconds[0] <= now:
+            for arrival in self._due.pop(heapq.heappop(self._seconds)):
+                request = find(arrival)
+                promised = request.promised if request is not None else None
+                if request is None or promised is None or request.ended or promised.ttft_s is not None:
+                    continue
+                until = _until(request, promised, now)
+                if until < now:
+                    self._broken(promised)
+                else:
+                    self._watch(arrival, until)
+
+    def _watch(self, arrival: int, until: float) -> None:
+        """Look at the promise when its time has passed. One list a second: a heap would have an entry for each promise,
+        also of those that were kept long ago."""
+        second = int(until) + 1
+        if second not in self._due:
+            self._due[second] = []
+            heapq.heappush(self._seconds, second)
+        self._due[second].append(arrival)
 
     def _broken(self, promised: TtftPromise) -> None:
         promised.broken = True
         self._factors[promised.length].ended(kept=False)
         self._counters.add("promises_total", labels=("broken",))
+
+
+def _until(request: Request, promised: TtftPromise, now: float) -> float:
+    """When the promise is broken. The time that the request waits for its peer is not in it."""
+    return request.arrived + request.time_in(Phase.BOOTSTRAP, now) + promised.bound_s

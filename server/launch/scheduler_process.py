@@ -180,8 +180,7 @@ def run(config: SchedulerProcessConfig) -> None:
         observe=introduce,
     )
     freeze_loaded()
-    if recorder is not None:
-        collect_seldom()
+    collect_seldom()
     try:
         loop.run()
     except FrontEndGone:
