@@ -67,10 +67,10 @@ def test_promises_are_made_kept_counted_and_told(server: Server) -> None:
     assert HEADER not in ask(server, 100, 1).headers, "nothing is known yet"
     offer(server, lengths(WARM_UP, 2000), 0.05, seed=1)
     wait_until(lambda: bool(forecast(server)["bounds"]), 10, "the first forecast")
-    answers = offer(server, lengths(120, 2000), 0.05, seed=2)
+    answers = offer(server, lengths(300, 2000), 0.055, seed=2)
     within = kept(answers)
     assert len(within) == len(answers)
-    assert sum(within) / len(within) >= 0.9 - 2 * POINTS, "of so few"
+    assert sum(within) / len(within) >= 0.9 - 2 * POINTS, "of so few, which have a standard deviation of 1.7 points"
     promise = answers[-1].json()["promise"]
     assert promise["ttft_bound_ms"] <= 1000 * float(answers[-1].headers[HEADER]) + 0.001, "HTTP comes to it"
     assert promise["kept"] is (promise["ttft_ms"] <= promise["ttft_bound_ms"])
