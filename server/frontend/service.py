@@ -220,7 +220,7 @@ class Service:
     def _make_fetches(self) -> PrefixFetches | None:
         if self.siblings is None or not self.config.server.siblings:
             return None
-        return PrefixFetches(self._client, self.siblings, self._make_moves(self.siblings))
+        return PrefixFetches(self._client, self.siblings, self._make_moves(self.siblings), self.clock)
 
     def _make_moves(self, pool: PrefillPool) -> PrefixMoves:
         page_size = self.config.engine.page_size

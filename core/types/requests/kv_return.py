@@ -30,9 +30,6 @@ MAX_TAKEN = 8
 MOVE_S = 10.0
 """For the KV."""
 
-FORGET_S = 60.0
-"""After which what a transfer took is not gone by: one was slow once."""
-
 
 class PoolForecast(msgspec.Struct, frozen=True):
     """What a server has of a conversation, and what room and chances there are."""

@@ -30,7 +30,6 @@ from headrace.core.types.errors import HeadraceError
 from headrace.core.types.packed import pack
 from headrace.core.types.peers.allow_list import canonical
 from headrace.core.types.requests.kv_return import (
-    FORGET_S,
     MAX_OFFERS,
     MAX_TAKEN,
     MOVE_S,
@@ -40,7 +39,7 @@ from headrace.core.types.requests.kv_return import (
 from headrace.core.types.requests.request import AnyRoute, FetchFrom, HandoffStats, SamplingParams, SendTo
 from headrace.core.types.requests.terms import RequestTerms
 from headrace.server.frontend.link.scheduler_client import SchedulerClient
-from headrace.server.routing.handoff_cost import HandoffCost
+from headrace.server.routing.handoff_cost import TransferCosts
 from headrace.server.routing.prefix_choice import compute_s
 from headrace.server.telemetry.prometheus import FrontMetrics
 from headrace.server.upstream.handoff_params import PrefillAddress
@@ -141,7 +140,7 @@ class ReturnTaker:
         self._metrics = metrics
         self._clock = clock
         self._page_size = page_size
-        self._costs: dict[str, tuple[HandoffCost, float]] = {}  # by URL, with when one was observed last
+        self._costs = TransferCosts(clock.now)  # by host
         self._fetches = Tasks()
         self._ended = False
 
@@ -176,7 +175,7 @@ class ReturnTaker:
         if not here.has_peer:
             return "no_session"
         work_s = None if here.cost is None else compute_s(here.cost, here.cached, len(tokens))
-        transfer_s = self._transfer_s(host, len(tokens) - here.cached)
+        transfer_s = self._costs.seconds(host, len(tokens) - here.cached)
         return judge_return(here.pool, len(tokens), self._page_size, work_s, transfer_s)
 
     async def _fetch(
@@ -186,18 +185,11 @@ class ReturnTaker:
             route = FetchFrom(server.url, ticket, "external", prefix=True)
             began = self._clock.now()
             stats = await moved(self._client, tokens, route, terms)
-            now = self._clock.now()
             if stats is None:
                 return
-            tokens_moved = stats.pages * self._page_size
-            cost = self._costs.get(server.host, (HandoffCost(), 0.0))[0]
-            cost.observe(tokens_moved, now - began)
-            self._costs[server.host] = (cost, now)
-            self._metrics.count_returned(tokens_moved, stats.bytes, now - began)
-
-    def _transfer_s(self, host: str, tokens: int) -> float:
-        cost, at = self._costs.get(host, (HandoffCost(), 0.0))
-        return cost.seconds(tokens) if self._clock.now() - at < FORGET_S else 0.0
+            tokens_moved, took_s = stats.pages * self._page_size, self._clock.now() - began
+            self._costs.observe(canonical(server.host), tokens_moved, took_s)
+            self._metrics.count_returned(tokens_moved, stats.bytes, took_s)
 
 
 async def moved(

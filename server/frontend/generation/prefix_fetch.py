@@ -17,13 +17,14 @@ import msgspec
 
 from headrace.core.messages.http_prefill import JSON_HEADERS, PREFIXES_PATH
 from headrace.core.runtime.background import cancel_all
+from headrace.core.runtime.clock import Clock
 from headrace.core.runtime.codec import NO_MESSAGE
 from headrace.core.types.errors import NOT_CACHED, HeadraceError
 from headrace.core.types.packed import pack
 from headrace.server.frontend.link.scheduler_client import SchedulerClient
 from headrace.server.frontend.prefix_moves import PrefixMove, PrefixMoves
 from headrace.server.frontend.request.generation_request import GenerationRequest
-from headrace.server.routing.handoff_cost import HandoffCost
+from headrace.server.routing.handoff_cost import TransferCosts
 from headrace.server.routing.prefix_choice import HeldPrefix, PrefixChoice, choose_sibling, worth_asking
 from headrace.server.upstream.handoff_params import PrefillAddress
 from headrace.server.upstream.prefill_pool import PrefillPool
@@ -49,11 +50,11 @@ class _Answer(msgspec.Struct, frozen=True):
 class PrefixFetches:
     """Fetches prefixes into the prefix cache of this server. pool: the siblings. moves: from them."""
 
-    def __init__(self, client: SchedulerClient, pool: PrefillPool, moves: PrefixMoves) -> None:
+    def __init__(self, client: SchedulerClient, pool: PrefillPool, moves: PrefixMoves, clock: Clock) -> None:
         self._client = client
         self._pool = pool
         self._moves = moves
-        self._costs: dict[str, HandoffCost] = {}
+        self._costs = TransferCosts(clock.now)  # by URL
         self._coming: dict[tuple[bytes, str], asyncio.Task[bool]] = {}  # by tokens and salt
 
     async def bring(self, request: GenerationRequest) -> None:
@@ -82,7 +83,7 @@ class PrefixFetches:
         in_tiers = here.pool.in_tiers.total  # fetched with the rest
         found = chain.from_iterable(answers)
         choice = choose_sibling(
-            here.cost, here.pool.held, found, lambda server, tokens: self._takes_s(server, tokens + in_tiers)
+            here.cost, here.pool.held, found, lambda server, tokens: self._costs.seconds(server, tokens + in_tiers)
         )
         if choice is None:
             return True
@@ -164,13 +165,8 @@ class PrefixFetches:
             if tokens > cached:
                 move = await fetch(tokens, choice.deadline_s - move.seconds)
         elif move.result != "failed":  # what fails at once says nothing of how fast bytes come
-            cost = self._costs.setdefault(held.server, HandoffCost())
-            cost.observe(held.tokens - cached, move.seconds - held.load_s)
+            self._costs.observe(held.server, held.tokens - cached, move.seconds - held.load_s)
         return move.result == "fetched"
-
-    def _takes_s(self, server: str, tokens: int) -> float:
-        cost = self._costs.get(server)
-        return 0.0 if cost is None else cost.seconds(tokens)
 
     def _whole_pages(self, tokens: int) -> int:
         return tokens - tokens % self._moves.page_size

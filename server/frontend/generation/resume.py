@@ -27,7 +27,7 @@ from headrace.server.frontend.generation.kv_returns import moved
 from headrace.server.frontend.generation.prefix_fetch import QUERY_S
 from headrace.server.frontend.link.scheduler_client import SchedulerClient
 from headrace.server.frontend.request.generation_request import GenerationRequest
-from headrace.server.routing.handoff_cost import HandoffCost
+from headrace.server.routing.handoff_cost import TransferCosts
 from headrace.server.routing.prefix_choice import HeldPrefix, choose_sibling
 from headrace.server.telemetry.prometheus import FrontMetrics
 from headrace.server.upstream.handoff_params import PrefixOffer
@@ -81,7 +81,7 @@ class ResumeFetches:
         self._metrics = metrics
         self._clock = clock
         self._page_size = page_size
-        self._costs: dict[str, HandoffCost] = {}  # by host
+        self._costs = TransferCosts(clock.now)  # by host
 
     async def bring(self, request: GenerationRequest, offer: PrefixOffer) -> bool:
         """Fetch what is offered of a prompt, if that is predicted to be faster than computing it. True if it came."""
@@ -94,9 +94,7 @@ class ResumeFetches:
         here = await self._client.query_prefix(pack(tokens), request.terms, QUERY_S, host)
         if here is None or not here.has_peer:
             return False
-        cost = self._costs.get(host, HandoffCost())
-        held = HeldPrefix(host, len(tokens))
-        choice = choose_sibling(here.cost, here.pool.held, (held,), lambda _host, count: cost.seconds(count))
+        choice = choose_sibling(here.cost, here.pool.held, (HeldPrefix(host, len(tokens)),), self._costs.seconds)
         if choice is None:
             return False
         began, result, came = self._clock.now(), "late", 0
@@ -114,6 +112,5 @@ class ResumeFetches:
         took_s = self._clock.now() - began
         self._metrics.count_prefix_fetch("resume", result, came, took_s)
         if came:
-            cost.observe(came, took_s)
-            self._costs[host] = cost
+            self._costs.observe(host, came, took_s)
         return result == "fetched"

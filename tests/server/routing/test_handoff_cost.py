@@ -6,9 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from headrace.core.runtime.clock import VirtualClock
 from headrace.core.types.packed import pack
 from headrace.core.types.requests.remote_prefill import RemoteForecast
-from headrace.server.routing.handoff_cost import HandoffCost
+from headrace.server.routing.handoff_cost import FORGET_S, HandoffCost, TransferCosts
 from headrace.server.routing.replica_load import REPORT_S, LoadReport
 from headrace.server.routing.replica_router import ReplicaRouter
 
@@ -46,6 +47,21 @@ def reported(queued_s: float = 0.0, *, trusted: bool = True) -> ReplicaRouter:
     router = ReplicaRouter(1, random.Random(0))
     router.reported(0, LoadReport(queued_s, COST, trusted), 0.0, 0.0)
     return router
+
+
+def test_a_server_that_was_slow_once_is_tried_again() -> None:
+    clock = VirtualClock()
+    costs = TransferCosts(clock.now)
+    costs.observe("slow", 1000, 20.0)
+    costs.observe("fast", 1000, 0.1)
+    assert costs.seconds("slow", 1000) == pytest.approx(20.0)
+    assert costs.seconds("fast", 1000) == pytest.approx(0.1)
+    assert costs.seconds("new", 2000) == 0.0
+    clock.advance(FORGET_S - 1)
+    costs.observe("fast", 1000, 0.1)
+    clock.advance(1.0)
+    assert costs.seconds("slow", 1000) == 0.0
+    assert costs.seconds("fast", 1000) == pytest.approx(0.1)
 
 
 def test_a_forecast_is_of_the_queue_before_the_prompt_of_what_is_not_cached_and_of_the_handoff() -> None:

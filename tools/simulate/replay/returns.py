@@ -10,10 +10,10 @@ from collections.abc import Callable
 from headrace.core.messages.frontend import QueryPrefix
 from headrace.core.messages.replies import PrefixReply
 from headrace.core.types.packed import packed_length
-from headrace.core.types.requests.kv_return import FORGET_S, MAX_TAKEN, MOVE_S, ReturnReason, judge_return
+from headrace.core.types.requests.kv_return import MAX_TAKEN, MOVE_S, ReturnReason, judge_return
 from headrace.core.types.requests.terms import RequestTerms
 from headrace.scheduler.scheduler import Event
-from headrace.server.routing.handoff_cost import HandoffCost
+from headrace.server.routing.handoff_cost import TransferCosts
 from headrace.server.routing.prefix_choice import compute_s
 from headrace.testing.world import World
 from headrace.tools.simulate.replay.prefix_fetches import ReplayFetches
@@ -28,7 +28,7 @@ class ReplayReturns:
         self._page_size = page_size
         self._fetches = fetches
         self._handle = handle
-        self._costs: dict[str, tuple[HandoffCost, float]] = {}  # by server, with when one was observed last
+        self._costs = TransferCosts(lambda: world.now)
         self._offers: dict[
             int, tuple[str, bytes, RequestTerms, Callable[[], None]]
         ] = {}  # by the token of the question
@@ -60,9 +60,7 @@ class ReplayReturns:
             self._moving -= 1
             self.results["taken" if came else "failed"] += 1
             if came:
-                cost = self._costs.get(server, (HandoffCost(), 0.0))[0]
-                cost.observe(missing, self._world.now - began)
-                self._costs[server] = cost, self._world.now
+                self._costs.observe(server, missing, self._world.now - began)
             ended()
 
         def fetch() -> None:
@@ -74,6 +72,5 @@ class ReplayReturns:
         if self._moving >= MAX_TAKEN:
             return "busy"
         work_s = None if here.cost is None else compute_s(here.cost, here.cached, offered)
-        cost, at = self._costs.get(server, (HandoffCost(), 0.0))
-        transfer_s = cost.seconds(offered - here.cached) if self._world.now - at < FORGET_S else 0.0
+        transfer_s = self._costs.seconds(server, offered - here.cached)
         return judge_return(here.pool, offered, self._page_size, work_s, transfer_s)

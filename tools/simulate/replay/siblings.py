@@ -10,7 +10,7 @@ from headrace.core.messages.replies import PrefixReply
 from headrace.core.types.packed import ITEM_BYTES
 from headrace.core.types.requests.terms import RequestTerms
 from headrace.scheduler.scheduler import Scheduler
-from headrace.server.routing.handoff_cost import HandoffCost
+from headrace.server.routing.handoff_cost import TransferCosts
 from headrace.server.routing.prefix_choice import HeldPrefix, PrefixChoice, choose_sibling, worth_asking
 from headrace.testing.world import World
 from headrace.tools.simulate.replay.prefix_fetches import ReplayFetches
@@ -42,7 +42,7 @@ class SiblingFetches:
         self._page_size = page_size
         self._siblings = siblings
         self._fetches = fetches
-        self._costs = {name: HandoffCost() for name in siblings}
+        self._costs = TransferCosts(lambda: world.now)
 
     def bring(self, prompt: bytes, terms: RequestTerms, go_on: Callable[[], None]) -> None:
         """Call go_on when what is worth fetching has come, or is late; at once where nothing is."""
@@ -55,8 +55,9 @@ class SiblingFetches:
             return
         replies = {name: sibling.prefix(prompt, salt) for name, sibling in self._siblings.items()}
         found = [each for name, reply in replies.items() for each in _held(name, reply, usable)]
-        costs = self._costs
-        choice = choose_sibling(here.cost, cached, found, lambda name, tokens: costs[name].seconds(tokens + in_tiers))
+        choice = choose_sibling(
+            here.cost, cached, found, lambda name, tokens: self._costs.seconds(name, tokens + in_tiers)
+        )
         if choice is None:
             go_on()
         else:
@@ -69,7 +70,7 @@ class SiblingFetches:
         began = self._world.now
 
         def timed(_came: bool) -> None:
-            self._costs[choice.held.server].observe(tokens, self._world.now - began - choice.held.load_s)
+            self._costs.observe(choice.held.server, tokens, self._world.now - began - choice.held.load_s)
             go_on()
 
         self._fetches.fetch(choice.held.server, prompt, whose(terms), choice.deadline_s, timed)
