@@ -16,8 +16,10 @@ from array import array
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from enum import Enum
-from functools import cache
+from functools import cache, lru_cache
 from importlib import import_module
+from itertools import chain, islice
+from operator import attrgetter
 from types import FunctionType, MemberDescriptorType, MethodType
 from typing import Any, NamedTuple
 
@@ -42,9 +44,12 @@ Rules = Mapping[type, Mapping[str, Callable[[Any], Any]]]
 """What is written in the place of an attribute, by class and name: a function of the object that has it."""
 
 _PLAIN = frozenset((type(None), bool, int, float, str, bytes))
+_SAME = _PLAIN - {int}  # written as they are, whatever they are: most values
+_READ = _PLAIN - {str}  # read as they are
 _UNSET: list[int] = []  # of a slot without a value
 _SIGNED, _UNSIGNED = -(1 << 63), 1 << 64  # integers that msgpack has
 _DICTS = {"dict": dict, "ordered": OrderedDict, "counter": Counter}
+_EMPTY: dict[str, Callable[[], Any]] = {**_DICTS, "list": list, "set": set, "bytearray": bytearray}
 
 
 class SnapshotError(Exception):
@@ -82,6 +87,7 @@ _BUILTIN: dict[type, str] = {
     FunctionType: "function",
     MethodType: "method",
 }
+_SHAPES = {name: _Shape(name) for name in _BUILTIN.values()}
 
 
 def encode(root: object, rules: Rules | None = None) -> Iterator[bytes]:
@@ -107,7 +113,7 @@ class _Encoder:
         self._numbers: dict[int, int] = {}  # by id(), so that all of them stay alive
         self._kept: list[object] = []
         self._shapes: dict[_Shape, int] = {}
-        self._plans: dict[type, tuple[int, list[tuple[str, Callable[[Any], Any] | None]]]] = {}
+        self._plans: dict[tuple[type, tuple[str, ...]], tuple[int, Callable[[Any], Iterable[Any]]]] = {}
         self._records: list[list[Any]] = []
         self._unfilled: list[tuple[int, object]] = []
 
@@ -127,20 +133,19 @@ class _Encoder:
         return block
 
     def _value(self, value: Any) -> Any:
-        kind = type(value)
-        if kind in _PLAIN and (kind is not int or _SIGNED <= value < _UNSIGNED):
+        kind: type = type(value)
+        if kind in _SAME or (kind is int and _SIGNED <= value < _UNSIGNED) or value is _UNSET:
             return value
         number = self._numbers.get(id(value))
         if number is not None:
             return [number]
         if kind is int:
             return [self._add(value, _Shape("integer"), [str(value)])]
-        builtin = _BUILTIN.get(kind)
-        if builtin in _MUTABLE or (builtin is None and not issubclass(kind, _IMMUTABLE)):
+        if _is_mutable(kind):
             number = self._number(value)
             self._unfilled.append((number, value))
             return [number]
-        return [self._immutable(value, kind, builtin)]
+        return [self._immutable(value, kind, _BUILTIN.get(kind))]
 
     def _number(self, value: object) -> int:
         number = self._numbers[id(value)] = len(self._numbers)
@@ -159,7 +164,7 @@ class _Encoder:
         """Written at once, behind what it contains, which recurses as deep as immutable objects nest."""
         to_value = self._value
         if builtin in ("tuple", "frozenset"):
-            return self._add(value, _Shape(builtin), [to_value(each) for each in value])
+            return self._add(value, _SHAPES[builtin], self._values(value))
         if builtin == "function":
             return self._add(value, _Shape("function"), [_named(value, value.__qualname__, code=True)])
         if builtin == "method":
@@ -181,7 +186,7 @@ class _Encoder:
         if issubclass(kind, tuple):
             fields = kind._fields  # type: ignore[attr-defined]
             shape = _Shape("named", _named(kind, kind.__qualname__), fields)
-            return self._add(value, shape, [to_value(each) for each in value])
+            return self._add(value, shape, self._values(value))
         number, values = self._attributes(value, kind, kind.__struct_fields__)  # type: ignore[attr-defined]
         found = self._number(value)
         self._records.append([found, number, *values])
@@ -189,33 +194,70 @@ class _Encoder:
 
     def _content(self, value: Any) -> list[Any]:
         """Class and values of a mutable object."""
-        kind, to_value = type(value), self._value
+        kind = type(value)
         builtin = _BUILTIN.get(kind)
         if builtin is None:
             number, values = self._attributes(value, kind, _fields(kind, value))
             return [number, *values]
-        shape = self._shape(_Shape(builtin))
+        shape = self._shape(_SHAPES[builtin])
         if builtin in _DICTS:
-            return [shape, *(to_value(each) for pair in value.items() for each in pair)]
+            return [shape, *self._values(chain.from_iterable(value.items()))]
         if builtin == "bytearray":
             return [shape, bytes(value)]
-        items = [to_value(each) for each in value]
+        items = self._values(value)
         return [shape, value.maxlen, *items] if builtin == "deque" else [shape, *items]
 
     def _attributes(self, value: Any, kind: type, fields: tuple[str, ...]) -> tuple[int, list[Any]]:
-        plan = self._plans.get(kind)
-        if plan is None or len(plan[1]) != len(fields) or any(a[0] != b for a, b in zip(plan[1], fields, strict=True)):
-            what = "struct" if issubclass(kind, msgspec.Struct) else "object"
-            shape = self._shape(_Shape(what, _named(kind, kind.__qualname__), fields))
-            rules = self._rules.get(kind, {})
-            plan = self._plans[kind] = shape, [(name, rules.get(name)) for name in fields]
-        values = []
-        for name, rule in plan[1]:
-            found = getattr(value, name, _UNSET) if rule is None else rule(value)
-            if rule is not None:
-                self._kept.append(found)
-            values.append(_UNSET if found is _UNSET else self._value(found))
-        return plan[0], values
+        plan = self._plans.get((kind, fields))
+        if plan is None:
+            shape, read = _shape_of(kind, fields), _reader(fields)
+            if rules := self._rules.get(kind):
+                read = self._ruled(fields, rules)
+            plan = self._plans[kind, fields] = self._shape(shape), read
+        return plan[0], self._values(plan[1](value))
+
+    def _ruled(self, fields: tuple[str, ...], rules: Mapping[str, Callable[[Any], Any]]) -> Callable[[Any], list[Any]]:
+        """What reads the attributes of a class with rules."""
+        each = [(name, rules.get(name)) for name in fields]
+
+        def read(value: Any) -> list[Any]:
+            found = [getattr(value, name, _UNSET) if rule is None else rule(value) for name, rule in each]
+            self._kept.append(found)
+            return found
+
+        return read
+
+    def _values(self, found: Iterable[Any]) -> list[Any]:
+        to_value = self._value
+        return [each if type(each) in _SAME else to_value(each) for each in found]
+
+
+@cache
+def _is_mutable(kind: type) -> bool:
+    builtin = _BUILTIN.get(kind)
+    return builtin in _MUTABLE or (builtin is None and not issubclass(kind, _IMMUTABLE))
+
+
+@cache
+def _shape_of(kind: type, fields: tuple[str, ...]) -> _Shape:
+    what = "struct" if issubclass(kind, msgspec.Struct) else "object"
+    return _Shape(what, _named(kind, kind.__qualname__), fields)
+
+
+@cache
+def _reader(fields: tuple[str, ...]) -> Callable[[Any], Iterable[Any]]:
+    """What reads these attributes of an object."""
+    if len(fields) < 2:
+        return lambda value: [getattr(value, name, _UNSET) for name in fields]
+    at_once: Callable[[Any], Iterable[Any]] = attrgetter(*fields)
+
+    def read(value: Any) -> Iterable[Any]:
+        try:
+            return at_once(value)
+        except AttributeError:  # a slot without a value
+            return [getattr(value, name, _UNSET) for name in fields]
+
+    return read
 
 
 def _decode(blocks: Iterable[bytes], texts: Mapping[str, str]) -> Any:
@@ -225,16 +267,16 @@ def _decode(blocks: Iterable[bytes], texts: Mapping[str, str]) -> Any:
     if len(records) != count:
         raise SnapshotError(f"{len(records)} objects, of {count}")
     objects: list[Any] = [_UNSET] * count
-    mutable: list[tuple[list[Any], _Shape, type]] = []
+    mutable: list[tuple[list[Any], _Shape]] = []
     made: list[tuple[list[Any], _Shape]] = []
     for record in records:
         shape = shapes[record[1]]
         if shape.kind not in _MUTABLE:
             made.append((record, shape))
             continue
-        kind = _class(shape.name) if shape.kind == "object" else object
-        objects[_free(objects, record[0])] = _empty(shape, kind, record)
-        mutable.append((record, shape, kind))
+        objects[_free(objects, record[0])] = _empty(shape, record)
+        mutable.append((record, shape))
+    same = _READ if texts else _PLAIN
 
     def value(each: Any) -> Any:
         if type(each) is not list:
@@ -245,14 +287,30 @@ def _decode(blocks: Iterable[bytes], texts: Mapping[str, str]) -> Any:
             raise SnapshotError("an object comes before what it contains")
         return found
 
+    def values(record: list[Any], start: int = 2) -> list[Any]:
+        return [each if type(each) in same else value(each) for each in islice(record, start, None)]
+
     for record, shape in made:
-        objects[_free(objects, record[0])] = _make(shape, record, value)
-    for record, shape, kind in mutable:  # before containers, whose keys may be such objects
+        objects[_free(objects, record[0])] = _make(shape, record, values)
+    for record, shape in mutable:  # before containers, whose keys may be such objects
         if shape.kind == "object":
-            _fill_object(objects[record[0]], kind, shape.fields, record[2:], value)
-    for record, shape, _ in mutable:
-        if shape.kind != "object":
-            _fill(objects[record[0]], shape.kind, record[2:], value)
+            found = objects[record[0]]
+            for (name, put), each in zip(
+                _setters(_class(shape.name), shape.fields), islice(record, 2, None), strict=True
+            ):
+                if type(each) in same:
+                    one = each
+                elif type(each) is list and not each:
+                    continue
+                else:
+                    one = value(each)
+                if put is None:
+                    found.__dict__[name] = one
+                else:
+                    put(found, one)
+    for record, shape in mutable:
+        if shape.kind != "object" and len(record) > 2:
+            _fill(objects[record[0]], shape.kind, record, values)
     return value(top)
 
 
@@ -262,87 +320,76 @@ def _free(objects: list[Any], number: int) -> int:
     return number
 
 
-def _empty(shape: _Shape, kind: type, record: list[Any]) -> Any:
+def _empty(shape: _Shape, record: list[Any]) -> Any:
     """A mutable object, to be filled."""
-    match shape.kind:
-        case "list":
-            return []
-        case "set":
-            return set()
-        case "bytearray":
-            return bytearray()
-        case "deque":
-            return deque(maxlen=record[2])
-        case "object":
-            return object.__new__(kind)
-    return _DICTS[shape.kind]()
+    if shape.kind == "object":
+        return object.__new__(_class(shape.name))
+    return deque(maxlen=record[2]) if shape.kind == "deque" else _EMPTY[shape.kind]()
 
 
-def _make(shape: _Shape, record: list[Any], value: Callable[[Any], Any]) -> Any:
+def _make(shape: _Shape, record: list[Any], values: Callable[[list[Any]], list[Any]]) -> Any:
     """An immutable object."""
-    values = record[2:]
     match shape.kind:
         case "tuple":
-            return tuple([value(each) for each in values])
+            return tuple(values(record))
         case "frozenset":
-            return frozenset([value(each) for each in values])
+            return frozenset(values(record))
         case "array":
-            return unpack(values[0])
+            return unpack(record[2])
         case "range":
-            return range(*values)
+            return range(*record[2:])
         case "integer":
-            return int(values[0])
+            return int(record[2])
         case "function":
-            return _function(values[0])
+            return _function(record[2])
         case "class":
-            return _class(values[0])
+            return _class(record[2])
         case "method":
-            owner, name = value(values[0]), values[1]
+            (owner,), name = values(record[:3]), record[3]
             function = getattr(_class(_named(type(owner), type(owner).__qualname__, code=True)), name)
             if not isinstance(function, FunctionType):
                 raise SnapshotError(f"{name} is no method")
             return MethodType(function, owner)
         case "enum":
-            return _class(shape.name).__members__[values[0]]  # type: ignore[attr-defined]
+            return _class(shape.name).__members__[record[2]]  # type: ignore[attr-defined]
     kind = _class(shape.name)
     if shape.kind == "named" and issubclass(kind, tuple):
         _same_fields(kind, shape.fields, kind._fields)  # type: ignore[attr-defined]
-        return tuple.__new__(kind, [value(each) for each in values])
+        return tuple.__new__(kind, values(record))
     if shape.kind == "struct" and issubclass(kind, msgspec.Struct):
         _same_fields(kind, shape.fields, kind.__struct_fields__)
-        return kind(**dict(zip(shape.fields, [value(each) for each in values], strict=True)))
+        return kind(**dict(zip(shape.fields, values(record), strict=True)))
     raise SnapshotError(f"no object is a {shape.kind!r}")
 
 
-def _fill_object(found: Any, kind: type, fields: tuple[str, ...], values: list[Any], value: Callable[..., Any]) -> None:
-    attributes = getattr(found, "__dict__", None)
-    for name, each in zip(fields, values, strict=True):
-        if type(each) is list and not each:
-            continue
-        slot = _slots(kind).get(name)
-        if slot is not None:
-            slot.__set__(found, value(each))
-        elif attributes is not None and not isinstance(getattr(kind, name, None), property):
-            attributes[name] = value(each)
-        else:
+@lru_cache(1024)  # fields are as a file has them
+def _setters(kind: type, fields: tuple[str, ...]) -> list[tuple[str, Callable[[Any, Any], None] | None]]:
+    """Attributes, and what sets each; None for one of the object's dictionary."""
+    slots, found = _slots(kind), []
+    for name in fields:
+        slot = slots.get(name)
+        if slot is None and (not kind.__dictoffset__ or isinstance(getattr(kind, name, None), property)):
             raise _differs(kind)
+        found.append((name, slot and slot.__set__))
+    return found
 
 
-def _fill(found: Any, kind: str, values: list[Any], value: Callable[[Any], Any]) -> None:
+def _fill(found: Any, kind: str, record: list[Any], values: Callable[..., list[Any]]) -> None:
     """Fill a container."""
     if kind in _DICTS:
-        if len(values) % 2:
+        if len(record) % 2:
             raise SnapshotError("a key without a value")
-        for at in range(0, len(values), 2):
-            found[value(values[at])] = value(values[at + 1])
+        each = iter(values(record))
+        for key, one in zip(each, each, strict=True):
+            found[key] = one
     elif kind == "set":
-        found.update([value(each) for each in values])
+        found.update(values(record))
     elif kind == "bytearray":
-        found += values[0]
+        found += record[2]
     elif kind == "deque":
-        found.extend([value(each) for each in values[1:]])
+        found.extend(values(record, 3))
     else:
-        found.extend([value(each) for each in values])
+        found.extend(values(record))
 
 
 @cache

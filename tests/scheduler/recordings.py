@@ -1,10 +1,13 @@
 """Recordings of the schedulers of simulated schedules: from a moment on, as the flight recorder writes them."""
 
+import math
 import platform
 import random
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from functools import partial
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
+from functools import cache, partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -18,6 +21,7 @@ from headrace.scheduler.recording.file import (
     Hides,
     Kind,
     RecordedCall,
+    RecordedSegment,
     Recording,
     apply,
     encode_calls,
@@ -33,10 +37,10 @@ from headrace.testing.simulator import Simulation, simulate
 
 
 class Tape:
-    """The calls of one scheduler, from one of them on."""
+    """The calls of one scheduler, from one of them on, in segments."""
 
-    def __init__(self, scheduler: Scheduler, first: int, hidden: bool) -> None:
-        """first: the call that begins it. hidden: token ids are hidden."""
+    def __init__(self, scheduler: Scheduler, begins: Sequence[int], hidden: bool) -> None:
+        """begins: the calls with which segments begin, in order. hidden: token ids are hidden."""
         self.scheduler = scheduler
         self.calls: list[RecordedCall] = []
         config = scheduler._state.config
@@ -47,20 +51,23 @@ class Tape:
             hidden=hidden,
             wall_offset_s=0.0,
         )
-        self._hiding: Hides = Hiding(random.randbytes(32), config.vocab_size, config.page_size) if hidden else Plain()
-        self._left = first
-        self._snapshot: bytes | None = None
+        self._hiding: Hides = _hiding(config.vocab_size, config.page_size) if hidden else Plain()
+        self._begins = deque(begins)
+        self._count = 0
+        self._snapshots: list[tuple[bytes, int]] = []  # and the calls before it
         self._raised = ""
 
     def before(self, now: float) -> None:
         """A call comes."""
-        if self._left == 0:
-            self._snapshot = encode_snapshot(0, now, self.scheduler, self._hiding)
-        self._left -= 1
+        if self._begins and self._begins[0] == self._count:
+            self._begins.popleft()
+            number = len(self._snapshots)
+            self._snapshots.append((encode_snapshot(number, now, self.scheduler, self._hiding), len(self.calls)))
+        self._count += 1
 
     def made(self, kind: Kind, now: float, event: Event | None, effects: list[Effect]) -> None:
         """A call was made."""
-        if self._snapshot is not None:
+        if self._snapshots:
             self.calls.append(RecordedCall(kind, now, event, effects))
 
     def failed(self, kind: Kind, now: float, event: Event | None, error: Exception) -> None:
@@ -68,25 +75,41 @@ class Tape:
         self.made(kind, now, event, [])
         self._raised = f"{type(error).__name__}: {error}"
 
+    def sections(self, raised: str = "") -> Iterator[tuple[bytes, bytes]]:
+        """Snapshot and calls of each segment. raised: by the last call, if that is to be told though it was not."""
+        ends = [start for _, start in self._snapshots[1:]] + [len(self.calls)]
+        for number, ((snapshot, start), end) in enumerate(zip(self._snapshots, ends, strict=True)):
+            last = raised or self._raised if end == len(self.calls) else ""
+            yield snapshot, encode_calls(number, self.calls[start:end], self._hiding, last)
+
+    def recording(self) -> Recording:
+        """What a file of it would be read as."""
+        return Recording(self.header, [RecordedSegment(*each) for each in self.sections()])
+
     def write(self, path: Path, raised: str = "") -> bool:
-        """Write it as a file. raised: by the last call, if that is to be told though it was not. False if it has not
-        begun."""
-        if self._snapshot is None:
-            return False
-        calls = encode_calls(0, self.calls, self._hiding, raised or self._raised)
-        path.write_bytes(encode_header(self.header) + self._snapshot + calls)
-        return True
+        """Write it as a file. raised: as for sections(). False if it has not begun."""
+        if self._snapshots:
+            path.write_bytes(b"".join(chain([encode_header(self.header)], *self.sections(raised))))
+        return bool(self._snapshots)
+
+
+@cache
+def _hiding(vocab_size: int, page_size: int) -> Hiding:
+    """With a key of this process."""
+    return Hiding(random.randbytes(32), vocab_size, page_size)
 
 
 @contextmanager
-def taped(first: Callable[[], int] = lambda: 0, hidden: Callable[[], bool] = lambda: False) -> Iterator[list[Tape]]:
-    """Tapes of all schedulers that are made meanwhile, in order. first: the call with which a tape begins."""
+def taped(
+    begins: Callable[[], Sequence[int]] = lambda: (0,), hidden: Callable[[], bool] = lambda: False
+) -> Iterator[list[Tape]]:
+    """Tapes of all schedulers that are made meanwhile, in order. begins: the calls with which segments begin."""
     tapes: dict[int, Tape] = {}
     make = Scheduler.__init__
 
     def made(self: Scheduler, *arguments: object) -> None:
         make(self, *arguments)  # type: ignore[arg-type]
-        tapes[id(self)] = Tape(self, first(), hidden())
+        tapes[id(self)] = Tape(self, begins(), hidden())
 
     def recorded(kind: Kind) -> Callable[..., list[Effect]]:
         original = getattr(Scheduler, kind)
@@ -112,17 +135,31 @@ def taped(first: Callable[[], int] = lambda: 0, hidden: Callable[[], bool] = lam
             found += tapes.values()
 
 
-def replayed(recording: Recording) -> tuple[int, str]:
-    """Calls that were made again, and the first one whose effects were others; "" for none."""
-    count = 0
-    for segment in recording.segments:
+LATEST, LATEST_OF_SMALL = 600, 80  # call of a random snapshot
+
+
+def taped_at_random(scenario: Scenario) -> AbstractContextManager[list[Tape]]:
+    """Tapes of a schedule's schedulers with a second segment from a random call on, some of them hidden."""
+    rng = random.Random(scenario.seed)
+    latest = math.log(LATEST_OF_SMALL if scenario.small else LATEST)
+    hides = not (scenario.tiers or scenario.library)
+    return taped(lambda: (0, int(math.exp(rng.uniform(0, latest)))), lambda: hides and rng.random() < 0.5)
+
+
+def replayed(recording: Recording, *, beyond: bool = False) -> tuple[int, str]:
+    """Make the calls of each segment again, from its snapshot. beyond: and those of all segments after it. Returns how
+    many, and the first one whose effects were others; "" for none."""
+    count, segments = 0, recording.segments
+    for number, segment in enumerate(segments):
         scheduler = segment.restore()
-        for call in segment.calls:
-            count += 1
-            effects = apply(scheduler, call)
-            if digest(effects) != call.digest:
-                kinds = [type(effect).__name__ for effect in effects]
-                return count, f"call {count}, {call.kind} {type(call.event).__name__} at {call.now}: {kinds}"
+        for each in segments[number:] if beyond else (segment,):
+            for call in each.calls:
+                count += 1
+                effects = apply(scheduler, call)
+                if digest(effects) != call.digest:
+                    kinds = [type(effect).__name__ for effect in effects]
+                    where = f"call {count}, {call.kind} {type(call.event).__name__} at {call.now}"
+                    return count, f"{where}, from snapshot {number}: {kinds}"
     return count, ""
 
 

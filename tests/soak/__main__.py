@@ -1,6 +1,8 @@
 """Random schedules of the scheduler and of the transfer protocol: `python -m tests.soak --hours 8 --processes 2`.
 
-Stops at the end of the time, after --schedules, or at Ctrl-C, and writes a report. Ends with 1 if something was broken.
+Stops at the end of the time, after --schedules, at Ctrl-C or SIGTERM, and writes a report. Ends with 1 if something was
+broken. With --recorded every scheduler is recorded, and its calls are made again: from its start, and from a random
+call on.
 """
 
 import argparse
@@ -12,6 +14,7 @@ from pathlib import Path
 import msgspec
 
 from tests.soak.cases import Case, from_json, run_case
+from tests.soak.replays import run_recorded
 from tests.soak.report import failure_text, report_text
 from tests.soak.run import soak
 from tests.soak.worker import examine
@@ -20,13 +23,13 @@ from tests.soak.worker import examine
 def main() -> int:
     args = _parser().parse_args()
     if args.only is not None:
-        return _only(args.only, args.shrink)
+        return _only(args.only, args.shrink, args.recorded)
     summary = soak(
         3600 * args.hours,
         args.processes,
         args.first_seed,
         args.schedules,
-        recording=not args.no_coverage,
+        what="replays" if args.recorded else "schedules" if args.no_coverage else "transitions",
         progress=lambda line: print(line, flush=True),
         failed=lambda failure: print(failure_text(failure), flush=True),
     )
@@ -39,9 +42,9 @@ def main() -> int:
     return 0 if summary.clean else 1
 
 
-def _only(case: Case, shrinks: bool) -> int:
+def _only(case: Case, shrinks: bool, recorded: bool) -> int:
     """Run one schedule."""
-    result = run_case(case)
+    result = run_recorded(case) if recorded else run_case(case)
     for problem in result.problems:
         print(problem)
     if shrinks and result.problems:
@@ -58,6 +61,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--first-seed", type=int, default=0, help="the others follow it (default: %(default)s)")
     parser.add_argument("--report", type=Path, default=Path("soak-report.txt"), help="default: %(default)s")
     parser.add_argument("--no-coverage", action="store_true", help="do not record transitions")
+    parser.add_argument("--recorded", action="store_true", help="record the schedulers and make their calls again")
     parser.add_argument("--only", type=_case, metavar="JSON", help="run one schedule, as a failure's report names it")
     parser.add_argument("--shrink", action="store_true", help="with --only: make it simpler if it fails")
     return parser

@@ -5,6 +5,8 @@ import json
 import random
 import re
 from collections import Counter
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import msgspec
@@ -32,12 +34,18 @@ class Result(NamedTuple):
 
     outcomes: Counter[str]
 
+    replays: Mapping[str, int] = MappingProxyType({})
+    """What was recorded and made again."""
 
-def case_of(seed: int) -> Case:
-    """The schedule that a seed stands for, in a soak."""
+    recordings: tuple[str, ...] = ()
+    """Files of schedulers that decided otherwise then."""
+
+
+def case_of(seed: int, protocol: float = PROTOCOL) -> Case:
+    """The schedule that a seed stands for, in a soak. protocol: share of those of the transfer protocol."""
     rng = random.Random(seed)
     kind, pick = rng.random(), rng.choice
-    if kind < PROTOCOL:
+    if kind < protocol:
         return ProtocolSchedule(seed, steps=None if rng.random() < 0.05 else pick((1, 2, 3, 4)))
     large = kind > 1 - LARGE
     dp = pick((1,) * 16 + (2, 2, 3))

@@ -29,11 +29,15 @@ def report_text(summary: Summary, command: str) -> str:
         f"rate: {summary.schedules / max(1e-9, summary.seconds):.0f}/s, {summary.cpu_ms:.2f} ms of CPU each",
         *(f"LOST: {text}" for text in summary.lost),
         *(failure_text(failure) for failure in summary.failures),
-        _transitions(summary),
-        _arrivals(summary),
+        *([_replays(summary)] if summary.what == "replays" else [_transitions(summary), _arrivals(summary)]),
         "## How requests ended\n\n" + "\n".join(f"{n:>9}  {name}" for name, n in sorted(summary.outcomes.items())),
     ]
     return "\n\n".join(parts) + "\n"
+
+
+def _replays(summary: Summary) -> str:
+    lines = [f"{count:>12}  {name}" for name, count in summary.replays.items()]
+    return "\n".join(["## Recorded, and made again from the start and from a random call on", "", *lines])
 
 
 def _transitions(summary: Summary) -> str:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 from tests.soak.coverage import Transition
 from tests.soak.transitions import DECLARED
-from tests.soak.worker import Batch, Failure, work
+from tests.soak.worker import Batch, Failure, What, work
 
 FOREVER = 1 << 60
 PROGRESS_S = 10.0
@@ -30,6 +30,7 @@ class Summary:
 
     first_seed: int
     processes: int
+    what: What
     schedules: int = 0
     seconds: float = 0.0
     cpu_s: dict[int, float] = field(default_factory=dict)
@@ -41,6 +42,7 @@ class Summary:
     outcomes: Counter[str] = field(default_factory=Counter)
     seen: Counter[Transition] = field(default_factory=Counter)
     arrivals: Counter[tuple[str, str]] = field(default_factory=Counter)
+    replays: Counter[str] = field(default_factory=Counter)
     failures: list[Failure] = field(default_factory=list)
     lost: list[str] = field(default_factory=list)
     """Processes that ended without a last report."""
@@ -63,17 +65,20 @@ class Summary:
         self.outcomes.update(batch.outcomes)
         self.seen.update(batch.seen)
         self.arrivals.update(batch.arrivals)
+        self.replays.update(batch.replays)
         self.failures.extend(batch.failures)
         self.cpu_s[batch.process] = batch.cpu_s
         self.next_seeds[batch.process] = batch.next_seed
 
     def progress(self) -> str:
         """One line."""
-        covered = sum(transition in self.seen for transition in DECLARED)
+        covered = f"{sum(transition in self.seen for transition in DECLARED)} of {len(DECLARED)} transitions"
+        if self.what == "replays":
+            covered = ", ".join(f"{count} {name}" for name, count in self.replays.items())
         rate = self.schedules / max(1e-9, self.seconds)
         return (
             f"{self.seconds:.0f} s: {self.schedules} schedules, {rate:.0f}/s, {self.cpu_ms:.2f} ms of CPU each, "
-            f"{covered} of {len(DECLARED)} transitions, {len(self.failures)} failures"
+            f"{covered}, {len(self.failures)} failures"
         )
 
 
@@ -83,25 +88,27 @@ def soak(
     first_seed: int,
     schedules: int | None = None,
     *,
-    recording: bool = True,
+    what: What = "transitions",
     progress: Callable[[str], None] | None = None,
     failed: Callable[[Failure], None] | None = None,
 ) -> Summary:
     """Run schedules. schedules: stop after so many. progress, failed: take lines and failures as they come. Stops
-    cleanly at KeyboardInterrupt."""
-    summary = Summary(first_seed, processes)
+    cleanly at SIGINT and SIGTERM."""
+    summary = Summary(first_seed, processes, what)
     context = multiprocessing.get_context("spawn")
     reports: multiprocessing.queues.Queue[Batch] = context.Queue()
     stop = context.Event()
     end = FOREVER if schedules is None else first_seed + schedules
     workers = [
-        context.Process(target=work, args=(index, range(first_seed + index, end, processes), recording, reports, stop))
+        context.Process(target=work, args=(index, range(first_seed + index, end, processes), what, reports, stop))
         for index in range(processes)
     ]
-    interrupt = signal.signal(signal.SIGINT, signal.SIG_IGN)  # which the processes inherit: stop ends them
+    for each in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(each, signal.SIG_IGN)  # which the processes inherit: stop ends them
     for worker in workers:
         worker.start()
-    signal.signal(signal.SIGINT, interrupt)
+    for each in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(each, signal.default_int_handler)
     started = time.monotonic()
     shown, running = started, set(range(processes))
     deadline = started + seconds

@@ -12,11 +12,15 @@ from pathlib import Path
 import pytest
 
 from headrace.core.incoming import IncomingState, RemoteWriter
+from headrace.scheduler.recording.file import apply, read_recording
 from headrace.scheduler.requests.phase import Phase
 from headrace.testing.scenario import Scenario
+from tests.scheduler import recordings
+from tests.scheduler.recordings import replayed
 from tests.soak.cases import Case, Result, as_json, case_of, from_json, run_case, signature
 from tests.soak.coverage import Recorder
 from tests.soak.mutants import MUTANTS, planted
+from tests.soak.replays import run_recorded
 from tests.soak.shrink import command, regression_test, shrink
 from tests.soak.transitions import DECLARED, undeclared
 from tests.transfer.schedules import ProtocolSchedule
@@ -138,12 +142,37 @@ def test_seeds_are_spread_over_processes_and_reported(tmp_path: Path) -> None:
     assert "Declared and never seen:" in text
 
 
+def test_what_decides_otherwise_when_it_is_made_again_is_found_and_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    scenario = Scenario(14, "pair", requests=2, cancel=0.0, crash=0.0, lost_peer=0.0)
+    result = run_recorded(scenario)
+    assert (result.problems, result.recordings, result.replays["schedulers"]) == ([], (), 2)
+    assert result.replays["calls made again"] > result.replays["calls recorded"] > 20
+    with monkeypatch.context() as patched:
+        patched.setattr(recordings, "apply", lambda scheduler, call: apply(scheduler, call)[1:])
+        result = run_recorded(scenario)
+    assert any("replay of scheduler" in problem for problem in result.problems)
+    assert [replayed(read_recording(path))[1] for path in result.recordings] == ["", ""]
+
+
+def test_recorded_schedules_are_reported(tmp_path: Path) -> None:
+    report = tmp_path / "report.txt"
+    with soak("--recorded", "--schedules", "21", "--first-seed", "800", "--report", str(report)) as process:
+        out, err = process.communicate(timeout=120)
+    assert (process.returncode, err) == (0, "")
+    assert "21 schedules" in out
+    assert re.search(r"\d+  calls made again", report.read_text())
+
+
 @pytest.mark.full
-def test_ctrl_c_stops_it_with_a_report(tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_signals_stop_it_with_a_report(number: signal.Signals, tmp_path: Path) -> None:
     report = tmp_path / "report.txt"
     with soak("--hours", "1", "--report", str(report)) as process:
         time.sleep(5.0)  # any time is good for it, also while the processes start
-        process.send_signal(signal.SIGINT)
+        process.send_signal(number)
         _, err = process.communicate(timeout=120)
     assert process.returncode == 0, err
     assert "Traceback" not in err

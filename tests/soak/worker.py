@@ -6,16 +6,21 @@ import multiprocessing
 import signal
 import time
 from collections import Counter
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from multiprocessing.queues import Queue
 from multiprocessing.synchronize import Event
 from types import FrameType
+from typing import Literal
+from unittest.mock import patch
 
 import msgspec
 
+from headrace.scheduler.scheduler import Scheduler
 from tests.scheduler.recordings import save_recordings
 from tests.soak.cases import Case, case_of, run_case, signature
 from tests.soak.coverage import Recorder, Transition
+from tests.soak.replays import run_recorded
 from tests.soak.shrink import command, regression_test, shrink
 from tests.soak.transitions import undeclared
 
@@ -51,6 +56,7 @@ class Batch(msgspec.Struct, frozen=True):
     outcomes: Counter[str]
     seen: Counter[Transition]
     arrivals: Counter[tuple[str, str]]
+    replays: Counter[str]
     failures: tuple[Failure, ...]
     next_seed: int
     """All seeds of this process below it were run."""
@@ -60,6 +66,9 @@ class Batch(msgspec.Struct, frozen=True):
     """It is the last one."""
 
 
+What = Literal["transitions", "replays", "schedules"]
+"""What is found out of schedules, beside whether they keep their guarantees."""
+
 ENDLESS = "EndlessSchedule"
 
 
@@ -67,18 +76,20 @@ class EndlessSchedule(Exception):
     """A schedule has used LONGEST_CPU_S."""
 
 
-def work(process: int, seeds: range, recording: bool, reports: "Queue[Batch]", stop: Event) -> None:
+def work(process: int, seeds: range, what: What, reports: "Queue[Batch]", stop: Event) -> None:
     """Run these seeds until they are through or stop is set."""
     signal.signal(signal.SIGVTALRM, _endless)
     logging.disable()  # peers that schedules have refused, thousands of them
     gc.collect()
     gc.freeze()
     gc.disable()
-    worker = _Worker(process, reports)
-    if recording:
-        with worker.recorder.installed():
-            worker.run(seeds, stop)
-    else:
+    worker = _Worker(process, reports, what == "replays")
+    context: AbstractContextManager[object] = nullcontext()
+    if what == "transitions":
+        context = worker.recorder.installed()
+    elif what == "replays":  # which decide the same without it; schedules without recordings are for guarantees
+        context = patch.object(Scheduler, "check_integrity", lambda _scheduler: [])
+    with context:
         worker.run(seeds, stop)
 
 
@@ -98,7 +109,8 @@ def _recorded(case: Case) -> tuple[str, ...]:
 
 
 class _Worker:
-    def __init__(self, process: int, reports: "Queue[Batch]") -> None:
+    def __init__(self, process: int, reports: "Queue[Batch]", replays: bool) -> None:
+        self._replays_them = replays
         self._recorder = self.recorder = Recorder()
         self._process = process
         self._reports = reports
@@ -126,14 +138,18 @@ class _Worker:
         self._report(seed, over=True)
 
     def _one(self, seed: int) -> None:
-        case = case_of(seed)
+        case = case_of(seed, 0.0) if self._replays_them else case_of(seed)
         signal.setitimer(signal.ITIMER_VIRTUAL, LONGEST_CPU_S)
-        result = run_case(case)
+        result = run_recorded(case) if self._replays_them else run_case(case)
         signal.setitimer(signal.ITIMER_VIRTUAL, 0)
         self._schedules += 1
         self._outcomes.update(result.outcomes)
+        self._replays.update(result.replays)
         problems = result.problems
-        if problems:
+        if result.recordings:
+            again = f"{command(case)} --recorded"
+            self._failures.append(Failure(seed, tuple(problems), again, recordings=result.recordings))
+        elif problems:
             kind = signature(problems[0])
             shrinks = kind not in self._kinds and len(self._kinds) < SHRUNK and ENDLESS not in problems[0]
             self._kinds.add(kind)
@@ -153,6 +169,7 @@ class _Worker:
                 self._outcomes,
                 Counter(recorder.seen),
                 Counter(recorder.arrivals),
+                self._replays,
                 tuple(self._failures),
                 next_seed,
                 time.process_time(),
@@ -166,6 +183,7 @@ class _Worker:
     def _reset(self) -> None:
         self._schedules = 0
         self._outcomes: Counter[str] = Counter()
+        self._replays: Counter[str] = Counter()
         self._failures: list[Failure] = []
 
 

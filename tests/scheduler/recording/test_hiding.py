@@ -44,7 +44,7 @@ def test_no_token_and_no_salt_is_in_a_file(tmp_path: Path) -> None:
     prompts = [[rng.randrange(200, VOCABULARY) for _ in range(24)] for _ in range(6)]
     generated = [rng.randrange(200, VOCABULARY) for _ in range(40)]
     for hidden in (True, False):
-        with taped(lambda: 14, partial(bool, hidden)) as tapes:
+        with taped(lambda: (14,), partial(bool, hidden)) as tapes:
             bench = Bench(kv_events=True, policy="srpt", kv_pages=64)
             left = list(generated)
             for number, prompt in enumerate(prompts):

@@ -26,7 +26,7 @@ EVERY = 40  # calls of a segment
 
 def taped(*, hidden: bool = True, first: int = 0) -> AbstractContextManager[list[Tape]]:
     """Tapes of all schedulers that are made meanwhile, from a call on. They are there when it has ended."""
-    return recordings.taped(lambda: first, lambda: hidden)
+    return recordings.taped(lambda: (first,), lambda: hidden)
 
 
 def write(

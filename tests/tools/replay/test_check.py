@@ -195,7 +195,7 @@ def test_a_state_that_no_scheduler_has_is_told(tmp_path: Path, capsys: pytest.Ca
     bench = Bench()
     bench.submit("a")
     del bench.scheduler.state.replicas[0].queues.policy
-    tape = Tape(bench.scheduler, 0, hidden=False)
+    tape = Tape(bench.scheduler, (0,), hidden=False)
     tape.before(101.0)
     tape.made("plan", 101.0, None, [])
     path = tmp_path / "incident.recording"
