@@ -136,12 +136,13 @@ class RecordedSegment:
         _, self.number, self.began, *_ = _SECTION.unpack_from(snapshot)
         self._snapshot = snapshot
         self._calls = calls
+        self._hashes = _Hashes([self])
 
     def restore(self) -> Scheduler:
         """The scheduler as it was when the segment began: a new one each time. Raises RecordingError."""
         frames = _frames(self._snapshot)
         next(frames, None)
-        found = _graph(frames, self._aliases)
+        found = _graph(frames, self._hashes.aliases)
         if not isinstance(found, Scheduler):
             raise RecordingError("the recording has no scheduler where one belongs")
         return found
@@ -157,7 +158,7 @@ class RecordedSegment:
         count = len(head.kinds)
         if len(head.times) != 8 * count or len(head.digests) != 8 * count:
             raise RecordingError("the recording has calls without a time or a digest")
-        events = iter(_graph(frames, self._aliases))
+        events = iter(_graph(frames, self._hashes.aliases))
         found = []
         times, digests = struct.unpack(f"<{count}d", head.times), struct.unpack(f"<{count}Q", head.digests)
         try:
@@ -174,11 +175,31 @@ class RecordedSegment:
     def _calls_head(self) -> _Calls | None:
         return None if self._calls is None else _head(next(_frames(self._calls), b""), _Calls)
 
-    @cached_property
-    def _aliases(self) -> dict[str, str]:
-        """Of all prompts that are compared in this segment: those that wait, and those that come."""
+    def aliases(self) -> dict[str, str]:
+        """Hashes of the hidden prompts of this segment, those that wait and those that come, by what is written in the
+        place of the true ones. Raises RecordingError."""
         found: dict[str, str] = _head(next(_frames(self._snapshot), b""), _Snapshot).aliases
         return found if self._calls_head is None else found | self._calls_head.aliases
+
+
+class _Hashes:
+    """Those of the prompts of several segments: what a prompt is compared with may have come a segment before it."""
+
+    def __init__(self, segments: Sequence[RecordedSegment]) -> None:
+        self._segments = segments
+
+    @cached_property
+    def aliases(self) -> dict[str, str]:
+        """RecordedSegment.aliases() of all of them."""
+        return {name: found for each in self._segments for name, found in each.aliases().items()}
+
+
+def following(segments: Sequence[RecordedSegment]) -> Sequence[RecordedSegment]:
+    """These segments, of which a scheduler may go on from each to the next one."""
+    hashes = _Hashes(segments)
+    for each in segments:
+        each._hashes = hashes
+    return segments
 
 
 class Recording(NamedTuple):
@@ -260,7 +281,7 @@ def _read(path: Path) -> Recording:
         header = _head(file.read(size), Header)
         if path.stat().st_size > MAX_FILE_BYTES:
             raise RecordingError(f"it has more than {MAX_FILE_BYTES >> 30} GiB")
-        return Recording(header, _segments(list(_sections(file))))
+        return Recording(header, following(_segments(list(_sections(file)))))
 
 
 def _sections(file: Any) -> Iterator[tuple[bytes, bytes]]:

@@ -27,6 +27,7 @@ from headrace.scheduler.recording.file import (
     encode_calls,
     encode_header,
     encode_snapshot,
+    following,
     read_recording,
 )
 from headrace.scheduler.recording.hiding import Hiding, Plain
@@ -84,7 +85,7 @@ class Tape:
 
     def recording(self) -> Recording:
         """What a file of it would be read as."""
-        return Recording(self.header, [RecordedSegment(*each) for each in self.sections()])
+        return Recording(self.header, following([RecordedSegment(*each) for each in self.sections()]))
 
     def write(self, path: Path, raised: str = "") -> bool:
         """Write it as a file. raised: as for sections(). False if it has not begun."""

@@ -56,6 +56,13 @@ def test_many_random_schedules(first: int) -> None:
     assert replays["calls made again"] > replays["calls recorded"] > 500 * 20
 
 
+def test_a_hidden_prompt_that_comes_a_segment_after_its_reservation_has_the_hash_that_is_reserved_for() -> None:
+    scenario = Scenario(
+        10_003_719, "pair", requests=3, arrivals_s=0.003, abandon=0.0, rooms=1.0, other_prompt=0.3, small=True
+    )
+    assert run_recorded(scenario).problems == []
+
+
 def test_a_replay_does_not_depend_on_the_hashes_of_a_process(tmp_path: Path) -> None:
     """Another process hashes texts otherwise, so that sets have other orders."""
     for seed in range(6):
