@@ -54,7 +54,7 @@ def create_app(service: Service) -> FastAPI:
         render_routes(model, server, budget),
         _operation_routes(service),
         status_routes(service.status),
-        debug_routes(service.tracer, service.stats, model, server.role, service.record),
+        debug_routes(service.tracer, service.stats, model, server.role, service.record, budget),
         discovery_routes(model, control, config),
         load_routes(service.readiness, completions, service.stats, config),
         tokenizer_routes(model, server, budget),

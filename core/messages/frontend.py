@@ -194,7 +194,9 @@ class WriteRecording(FrontendRequest, frozen=True, kw_only=True):
     """Write what the flight recorder has into a file; answered by RecordingWritten. Only to a server that records."""
 
     token: int
-    reason: Literal["request", "signal"]
+    reason: Literal["request", "signal", "alert"]
+    alerts: str = ""
+    """The alerts that fire, in words: of reason alert."""
 
 
 class StageLost(FrontendRequest, frozen=True, kw_only=True):

@@ -321,11 +321,11 @@ class RecordingWritten(SchedulerReply, frozen=True, kw_only=True):
 
     token: int
     name: str
-    """Of the file in the folder of recordings; "" where none could be written."""
+    """Of the file in the folder of recordings; "" where none could be written, or none was due."""
 
     bytes: int = 0
     error: str = ""
-    """Why there is no file; "" where there is."""
+    """Why none could be written."""
 
 
 AnySchedulerReply = (

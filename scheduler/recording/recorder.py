@@ -36,10 +36,11 @@ MOST_CALLS = 4 * SEGMENT_CALLS  # that are kept while a child writes
 WRITE_LIMIT_S = 120.0
 ALARM_S = 2.0  # from an alarm to its file, which has what came of it
 BETWEEN_ALARMS_S = 60.0
+BETWEEN_ALERTS_S = 300.0  # files of them, so that a storm leaves those of other reasons
 FLUSH_WAIT_S = 10.0
 FREED_CALLS = 1000  # at a time, once they are written: about a millisecond
 
-Reason = Literal["request", "signal", "integrity", "stage_failed", "exception", "killed"]
+Reason = Literal["request", "signal", "alert", "integrity", "stage_failed", "exception", "killed"]
 """Why a file was written; killed: the server before this one was."""
 
 _PER_CALL = 4  # entries of the list: kind, time, event, effects
@@ -57,6 +58,12 @@ class _Wanted(msgspec.Struct, frozen=True):
     reason: Reason
     due: float
     token: int | None = None
+    alerts: str = ""
+
+    @property
+    def words(self) -> str:
+        """For the log and the header."""
+        return f"{self.reason}: {self.alerts}" if self.alerts else self.reason
 
 
 class FlightRecorder:
@@ -95,7 +102,7 @@ class FlightRecorder:
         self._writes: _Wanted | None = None  # the file that the child writes; None: a segment
         self._name = ""
         self._wanted: list[_Wanted] = []
-        self._last_alarm = float("-inf")
+        self._last_alarm = self._last_alert = float("-inf")
         self._sound = True  # the last integrity check has found nothing
         self._failing = self._ended = False
         self._counters = Counters()
@@ -103,7 +110,7 @@ class FlightRecorder:
     def handle(self, event: Event, now: float) -> list[Effect]:
         """Scheduler.handle()."""
         if type(event) is WriteRecording:  # for the recorder itself
-            self._wanted.append(_Wanted(event.reason, now, event.token))
+            self._want(event, now)
             return []
         calls = self._calls
         calls += ("handle", now, event)
@@ -215,6 +222,15 @@ class FlightRecorder:
             case Shutdown():
                 self._ended = True
 
+    def _want(self, event: WriteRecording, now: float) -> None:
+        wanted = _Wanted(event.reason, now, event.token, event.alerts)
+        if event.reason == "alert":
+            if now - self._last_alert < BETWEEN_ALERTS_S:
+                self._answer(wanted, "", _Written())
+                return
+            self._last_alert = now
+        self._wanted.append(wanted)
+
     def _alarm(self, reason: Reason, now: float) -> None:
         if now - self._last_alarm >= BETWEEN_ALARMS_S:
             self._last_alarm = now
@@ -272,7 +288,7 @@ class FlightRecorder:
             return
         if not written.error:
             self._counters.add("recording_files_total", labels=(wanted.reason,))
-            log.warning("recorded in %s (%s)", self._name, wanted.reason)
+            log.warning("recorded in %s (%s)", self._name, wanted.words)
         self._answer(wanted, self._name, written)
 
     def _refuse_wanted(self, error: str) -> None:
@@ -282,6 +298,8 @@ class FlightRecorder:
             self._answer(wanted, "", _Written(error=error))
 
     def _answer(self, wanted: _Wanted, name: str, written: _Written) -> None:
+        if written.error and wanted.reason == "alert":
+            self._last_alert = float("-inf")  # it will be posted again
         if wanted.token is not None:
             self._reply(RecordingWritten(token=wanted.token, name=name, bytes=written.bytes, error=written.error))
 
@@ -316,7 +334,7 @@ class FlightRecorder:
 
     def _write_file(self, wanted: _Wanted, name: str, raised: str = "") -> _Written:
         """What the ring has, and the calls since."""
-        header = msgspec.structs.replace(self._header, reason=wanted.reason, written_at=self._wall())
+        header = msgspec.structs.replace(self._header, reason=wanted.words, written_at=self._wall())
         try:
             calls = encode_calls(self._number, _grouped(self._calls), self._hiding, raised)
             return _Written(self._store.incident(name, header, self._number, calls))

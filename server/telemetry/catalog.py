@@ -424,9 +424,10 @@ RECORDING: tuple[MetricSpec, ...] = (
         "recording_files_total",
         "counter",
         "Files that were written of the recording, by reason: request (POST /debug/record), signal (SIGUSR2), "
+        "alert (POST /debug/record by Alertmanager), "
         "integrity (a check of the scheduler's state has failed), stage_failed (a stage has failed or fell silent).",
         ("reason",),
-        _each(("request", "signal", "integrity", "stage_failed")),
+        _each(("request", "signal", "alert", "integrity", "stage_failed")),
     ),
     MetricSpec(
         "recording_fork_seconds_total", "counter", "Seconds in which the scheduler was held up to fork its recording."

@@ -15,6 +15,7 @@ PACKAGES = tuple(sorted(link.name for link in (ROOT / "src/headrace").iterdir() 
 DASHBOARD = ROOT / "configs/grafana/dashboards/headrace.json"
 RULES = ROOT / "configs/rules/headrace.yml"
 NOT_ON_PANELS = ROOT / "configs/grafana/not_on_panels.yml"
+ALERTMANAGER = ROOT / "configs/alertmanager.yml"
 PROMETHEUS = ROOT / "configs/prometheus.yml"
 COMPOSE = ROOT / "docker-compose.yml"
 

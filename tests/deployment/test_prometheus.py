@@ -1,12 +1,14 @@
 """Prometheus' configuration and the alert rules."""
 
 import re
+import shutil
+import subprocess
 from typing import Any
 
 import pytest
 import yaml
 
-from tests.deployment.files import COMPOSE, PROMETHEUS, ROOT, RULES, load_yaml, promtool
+from tests.deployment.files import ALERTMANAGER, COMPOSE, PROMETHEUS, ROOT, RULES, load_yaml, promtool
 
 
 def rules() -> list[dict[str, Any]]:
@@ -62,3 +64,29 @@ def test_rule_files_are_mounted_where_the_configuration_looks() -> None:
     assert RULES in set(PROMETHEUS.parent.glob(pattern))
     mounts = dict(mount.split(":")[:2] for mount in load_yaml(COMPOSE)["services"]["prometheus"]["volumes"])
     assert mounts["./configs/rules"] == "/etc/prometheus/" + pattern.split("/")[0]
+
+
+def test_alerts_have_the_servers_that_are_scraped_write_recordings() -> None:
+    document = load_yaml(ALERTMANAGER)
+    receivers = {each["name"]: each.get("webhook_configs", []) for each in document["receivers"]}
+    (route,) = document["route"]["routes"]
+    assert {document["route"]["receiver"], route["receiver"]} == set(receivers)
+    assert route["continue"], "those who are paged come after it"
+    name, pattern = re.fullmatch(r'(\w+)=~"(.+)"', route["matchers"][0]).groups()  # type: ignore[union-attr]
+    assert name == "alertname"
+    assert all(re.fullmatch(pattern, rule["alert"]) for rule in rules())
+    (job,) = (job for job in load_yaml(PROMETHEUS)["scrape_configs"] if job["job_name"] == "headrace")
+    targets = [target for each in job["static_configs"] for target in each["targets"]]
+    webhooks = receivers[route["receiver"]]
+    assert [each["url"] for each in webhooks] == [f"http://{target}/debug/record" for target in targets]
+    for each in webhooks:
+        assert each["http_config"]["authorization"]["credentials_file"]
+        assert each["send_resolved"] is False
+
+
+def test_alertmanager_reads_its_configuration() -> None:
+    program = shutil.which("amtool")
+    if program is None:
+        pytest.skip("amtool is not installed (it comes with Alertmanager)")
+    done = subprocess.run([program, "check-config", str(ALERTMANAGER)], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stdout + done.stderr

@@ -73,6 +73,61 @@ def test_files_by_request_and_by_signal_replay(tmp_path: Path) -> None:
     assert not any(tmp_path.glob("ring-*/*.snapshot")), "a server that has ended as it was told to leaves no ring"
 
 
+def notification(status: str, *alerts: tuple[str, str]) -> dict[str, object]:
+    """As Alertmanager posts it."""
+    labels = {"instance": "prefill:8000", "job": "headrace", "role": "prefill", "severity": "critical"}
+    return {
+        "version": "4",
+        "groupKey": '{}/{alertname=~"Headrace.+"}:{alertname="HeadraceNotReady"}',
+        "truncatedAlerts": 0,
+        "status": status,
+        "receiver": "headrace-recordings",
+        "groupLabels": {"alertname": "HeadraceNotReady"},
+        "commonLabels": labels,
+        "commonAnnotations": {"runbook_url": "docs/operations.md#headracenotready"},
+        "externalURL": "http://alertmanager:9093",
+        "alerts": [
+            {
+                "status": state,
+                "labels": {"alertname": name, **labels},
+                "annotations": {"summary": "prefill:8000 is alive and would not serve"},
+                "startsAt": "2026-11-28T15:50:20.721Z",
+                "endsAt": "0001-01-01T00:00:00Z",
+                "generatorURL": "http://prometheus:9090/graph?g0.expr=headrace_ready+%3D%3D+0&g0.tab=1",
+                "fingerprint": "1a30ba71cca2921f",
+            }
+            for name, state in alerts
+        ],
+    }
+
+
+def test_alerts_that_fire_have_one_file(tmp_path: Path) -> None:
+    fires = notification("firing", ("HeadraceNotReady", "firing"), ("HeadraceDown", "resolved"))
+    with recording_server(tmp_path) as server:
+        generate(server)
+        answer = server.post("/debug/record", notification("resolved", ("HeadraceNotReady", "resolved")))
+        assert answer.json() == {"file": "", "bytes": 0, "alerts": ""}
+        for field, body in {
+            "version": {**fires, "version": "5"},
+            "status": {**fires, "status": "on fire"},
+            "alerts[0].labels": {**fires, "alerts": [{"status": "firing"}]},
+            "alerts": {"version": "4", "status": "firing"},
+        }.items():
+            answer = server.post("/debug/record", body)
+            assert (answer.status_code, answer.json()["error"]["param"]) == (400, field), answer.text
+        assert files(tmp_path, "*") == []
+        answer = server.post("/debug/record", fires)
+        assert answer.status_code == 200, answer.text
+        recording = only(tmp_path, "alert")
+        assert answer.json()["file"] == files(tmp_path, "alert")[0].name
+        assert answer.json()["alerts"] == "HeadraceNotReady"
+        assert recording.header.reason == "alert: HeadraceNotReady"
+        assert server.post("/debug/record", fires).json()["file"] == "", "a second one within minutes"
+        assert len(files(tmp_path, "alert")) == 1
+        assert 'headrace_recording_files_total{reason="alert"} 1' in server.get("/metrics").text
+        assert "(alert: HeadraceNotReady)" in server.log
+
+
 @pytest.mark.full
 def test_hidden_token_ids_are_in_no_file(tmp_path: Path) -> None:
     for hidden in (True, False):

@@ -17,15 +17,20 @@ from headrace.core.types.errors import ErrorInfo, HeadraceError, invalid, shown
 from headrace.core.types.ranks.expert_load import total_rows
 from headrace.core.version import headrace_version
 from headrace.server.api.description.operation import Parameter, described
+from headrace.server.api.operations.alerts import AlertNotification
+from headrace.server.api.request.parse import parse_body
 from headrace.server.frontend.served_model import ServedModel
 from headrace.server.frontend.status.stats_collector import StatsCollector
+from headrace.server.http.body import BodyBudget, read_body
 from headrace.server.http.streaming import JsonAnswer
 from headrace.server.telemetry.trace_report import trace_json
 from headrace.server.telemetry.tracer import Tracer
 
 DEFAULT_S = 5.0
 SHORTEST_S, LONGEST_S = 0.1, 60.0
-WriteRecording = Callable[[], Awaitable[RecordingWritten]]
+MAX_BODY_BYTES = 1 << 20  # of alerts: Alertmanager's max_alerts says how many
+WriteRecording = Callable[[str], Awaitable[RecordingWritten]]
+"""For alerts that fire, in words; "" for no alerts."""
 Seconds = Annotated[float, msgspec.Meta(ge=SHORTEST_S, le=LONGEST_S)]
 
 
@@ -49,8 +54,11 @@ class RecordingReply(msgspec.Struct, frozen=True):
     """Body of the response."""
 
     file: str
-    """Name of the file in the folder of --record, on the server's machine."""
+    """Name of the file in the folder of --record, on the server's machine; "" where alerts have written none: no alert
+    of the notification fires, or there was a file of alerts in the last five minutes."""
     bytes: int
+    alerts: str = ""
+    """Those that fire, in words."""
 
 
 _TRACE = described(
@@ -61,16 +69,22 @@ _TRACE = described(
     parameters=(Parameter("seconds", "query", Seconds, f"Its length; {DEFAULT_S:g} if it is not given."),),
 )
 _RECORD = described(
-    "The last minutes of the scheduler into a file, for headrace replay",
+    "The last minutes of the scheduler into a file, for headrace replay; without a body, or as Alertmanager's webhook",
+    body=AlertNotification,
     reply=RecordingReply,
-    errors=(409, 503),
+    errors=(400, 408, 409, 413, 415, 503),
     audience="operators",
 )
 _EXPERTS = described("Rows that experts have computed", reply=ExpertRowsReply, audience="operators")
 
 
 def debug_routes(
-    tracer: Tracer, stats: StatsCollector, model: ServedModel, role: str, record: WriteRecording | None
+    tracer: Tracer,
+    stats: StatsCollector,
+    model: ServedModel,
+    role: str,
+    record: WriteRecording | None,
+    budget: BodyBudget,
 ) -> APIRouter:
     """Routes for finding out why a server is slow, or did what it did, and whether tokens are spread evenly over
     experts. record: None on a server that records nothing."""
@@ -91,15 +105,21 @@ def debug_routes(
         return JsonAnswer(work)
 
     @router.post("/debug/record", openapi_extra=_RECORD)
-    async def write_recording() -> Response:
+    async def write_recording(http: Request) -> Response:
+        body = await read_body(http, MAX_BODY_BYTES, budget)
+        about = parse_body(body, AlertNotification) if bytes(body) not in (b"", b"{}") else None
+        firing = "" if about is None else about.firing
+
         async def work() -> RecordingReply:
             if record is None:
                 message = "this server records nothing: start it with --record DIR"
                 raise HeadraceError(ErrorInfo(code="not_recording", message=message, status=409))
-            written = await record()
+            if about is not None and not firing:
+                return RecordingReply("", 0)
+            written = await record(firing)
             if written.error:
                 raise HeadraceError(ErrorInfo(code="not_recorded", message=written.error, status=500))
-            return RecordingReply(written.name, written.bytes)
+            return RecordingReply(written.name, written.bytes, firing)
 
         return JsonAnswer(work)
 

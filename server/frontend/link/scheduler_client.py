@@ -253,11 +253,14 @@ class SchedulerClient:
 
         return (await self._ask(KvHinted, hint, ANSWER_S)).results
 
-    async def write_recording(self) -> RecordingWritten:
-        """Have what the flight recorder has written into a file. Raises HeadraceError (503) if there is no answer."""
-        return await self._ask(
-            RecordingWritten, lambda token: WriteRecording(token=token, reason="request"), RECORDING_S
-        )
+    async def write_recording(self, alerts: str = "") -> RecordingWritten:
+        """Have what the flight recorder has written into a file. alerts: those that fire, in words, where it is for
+        them. Raises HeadraceError (503) if there is no answer."""
+
+        def write(token: int) -> WriteRecording:
+            return WriteRecording(token=token, reason="alert" if alerts else "request", alerts=alerts)
+
+        return await self._ask(RecordingWritten, write, RECORDING_S)
 
     async def _ask(self, kind: type[Reply], query: Callable[[int], AnyFrontendRequest], timeout_s: float) -> Reply:
         """As _answer(), for a client who waits. Raises HeadraceError (503) if there is no answer."""

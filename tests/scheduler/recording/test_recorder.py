@@ -22,7 +22,7 @@ from headrace.scheduler.recording import recorder as module
 from headrace.scheduler.recording import store as store_module
 from headrace.scheduler.recording.file import Header, read_recording
 from headrace.scheduler.recording.hiding import Hiding
-from headrace.scheduler.recording.recorder import SEGMENT_S, FlightRecorder
+from headrace.scheduler.recording.recorder import BETWEEN_ALERTS_S, SEGMENT_S, FlightRecorder
 from headrace.scheduler.recording.store import RecordingStore
 from headrace.scheduler.scheduler import Scheduler
 from tests.scheduler.bench import Bench
@@ -265,6 +265,33 @@ def test_the_oldest_files_go(flight: Flight, monkeypatch: pytest.MonkeyPatch) ->
         flight.recorder.handle(WriteRecording(token=token, reason="request"), flight.now)
         flight.pass_time(1.0)
     assert [path.name for path in flight.files()] == [reply.name for reply in flight.replies[-3:]]
+
+
+def test_alerts_have_a_file_in_five_minutes_and_again_after_a_failure(
+    flight: Flight, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_arguments: object) -> int:
+        raise OSError("the disk is full")
+
+    def alert(token: int) -> RecordingWritten:
+        flight.serve()
+        about = WriteRecording(token=token, reason="alert", alerts="HeadraceNotReady")
+        flight.recorder.handle(about, flight.now)
+        flight.pass_time(1.0)
+        return flight.replies[-1]
+
+    flight.pass_time(1.0)
+    assert alert(1).name == flight.files("alert")[0].name
+    assert read_recording(flight.files("alert")[0]).header.reason == "alert: HeadraceNotReady"
+    for token in (2, 3):
+        assert alert(token) == RecordingWritten(token=token, name="")
+    flight.recorder.handle(WriteRecording(token=4, reason="request"), flight.now)
+    flight.pass_time(BETWEEN_ALERTS_S)
+    assert flight.files("request"), "others are written meanwhile"
+    with monkeypatch.context() as patched:
+        patched.setattr(RecordingStore, "incident", full)
+        assert alert(5).error == "the disk is full"
+    assert alert(6).name
 
 
 def test_the_ring_of_a_server_that_was_killed_becomes_a_file(tmp_path: Path) -> None:
