@@ -7,7 +7,7 @@ from typing import Literal
 import msgspec
 
 from headrace.core.config import SchedulerConfig
-from headrace.core.config.scheduler import Policy
+from headrace.core.config.scheduler import Policy, PromiseLevel
 from headrace.testing.engine import VOCABULARY
 
 Shape = Literal["colocated", "pair"]
@@ -97,6 +97,10 @@ class Scenario:
     opened: float = 0.0
     """Probability that pieces of an open prompt come before a request: its beginnings, some of them cut short."""
 
+    promise: PromiseLevel = "off"
+    """Share of bounds of the time to first token that are to be kept. Forecasts come after random delays, and some
+    fail."""
+
     small: bool = False
     """A quarter of all lengths: of prompts and texts, of a plan, and of the pool."""
 
@@ -146,6 +150,7 @@ def draw_config(scenario: Scenario, rng: random.Random, other: SchedulerConfig |
         library_salts=("", "tenant") if scenario.library else (),
         dp=scenario.dp,
         lockstep=scenario.lockstep,
+        promise=scenario.promise,
     )
     tokens = rng.choice([48, 96, 256]) // scale  # below max_model_len some requests fill the whole pool
     if scenario.small and scenario.tiers:  # pages have to leave the pool before they come again

@@ -1,17 +1,21 @@
 """One server of the simulator: a real Scheduler on a simulated engine. All that it does is checked as it happens."""
 
+import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from headrace.core.config import SchedulerConfig
+from headrace.core.messages.forecasts import ForecastMade, MakeForecast
 from headrace.core.messages.frontend import Submit
 from headrace.core.messages.orders import BeginEpoch, Order, ReplicaOrder
 from headrace.core.messages.peers import ControlServerEffect
 from headrace.core.messages.replies import KvDigested, RequestFailed, RequestFinished, SchedulerReply, Tokens
 from headrace.core.messages.stage_events import PlanDone, StageEvent, StageFailed
 from headrace.core.types.errors import NONFINITE
+from headrace.core.types.forecast import Forecast, LengthSamples, QueueOutlook
 from headrace.core.types.kv.kv_digests import joined
 from headrace.core.types.requests.request import FetchFrom, SendTo
+from headrace.scheduler.promises.promises import LENGTHS
 from headrace.scheduler.scheduler import Effect, Event, Scheduler
 from headrace.testing.engine import (
     NAN,
@@ -27,6 +31,9 @@ from headrace.testing.engine import (
 from headrace.testing.guards import CopyGuard, PageGuard, PromiseGuard
 from headrace.testing.tiers import SimulatedDisk
 from headrace.testing.world import Channel, SchedulerDriver, World
+
+FORECAST_S = 0.002  # mean, from an order to its forecast
+FAILED_FORECASTS = 0.1
 
 
 @dataclass(slots=True)
@@ -246,10 +253,26 @@ class SimulatedServer:
                 self._order(replica, effect)
         elif isinstance(effect, SchedulerReply):
             self._output(effect)
+        elif isinstance(effect, MakeForecast):
+            made = self._forecast(effect)
+            self.world.after(FORECAST_S, lambda: self.handle(made))
         elif isinstance(effect, ControlServerEffect):
             self.on_told(effect)
         else:
             self.on_peer(effect)
+
+    def _forecast(self, order: MakeForecast) -> ForecastMade:
+        """As from copies of the scheduler, but for what they find."""
+        rng = random.Random(order.seed)
+        if rng.random() < FAILED_FORECASTS:
+            return ForecastMade(forecast=None)
+        samples = tuple(
+            LengthSamples(tokens, self._options.token_s * tokens, tuple(rng.uniform(0.5, 3.0) for _ in range(4)))
+            for tokens in LENGTHS
+        )
+        outlook = QueueOutlook(rng.random(), 1.0 + rng.random())
+        made = Forecast(samples=samples, queue=outlook, one_more=None, horizon_s=60.0, steps=order.steps, took_s=0.01)
+        return ForecastMade(forecast=made)
 
     def _order(self, replica: SimulatedReplica, order: Order) -> None:
         if problem := replica.guard.order(order) or replica.copy_guard.order(order):

@@ -71,6 +71,7 @@ def case_of(seed: int, protocol: float = PROTOCOL) -> Case:
         small=not large,
         rooms=pick((0.0, 0.0, 0.0, 1.0)),
         opened=pick((0.0, 0.0, 0.7)),
+        promise=pick(("off", "off", "off", "p90", "p99")),
     )
 
 

@@ -36,6 +36,7 @@ SIMPLEST: dict[type[Case], tuple[tuple[str, tuple[Any, ...]], ...]] = {
         ("tier_faults", (0.0,)),
         ("depth", (0,)),
         ("policy", ("fcfs",)),
+        ("promise", ("off",)),
     ),
     ProtocolSchedule: (
         ("steps", (1, 2, 3, 4, 6, 8, 10)),

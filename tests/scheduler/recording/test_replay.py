@@ -10,7 +10,7 @@ import pytest
 
 from headrace.testing.scenario import Scenario
 from headrace.testing.simulator import simulate
-from tests.scheduler.recordings import check_tape, taped, taped_at_random
+from tests.scheduler.recordings import check_tape, replayed, taped, taped_at_random
 from tests.soak.cases import case_of
 from tests.soak.replays import run_recorded
 
@@ -43,6 +43,23 @@ def test_random_schedules_replay_with_the_same_effects(changes: dict[str, object
     for seed in range(BATCH):
         calls += replay(Scenario(seed + 300_000, requests=6, **changes), tmp_path / "file")  # type: ignore[arg-type]
     assert calls > 60 * BATCH
+
+
+def test_schedules_with_promises_replay_from_amid_them() -> None:
+    """The second snapshot of some has forecasts, promises that are open, and what was learnt of those that ended."""
+    promised: Counter[str] = Counter()
+    for seed in range(500_000, 500_000 + BATCH):
+        scenario = Scenario(seed, requests=12, arrivals_s=0.02, cancel=0.1, promise="p99")
+        with taped_at_random(scenario) as tapes:
+            simulate(scenario)
+        for tape in tapes:
+            assert replayed(tape.recording(), beyond=True)[1] == "", seed
+            snapshots = [segment.restore() for segment in tape.recording().segments]
+            promised["before a snapshot"] += any(each._state.promises.forecast is not None for each in snapshots)
+            promised.update(type(effect).__name__ for call in tape.calls for effect in call.effects)
+            promised.update(type(call.event).__name__ for call in tape.calls)
+    for name in ("MakeForecast", "ForecastMade", "Promised", "before a snapshot"):
+        assert promised[name] > 2, (name, promised)
 
 
 @pytest.mark.full
