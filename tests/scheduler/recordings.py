@@ -78,7 +78,7 @@ class Tape:
 
     def sections(self, raised: str = "") -> Iterator[tuple[bytes, bytes]]:
         """Snapshot and calls of each segment. raised: by the last call, if that is to be told though it was not."""
-        ends = [start for _, start in self._snapshots[1:]] + [len(self.calls)]
+        ends = [*(start for _, start in self._snapshots), len(self.calls)][1:]
         for number, ((snapshot, start), end) in enumerate(zip(self._snapshots, ends, strict=True)):
             last = raised or self._raised if end == len(self.calls) else ""
             yield snapshot, encode_calls(number, self.calls[start:end], self._hiding, last)
@@ -139,12 +139,13 @@ def taped(
 LATEST, LATEST_OF_SMALL = 600, 80  # call of a random snapshot
 
 
-def taped_at_random(scenario: Scenario) -> AbstractContextManager[list[Tape]]:
-    """Tapes of a schedule's schedulers with a second segment from a random call on, some of them hidden."""
+def taped_at_random(scenario: Scenario, *, whole: bool = True) -> AbstractContextManager[list[Tape]]:
+    """Tapes of a schedule's schedulers from a random call on, some of them hidden. whole: with a segment before it."""
     rng = random.Random(scenario.seed)
     latest = math.log(LATEST_OF_SMALL if scenario.small else LATEST)
     hides = not (scenario.tiers or scenario.library)
-    return taped(lambda: (0, int(math.exp(rng.uniform(0, latest)))), lambda: hides and rng.random() < 0.5)
+    first = (0,) if whole else ()
+    return taped(lambda: (*first, int(math.exp(rng.uniform(0, latest)))), lambda: hides and rng.random() < 0.5)
 
 
 def replayed(recording: Recording, *, beyond: bool = False) -> tuple[int, str]:

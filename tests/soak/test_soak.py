@@ -20,7 +20,7 @@ from tests.scheduler.recordings import replayed
 from tests.soak.cases import Case, Result, as_json, case_of, from_json, run_case, signature
 from tests.soak.coverage import Recorder
 from tests.soak.mutants import MUTANTS, planted
-from tests.soak.replays import run_recorded
+from tests.soak.replays import WHOLE, run_recorded
 from tests.soak.shrink import command, regression_test, shrink
 from tests.soak.transitions import DECLARED, undeclared
 from tests.transfer.schedules import ProtocolSchedule
@@ -146,7 +146,7 @@ def test_what_decides_otherwise_when_it_is_made_again_is_found_and_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    scenario = Scenario(14, "pair", requests=2, cancel=0.0, crash=0.0, lost_peer=0.0)
+    scenario = Scenario(2 * WHOLE, "pair", requests=2, cancel=0.0, crash=0.0, lost_peer=0.0)
     result = run_recorded(scenario)
     assert (result.problems, result.recordings, result.replays["schedulers"]) == ([], (), 2)
     assert result.replays["calls made again"] > result.replays["calls recorded"] > 20
