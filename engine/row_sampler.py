@@ -234,17 +234,17 @@ class RowSampler:
         self,
         drawn: _Drawn | None,
         released: set[int],
-        chunks: list[int],
+        chunks: Callable[[], list[int]],
         logprobs: Sequence[Callable[[], PromptLogprobs]],
         states: Sequence[Callable[[], RowHidden]],
     ) -> PlanResult:
-        """The result of a plan that the device is done with. released: requests that have ended. chunks: those of
-        nonfinite rows that are not sampled."""
+        """The result of a plan that the device is done with. released: requests that have ended. chunks: reads
+        those of nonfinite rows that are not sampled."""
         samples, nonfinite, rejected = self._accept(drawn, released) if drawn is not None else ([], [], [])
         return PlanResult(
             samples,
             [read() for read in logprobs],
-            nonfinite + chunks,
+            nonfinite + chunks(),
             tuple(rejected),
             tuple(read() for read in states),
         )
@@ -290,17 +290,15 @@ class RowSampler:
         logprobs = sampled_logprobs(logits, tokens, [row.params for row in wanted])
         return _Drawn(of, tokens, begin_copy(tokens), logprobs, draft_tokens(logits, top_k), rejected)
 
-    def _nonfinite_chunks(self, rows: Sequence[PlanRow], ends: list[int], hidden: Tensor) -> list[int]:
-        """Requests of rows that are not sampled and whose hidden states are not finite.
-
-        CPU only: on a GPU the copy to the host would have to be waited for. There the NaN is found when the request is
-        sampled.
-        """
-        chunks = [(row, end) for row, end in zip(rows, ends, strict=True) if row.sample is None]
-        if not chunks or not self._samples or hidden.device.type != "cpu":
-            return []
-        finite = select_rows(hidden, [end - 1 for _, end in chunks]).isfinite().all(dim=-1).tolist()
-        return [row.request for (row, _), good in zip(chunks, finite, strict=True) if not good]
+    def _nonfinite_chunks(self, rows: Sequence[PlanRow], ends: list[int], hidden: Tensor) -> Callable[[], list[int]]:
+        """What reads the requests of rows that are not sampled and whose hidden states are not finite; none on shards
+        other than the first."""
+        chunks = [(row.request, end - 1) for row, end in zip(rows, ends, strict=True) if row.sample is None]
+        if not chunks or not self._samples:
+            return list
+        requests, last = zip(*chunks, strict=True)
+        finite = begin_copy(select_rows(hidden, last).isfinite().all(dim=-1))
+        return lambda: [request for request, good in zip(requests, finite.tolist(), strict=True) if not good]
 
     def _hidden_states(self, rows: Sequence[PlanRow], ends: list[int], hidden: Tensor) -> list[Callable[[], RowHidden]]:
         """What reads the hidden states that rows ask for; none on shards other than the first, though all have them."""

@@ -197,9 +197,6 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True):
     has_nan_token: bool
     """KV of NAN_TOKEN is NaN."""
 
-    checks_chunks: bool
-    """The last stage also reports rows that are not sampled as nonfinite."""
-
     host_pages: int
     """Slots of the host tier of each stage."""
 
@@ -454,7 +451,7 @@ class SimulatedStage:
         for row, state in states if self.index == self.pipeline.last else ():
             if row.sample and row.feeds:
                 self.pipeline.sampled[(row.request, row.start + row.count)] = next_token(state)
-            if state == NAN and (row.sample or self.pipeline.options.checks_chunks):
+            if state == NAN:
                 nonfinite.append(row.request)
             elif row.sample:
                 samples.append(SampledToken(row.request, next_token(state)))

@@ -10,7 +10,7 @@ from headrace.core.messages.frontend import Submit
 from headrace.core.messages.orders import BeginEpoch, Order, ReplicaOrder
 from headrace.core.messages.peers import ControlServerEffect
 from headrace.core.messages.replies import KvDigested, RequestFailed, RequestFinished, SchedulerReply, Tokens
-from headrace.core.messages.stage_events import PlanDone, StageEvent, StageFailed
+from headrace.core.messages.stage_events import StageEvent, StageFailed
 from headrace.core.types.errors import NONFINITE
 from headrace.core.types.forecast import Forecast, LengthSamples, QueueOutlook
 from headrace.core.types.kv.kv_digests import joined
@@ -122,7 +122,6 @@ class SimulatedServer:
         self._layout = config.layout
         self.replicas = [SimulatedReplica(config, index) for index in range(config.dp)]
         self.clients: dict[str, SimulatedClient] = {}
-        self._reported_nan: set[str] = set()
         self.on_output: Callable[[SchedulerReply], None] = lambda _output: None
         self.on_peer: Callable[[Effect], None] = lambda _effect: None
         self.on_told: Callable[[ControlServerEffect], None] = lambda _effect: None
@@ -164,9 +163,6 @@ class SimulatedServer:
             replica = self.replicas[self._layout.place(event.stage).replica]
             replica.guard.event(event)
             replica.copy_guard.event(event)
-            if isinstance(event, PlanDone):
-                found = (self.scheduler._state.requests.by_serial(serial) for serial in event.nonfinite)
-                self._reported_nan.update(request.rid for request in found if request is not None)
         elif isinstance(event, Submit):
             self._promises.submitted(event, self.world.now)
         self._driver.handle(event)
@@ -335,23 +331,13 @@ class SimulatedServer:
             self.violation(f"{client.submit.rid} failed for the NaN of another request: {given}")
 
     def _check_no_nan_is_cached(self) -> None:
-        """What requests have left in the prefix cache is finite: those whose NaN was reported took their pages out of
-        it, also when they had ended meanwhile. Nothing is known of it where one ended before a row of it was reported.
-        """
-        if any(self._may_leave_nan(client) for client in self.clients.values()):
-            return
+        """What requests have left in the prefix cache is finite, however they have ended."""
         for replica in self.replicas if self._options.has_nan_token else ():
             tree = self.scheduler._state.replicas[replica.index].cache._tree
             cached = [node.page for node in tree.walk()]
             for stage in replica.pipeline.stages:
                 if bad := [page for page in cached if NAN in stage.pool[page]]:
                     self.violation(f"pages {bad} in the prefix cache of rank {stage.rank} hold NaN")
-
-    def _may_leave_nan(self, client: SimulatedClient) -> bool:
-        """It failed, or was ended as complete, before the NaN of its tokens was reported."""
-        failed = any(isinstance(end, RequestFailed) and end.error.code != NONFINITE for end in client.ends)
-        has_nan = NAN_TOKEN in (*client.prompt, *client.tokens)
-        return has_nan and (failed or client.finished_early) and client.submit.rid not in self._reported_nan
 
     def _pool_tokens(self) -> int:
         return self.config.kv_pages * self.config.page_size

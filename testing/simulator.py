@@ -239,7 +239,6 @@ class Simulation:
         options = EngineOptions(
             token_s=scenario.token_s,
             has_nan_token=scenario.has_nan_token,
-            checks_chunks=scenario.seed % 3 > 0,
             host_pages=host_pages,
             disk_pages=disk_pages,
             tier_faults=scenario.tier_faults,

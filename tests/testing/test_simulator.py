@@ -76,13 +76,15 @@ def test_nan_in_kv_fails_the_requests_computed_from_it(shape: Shape) -> None:
         # NaN that was reported after the request had been cancelled, or ended as complete
         Scenario(1095, requests=3, cancel=0.9, stall=0.1, has_nan_token=True, small=True),
         Scenario(40829193, requests=3, arrivals_s=0.003, lost_peer=0.0, crash=0.0, has_nan_token=True, small=True),
-        # NaN that no stage has reported: ended as complete before the prompt was computed, chunks are not checked
+        # … or ended as complete before the prompt was computed
         Scenario(40648350, requests=1, cancel=0.9, dp=2, lockstep=True, has_nan_token=True, small=True),
         Scenario(40876584, requests=3, arrivals_s=0.003, token_s=0.004, crash=0.0, has_nan_token=True, small=True),
+        # NaN in pieces of an open prompt, which sample nothing
+        Scenario(5023302, requests=1, arrivals_s=0.003, token_s=0.004, has_nan_token=True, opened=0.7, small=True),
     ],
     ids=lambda scenario: str(scenario.seed),
 )
-def test_nan_of_requests_that_ended_before_it_was_reported(scenario: Scenario) -> None:
+def test_nan_of_requests_that_end_without_a_token_is_not_cached(scenario: Scenario) -> None:
     assert simulate(scenario).violations == []
 
 

@@ -11,6 +11,7 @@ from headrace.core.messages.orders import Forward, PlanRow
 from headrace.core.runtime.clock import SystemClock
 from headrace.core.types import packed
 from headrace.core.types.requests.request import SamplingParams, TokenHistory
+from headrace.engine.kv.device_copies import begin_copy
 from headrace.engine.outbox import ComputedPlan, DeviceOutbox, EventOutbox, QueuedPlan
 from headrace.engine.row_sampler import FedTokens
 from headrace.engine.telemetry.meter import Meter
@@ -33,6 +34,7 @@ KINDS: dict[str, list[PlanRow]] = {
         )
     ],
     "prompt logprobs": [replace(row(1, 0, 300), prompt_logprobs=2)],
+    "chunks": [row(1, 0, 100), row(2, 40, 1, first_page=20, sample=GREEDY), row(3, 0, 50, first_page=30)],
 }
 
 
@@ -101,6 +103,25 @@ def test_logprobs_are_read_with_the_tokens(gpu: FakeGpu, tmp_path: Path) -> None
         assert not counts.syncs, counts.described()
         result = sampling.result()
     assert [sampled.logprob is None for sampled in result.samples] == [False, True]
+
+
+def test_nan_in_chunks_is_found_without_a_wait(gpu: FakeGpu, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows that sample nothing are looked at, too: what they leave in the prefix cache is shared."""
+    copies: list[torch.Tensor] = []
+
+    def copied(values: torch.Tensor) -> torch.Tensor:
+        """The second of two chunks comes out NaN."""
+        copies.append(values)
+        return torch.tensor([True, False]) if values.dtype is torch.bool else begin_copy(values)
+
+    monkeypatch.setattr("headrace.engine.row_sampler.begin_copy", copied)
+    rows = KINDS["chunks"]
+    with fake_runner(gpu, tmp_path, "llama-3.1-8b", 1, whole=True) as made, gpu.counted() as counts:
+        sampling = made.sample(rows, made.forward(rows))
+        assert not counts.syncs, counts.described()
+        result = sampling.result()
+    assert [tuple(values.shape) for values in copies if values.dtype is torch.bool] == [(2,)]
+    assert (result.nonfinite, [sampled.request for sampled in result.samples]) == ([3], [2])
 
 
 def test_a_plan_is_reported_with_what_it_sampled(gpu: FakeGpu, tmp_path: Path) -> None:
