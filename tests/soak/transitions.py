@@ -6,6 +6,10 @@ peers     see scheduler/peers/peer_tables.py     session, inbound and outbound K
 
 "-" is before it is there, "gone" when nothing is left of it. "next" is what follows by itself: planning, and starting
 what has room now. A transition that is not here breaks a guarantee.
+
+A request that was started before its peer came and has to give up its pages begins again in bootstrap: at once, or with
+the pass that it is in, which may be its last one; in waiting if its peer has come during that pass. One that was
+fetched, preempted, and whose KV does not come a second time goes from fetching to waiting.
 """
 
 from collections.abc import Iterable, Iterator
@@ -38,6 +42,7 @@ fetched request
     running > done         : Abort, PlanDone
     running > failed       : Abort, PlanDone, StageFailed, deadline REQUEST
     fetching > generating  : KvReceived
+    fetching > waiting     : next
     fetching > done        : Abort, TicketFinished, KvReceived
     fetching > failed      : Abort, PrefillDown, PrefillUp, StageFailed, TicketFailed, TicketFinished, KvReceived
     fetching > failed      : deadline REQUEST
@@ -83,11 +88,13 @@ sent request
     waiting > failed       : Abort, PeerCancelled, PeerGone, PeerReleased, PeerReserved, StageFailed
     waiting > failed       : deadline BOOTSTRAP, deadline REQUEST
     running > inflight     : PlanDone
-    running > waiting      : PagesLoaded
+    running > waiting      : PagesLoaded, PlanDone
+    running > bootstrap    : PlanDone, next
     running > done         : PlanDone
     running > failed       : Abort, PeerCancelled, PeerGone, PeerReleased, PeerReserved, PlanDone, StageFailed
     running > failed       : deadline BOOTSTRAP, deadline REQUEST, deadline TRANSFER
-    inflight > bootstrap   : next
+    inflight > waiting     : PlanDone
+    inflight > bootstrap   : PlanDone, next
     inflight > done        : ChunkAcked
     inflight > failed      : Abort, PeerCancelled, PeerGone, PeerReleased, PeerReserved, StageFailed
     inflight > failed      : deadline BOOTSTRAP, deadline REQUEST, deadline TRANSFER
