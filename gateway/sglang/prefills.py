@@ -9,7 +9,7 @@ from headrace.core.runtime.clock import Clock
 from headrace.core.types.errors import ErrorInfo, HeadraceError
 from headrace.core.types.requests.request import SamplingParams
 from headrace.integrations.http_client import connection_error
-from headrace.server.frontend.generation.prefill_failover import PrefillFailover
+from headrace.server.frontend.generation.prefill_failover import PrefillFailover, PromptServers
 from headrace.server.frontend.request.generation_request import GenerationRequest
 from headrace.server.telemetry.prometheus import FrontMetrics
 from headrace.server.upstream.connection import Extensions, past_stale_connection
@@ -45,7 +45,7 @@ class PrefillPoster:
         """The answer of the server with the fewest requests, or of another one if that refuses or fails it. Raises
         HeadraceError: what a server says of the request, or why none has computed it."""
 
-        async def attempt(_left: GenerationRequest, choice: PrefillChoice, _moved: bool) -> PrefillAnswer:
+        async def attempt(_left: GenerationRequest, choice: PrefillChoice, _servers: PromptServers) -> PrefillAnswer:
             return await self._answer(choice, path, body, headers)
 
         request = GenerationRequest(rid=rid, prompt=UNKNOWN_PROMPT, sampling=SamplingParams())

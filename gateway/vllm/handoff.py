@@ -27,7 +27,7 @@ from headrace.core.types.requests.terms import RequestTerms
 from headrace.gateway.vllm.kv_loads import KvLoads
 from headrace.peer.commands import Loaded, LoadKv, TicketRef
 from headrace.server.api.request.terms import session_digest
-from headrace.server.frontend.generation.prefill_failover import PrefillFailover
+from headrace.server.frontend.generation.prefill_failover import PrefillFailover, PromptServers
 from headrace.server.frontend.request.generation_request import GenerationRequest, GenerationResult
 from headrace.server.frontend.request.request_context import CallSpan, RequestContext
 from headrace.server.upstream.prefill_call import PrefillCall, PrefillProgress
@@ -151,7 +151,7 @@ class Handoffs:
         )
 
         async def attempt(
-            left: GenerationRequest, choice: PrefillChoice, _moved: bool
+            left: GenerationRequest, choice: PrefillChoice, _servers: PromptServers
         ) -> tuple[Loaded, GenerationResult]:
             began = self._clock.now()
             if self.decide is not None:

@@ -11,13 +11,15 @@ import asyncio
 import contextlib
 import secrets
 from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import Any
 
 import msgspec
 
 from headrace.core.messages.replies import Progress
 from headrace.core.runtime.background import cancel_all
-from headrace.core.types.errors import HeadraceError
+from headrace.core.types.errors import ErrorInfo, HeadraceError
+from headrace.server.frontend.generation.prefill_failover import PromptServers
 from headrace.server.frontend.request.generation_request import (
     Emit,
     GenerationDelta,
@@ -41,26 +43,32 @@ class Hedges:
         self._hedging = Hedging(factor)
 
     async def run(
-        self, request: GenerationRequest, choice: PrefillChoice, emit: Emit, first: Run, second: Run
+        self,
+        request: GenerationRequest,
+        choice: PrefillChoice,
+        servers: PromptServers,
+        emit: Emit,
+        first: Run,
+        second: Run,
     ) -> GenerationResult:
         """The result of the server whose first token comes first. Raises what the first one raises if neither has one.
 
-        second: as first, for a request with another rid."""
+        servers: of the prompt. second: as first, for a request with another rid."""
         after_s, race = self._hedging.after_s(self._pool.forecast(choice)), _Race(emit)
         if after_s is None:
             return await first(request, choice, emit)
         main = asyncio.ensure_future(first(request, choice, race.lane(0)))
         spare: asyncio.Future[GenerationResult] | None = None
         try:
-            if await race.late(main, after_s) and self._may_start(request, choice):
-                spare = asyncio.ensure_future(self._second(request, choice, race.lane(1), second))
-                return await self._won(race, main, spare)
+            if await race.late(main, after_s) and self._may_start(request, servers):
+                spare = asyncio.ensure_future(self._second(request, servers, race.lane(1), second))
+                return await self._won(race, main, spare, partial(servers.failed, choice))
             return await main
         finally:
             await cancel_all([task for task in (main, spare) if isinstance(task, asyncio.Task)])
 
-    def _may_start(self, request: GenerationRequest, choice: PrefillChoice) -> bool:
-        if not self._pool.has_other((choice.server.url,), request.needs):
+    def _may_start(self, request: GenerationRequest, servers: PromptServers) -> bool:
+        if not servers.has_other(request):
             return False
         if not self._hedging.take():
             self._metrics.count_hedge("refused")
@@ -68,27 +76,32 @@ class Hedges:
         return True
 
     async def _second(
-        self, request: GenerationRequest, choice: PrefillChoice, emit: Emit, second: Run
+        self, request: GenerationRequest, servers: PromptServers, emit: Emit, second: Run
     ) -> GenerationResult:
         other = msgspec.structs.replace(request, rid=f"hedge-{secrets.token_hex(16)}", progress=False)
-        images = [image.input for image in request.images]
-        tried, salt = (choice.server.url,), request.terms.prefix_salt
-        with self._pool.chosen(request.prompt, salt, images, tried=tried, needs=request.needs) as chosen:
-            return await second(other, chosen, emit)
+        with servers.choose(request) as chosen:
+            try:
+                return await second(other, chosen, emit)
+            except HeadraceError as error:
+                servers.failed(chosen, error.info)
+                raise
 
     async def _won(
         self,
         race: "_Race",
         main: "asyncio.Future[GenerationResult]",
         spare: "asyncio.Future[GenerationResult]",
+        failed: Callable[[ErrorInfo], None],
     ) -> GenerationResult:
-        """The result of the one that has the first token; of the other one if it fails before."""
+        """The result of the one that has the first token; of the other one if it fails before. failed: takes the error
+        of the first server then."""
         await race.begun(main)
         if race.winner == 1:
             main.cancel()
             self._metrics.count_hedge("won")
             return await spare
-        if race.winner is None and _moves(main.exception()):
+        if race.winner is None and (error := _prefill_error(main)) is not None:
+            failed(error)
             with contextlib.suppress(HeadraceError):
                 result = await spare
                 self._metrics.count_hedge("won")
@@ -98,9 +111,10 @@ class Hedges:
         return await main
 
 
-def _moves(error: BaseException | None) -> bool:
-    """It is an error of the prefill server, which another one need not have."""
-    return isinstance(error, HeadraceError) and error.info.at_prefill
+def _prefill_error(run: "asyncio.Future[GenerationResult]") -> ErrorInfo | None:
+    """The error of the prefill server, which another one need not have, that has ended a run; None if none has."""
+    error = run.exception()
+    return error.info if isinstance(error, HeadraceError) and error.info.at_prefill else None
 
 
 class _Race:

@@ -8,7 +8,8 @@ What decides is in headrace.server.routing.failover.
 """
 
 import logging
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import TypeVar
 
 import msgspec
@@ -27,8 +28,49 @@ LOG_EVERY_S = 1.0  # for one server and one reason
 REFUSALS: tuple[MoveReason, ...] = ("unreachable", "overloaded", "unavailable")  # it has not had the prompt
 
 Result = TypeVar("Result")
-Attempt = Callable[[GenerationRequest, PrefillChoice, bool], Awaitable[Result]]
-"""Runs a request with the chosen server; the flag tells whether it was at another one before. Raises HeadraceError."""
+
+
+class PromptServers:
+    """The prefill servers that one prompt is at, and those that have refused or failed it: none gets it again."""
+
+    def __init__(self, pool: PrefillPool) -> None:
+        self._pool = pool
+        self._at: list[str] = []
+        self.attempts = PrefillAttempts()
+        """Those that have refused or failed it."""
+
+    @contextmanager
+    def choose(self, request: GenerationRequest) -> Iterator[PrefillChoice]:
+        """The next server, which has the prompt while the context lasts, see PrefillPool.chosen()."""
+        images = [image.input for image in request.images]
+        tried, needs, salt = self._tried, request.needs, request.terms.prefix_salt
+        with self._pool.chosen(request.prompt, salt, images, tried=tried, needs=needs, prefer=request.prefer) as choice:
+            self._at.append(choice.server.url)
+            try:
+                yield choice
+            finally:
+                self._at.remove(choice.server.url)
+
+    def has_other(self, request: GenerationRequest) -> bool:
+        """Whether there is a next one."""
+        return self._pool.has_other(self._tried, request.needs)
+
+    def failed(self, choice: PrefillChoice, error: ErrorInfo) -> None:
+        """A server, or the KV from it, has failed the prompt: for a moment, later ones go elsewhere if they can. Does
+        nothing for the same error again, which may be another server's by now, nor for errors of the request."""
+        if not error.at_prefill or any(failure.error is error for failure in self.attempts.failures):
+            return
+        failure = self.attempts.failed(choice.server.url, error)
+        if failure.reason is not None:
+            self._pool.avoid(choice, error, failure.reason)
+
+    @property
+    def _tried(self) -> list[str]:
+        return [*self._at, *self.attempts.servers]
+
+
+Attempt = Callable[[GenerationRequest, PrefillChoice, PromptServers], Awaitable[Result]]
+"""Runs a request with the chosen server, the last one of its servers. Raises HeadraceError."""
 
 
 class PrefillFailover:
@@ -48,11 +90,12 @@ class PrefillFailover:
 
         Nothing here waits between two attempts: the request stays known under its rid.
         """
-        attempts, left = PrefillAttempts(), request
+        servers, left = PromptServers(self._pool), request
+        attempts = servers.attempts
         moved, outcome = False, "cancelled"
         try:
-            while (result := await self._attempt(left, attempts, attempt)) is None:
-                if has_begun() or not attempts.may_move or not self._has_other(request, attempts):
+            while (result := await self._attempt(left, servers, attempt)) is None:
+                if has_begun() or not attempts.may_move or not servers.has_other(request):
                     self._log(logging.INFO, request, attempts.failures[-1], "failed at prefill server %s")
                     raise HeadraceError(attempts.error())
                 left = remaining(request, self._clock.now() - arrived, attempts.failures)
@@ -70,25 +113,18 @@ class PrefillFailover:
                 self._metrics.count_retried_request(outcome)
 
     async def _attempt(
-        self, request: GenerationRequest, attempts: PrefillAttempts, attempt: Attempt[Result]
+        self, request: GenerationRequest, servers: PromptServers, attempt: Attempt[Result]
     ) -> Result | None:
         """The result; None if the chosen server, or the KV from it, failed the request. Raises HeadraceError for all
         other failures."""
-        images = [image.input for image in request.images]
-        tried, needs, salt = attempts.servers, request.needs, request.terms.prefix_salt
-        with self._pool.chosen(request.prompt, salt, images, tried=tried, needs=needs, prefer=request.prefer) as choice:
+        with servers.choose(request) as choice:
             try:
-                return await attempt(request, choice, bool(attempts.failures))
+                return await attempt(request, choice, servers)
             except HeadraceError as error:
                 if not error.info.at_prefill:
                     raise
-                failure = attempts.failed(choice.server.url, error.info)
-        if failure.reason is not None:
-            self._pool.avoid(choice, failure.error, failure.reason)
+                servers.failed(choice, error.info)
         return None
-
-    def _has_other(self, request: GenerationRequest, attempts: PrefillAttempts) -> bool:
-        return self._pool.has_other(attempts.servers, request.needs)
 
     def _moved(self, request: GenerationRequest, failure: PrefillFailure) -> None:
         """Count and log that a request leaves a server."""

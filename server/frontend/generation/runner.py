@@ -46,7 +46,7 @@ from headrace.server.frontend.generation.audits import PageAudit, PrefillAudits
 from headrace.server.frontend.generation.hedge import Hedges, Run
 from headrace.server.frontend.generation.kv_returns import KvReturns
 from headrace.server.frontend.generation.prefill_body import prefill_body, with_prefill_response
-from headrace.server.frontend.generation.prefill_failover import PrefillFailover, remaining
+from headrace.server.frontend.generation.prefill_failover import PrefillFailover, PromptServers, remaining
 from headrace.server.frontend.generation.prefix_fetch import PrefixFetches
 from headrace.server.frontend.generation.refetch import Refetch
 from headrace.server.frontend.generation.results import (
@@ -219,7 +219,9 @@ class GenerationRunner:
         assert failover is not None, "only a decode server has prompts computed elsewhere"
         sampling = await self._merge_stops(request)
 
-        async def attempt(left: GenerationRequest, choice: PrefillChoice, moved: bool) -> GenerationResult:
+        async def attempt(left: GenerationRequest, choice: PrefillChoice, servers: PromptServers) -> GenerationResult:
+            moved = bool(servers.attempts.failures)
+
             def run(follows: str) -> Run:
                 return lambda one, chosen, lane: self._prefill_remotely(
                     one, lane, pool, chosen, sampling, moved=moved, follows=follows
@@ -227,7 +229,7 @@ class GenerationRunner:
 
             if self._hedges is None:
                 return await run("")(left, choice, emit)
-            return await self._hedges.run(left, choice, emit, run(""), run(left.rid))
+            return await self._hedges.run(left, choice, servers, emit, run(""), run(left.rid))
 
         return await failover.run(request, arrived, has_begun, attempt)
 
