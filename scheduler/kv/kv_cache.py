@@ -472,15 +472,17 @@ class KvCache:
 
     def _drop(self, path: list[Node], bad: bool) -> None:
         """Take pages out of the tree whose KV may be of no use, up to one that is used or has children. bad: results
-        computed from them say so; what others use of them has to be shown to be good."""
+        computed from them say so; what others use of them has to be shown to be good, and what is being copied is
+        dropped then."""
+        in_use = max((index for index, node in enumerate(path, 1) if node.locks), default=0)
         if bad:
             for node in path:
                 self._slots.forget(node)
             if self.tiers is not None:
                 self.tiers.purge(path)
-            self._unproven.doubt(node for node in path if node.leases)
+            self._unproven.doubt(path[:in_use])
         self._allocator.release(self._tree.drop(path), TREE)
-        self._unproven.forget(node for node in path if not node.locks)
+        self._unproven.forget(path[in_use:])
 
     def resident(self, tokens: bytes | bytearray, salt: str) -> list[Node]:
         """The pages that the pool has of packed tokens."""
@@ -568,6 +570,8 @@ class KvCache:
         assert self.tiers is not None, "it has begun the copy"
         freed = self.tiers.stored(copy, failed) if isinstance(copy, StoringPages) else self.tiers.loaded(copy, failed)
         self._allocator.release(freed, TREE)
+        for path in self._unproven.paths(copy.nodes):
+            self._drop(path, bad=True)
         self.version += 1
         for prefetch in [one for one in self._prefetches if one.load is copy]:
             self._prefetches.remove(prefetch)
@@ -610,8 +614,8 @@ class KvCache:
         if nodes != self._tree.pages or unlocked != self._tree.unlocked:
             problems.append(f"the tree counts {self._tree.pages} pages, {self._tree.unlocked} unlocked; it has {nodes}")
         problems += self._tree.retention.check(self._tree.walk_all())
-        if stray := self._unproven.stray(locks):
-            problems.append(f"{len(stray)} unproven pages are in the tree that no lease uses")
+        if stray := self._unproven.stray(self._tree.walk()):
+            problems.append(f"{len(stray)} unproven pages are in the tree that no lease and no copy uses")
         slots = {slot: lease.owner for lease in self._leases.values() for slot in self._slots_of(lease)}
         problems += self._slots.check(slots, self._tree.walk_all())
         if self.free + nodes + private != self.total:

@@ -304,7 +304,8 @@ class PrefixTree:
         for node in reversed(path):
             if node.locks or node.resident:
                 break
-            pages.append(self.vacate(node))
+            if node.page != NONE:
+                pages.append(self.vacate(node))
         return pages
 
     def walk(self) -> list[Node]:

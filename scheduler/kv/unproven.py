@@ -1,12 +1,14 @@
-"""Pages of the prefix cache whose KV no result has shown to be finite: those that failed fetches have left."""
+"""Pages of the prefix cache whose KV no result has shown to be finite: those that failed fetches have left, and those
+of requests whose results were not, as long as others use them."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from headrace.scheduler.kv.node import Node
 
 
 class Unproven:
-    """By numbers of nodes, all of which leases use. A result that was computed from a lease's pages proves them."""
+    """By numbers of nodes. Leases use them, or copies that are under way use them or nodes below them. A result that
+    was computed from a lease's pages proves them."""
 
     def __init__(self) -> None:
         self._numbers: set[int] = set()
@@ -38,6 +40,27 @@ class Unproven:
             return len(path)
         return next((index for index, node in enumerate(path) if node.number in self._numbers), len(path))
 
-    def stray(self, used: Iterable[int]) -> set[int]:
-        """Numbers of those that are not among the nodes that leases use."""
+    def paths(self, nodes: Iterable[Node]) -> Iterator[list[Node]]:
+        """Those of nodes that are unproven then, each behind all that are below it, and behind those above it that
+        are."""
+        for node in sorted((node for node in nodes if node.number in self._numbers), key=_number, reverse=True):
+            path = self._up_from(node)
+            if path:
+                yield path[::-1]
+
+    def stray(self, nodes: Iterable[Node]) -> set[int]:
+        """Numbers of those that are not in use. nodes: all of the tree that have a page."""
+        used = (one.number for node in nodes if node.locks for one in self._up_from(node))
         return self._numbers.difference(used)
+
+    def _up_from(self, node: Node | None) -> list[Node]:
+        """A node and those above it, as long as they are unproven."""
+        path = []
+        while node is not None and node.number in self._numbers:
+            path.append(node)
+            node = node.parent
+        return path
+
+
+def _number(node: Node) -> int:
+    return node.number

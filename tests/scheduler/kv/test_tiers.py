@@ -72,6 +72,43 @@ def test_cold_pages_leave_for_the_host_tier_and_come_back() -> None:
     assert cache.used("host") + cache.kv.cached == len(A + B + C + LONG), "nothing is lost"
 
 
+def computed(cache: Cache, tokens: Sequence[int], finite: bool = True) -> Lease:
+    """A lease of a prompt that was computed."""
+    lease = cache.lease(tokens)
+    assert lease is not None
+    cache.kv.publish(lease, pack([*tokens, 99]), len(tokens))
+    lease.nonfinite = not finite
+    return lease
+
+
+def test_pages_that_turn_out_bad_while_they_are_copied_are_dropped_when_that_ends() -> None:
+    """To disk, and to the host tier to leave the pool: neither has them then, nor the pages before them."""
+    for tiers in ({"disk": 20}, {"host": 20}):
+        cache = Cache(pages=6, **tiers)
+        cache.kv.release(computed(cache, A))
+        if "host" in tiers:
+            assert cache.lease(B) is None, "pages of A have to be copied"
+        lease = computed(cache, A, finite=False)
+        assert lease.matched == len(A)
+        cache.kv.release(lease)
+        assert cache.kv.check() == []
+        assert cache.kv.free < 6, "they are being copied"
+        assert cache.finish() == 1
+        assert (cache.used("disk"), cache.used("host"), cache.kv.free) == (0, 0, 6)
+        assert cache.use(A) == 0, "computed again"
+
+
+def test_pages_that_another_lease_shows_to_be_good_stay() -> None:
+    cache = Cache(pages=8, disk=20)
+    cache.kv.release(computed(cache, A))
+    bad, good = computed(cache, A, finite=False), computed(cache, A)
+    cache.kv.release(bad)
+    cache.kv.prove(good)
+    cache.kv.release(good)
+    assert cache.finish() == 1
+    assert (cache.kv.cached, cache.used("disk")) == (len(A), len(A))
+
+
 def test_a_page_is_in_the_pool_or_in_the_host_tier() -> None:
     cache = Cache(pages=6, host=20)
     for prompt in (A, B, C, A, B, C):
