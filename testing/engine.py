@@ -212,6 +212,10 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True):
     cancels: bool = False
     """Stages end a pass when it is cancelled, with KV of no use."""
 
+    def extend(self, state: int, token: int) -> int:
+        """The KV of a token behind a prefix."""
+        return NAN if self.has_nan_token and token == NAN_TOKEN else extend(state, token)
+
 
 class SimulatedPipeline:
     """The stages of one replica of an engine."""
@@ -489,7 +493,7 @@ class SimulatedStage:
             kept = self.states.get(row.slot if row.resume < 0 else row.resume)
             state = state if kept == state else MISMATCH
         for position, token in enumerate(tokens, row.start):
-            state = NAN if self.pipeline.options.has_nan_token and token == NAN_TOKEN else extend(state, token)
+            state = self.pipeline.options.extend(state, token)
             self.pool[pages[position // size]][position % size] = state
         self.states.update((slot, state) for slot in (row.slot, row.checkpoint) if slot >= 0)
         return state

@@ -3,6 +3,7 @@
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 from headrace.core.config import SchedulerConfig
 from headrace.core.messages.forecasts import ForecastMade, MakeForecast
@@ -14,6 +15,7 @@ from headrace.core.messages.stage_events import StageEvent, StageFailed
 from headrace.core.types.errors import NONFINITE
 from headrace.core.types.forecast import Forecast, LengthSamples, QueueOutlook
 from headrace.core.types.kv.kv_digests import joined
+from headrace.core.types.packed import unpack
 from headrace.core.types.requests.request import FetchFrom, SendTo
 from headrace.scheduler.promises.promises import LENGTHS
 from headrace.scheduler.scheduler import Effect, Event, Scheduler
@@ -199,6 +201,7 @@ class SimulatedServer:
                 if left := stage.left():
                     self.violation(f"rank {stage.rank} still knows requests {left}")
         self._check_no_nan_is_cached()
+        self._check_cached()
         for rid, client in self.clients.items():
             if len(client.ends) != 1:
                 self.violation(f"{rid} ended {len(client.ends)} times: {client.ends}")
@@ -338,6 +341,19 @@ class SimulatedServer:
             for stage in replica.pipeline.stages:
                 if bad := [page for page in cached if NAN in stage.pool[page]]:
                     self.violation(f"pages {bad} in the prefix cache of rank {stage.rank} hold NaN")
+
+    def _check_cached(self) -> None:
+        """What the prefix cache has is the KV of the tokens by which it is found. With tiers those are not known."""
+        for replica in self.replicas:
+            cache = self.scheduler._state.replicas[replica.index].cache
+            states: dict[int, int] = {}  # behind the pages, by the number of the node
+            for node in cache._tree.walk() if cache.tiers is None else ():
+                before = states.get(node.parent.number, 0) if node.parent is not None else 0
+                values = list(accumulate(unpack(node.key), self._options.extend, initial=before))[1:]
+                states[node.number] = values[-1]
+                for stage in replica.pipeline.stages:
+                    if stage.pool[node.page] != values:
+                        self.violation(f"page {node.page} in the cache of rank {stage.rank} is not of its tokens")
 
     def _pool_tokens(self) -> int:
         return self.config.kv_pages * self.config.page_size
