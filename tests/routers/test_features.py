@@ -18,8 +18,9 @@ from tests.routers.test_texts import streamed
 pytestmark = pytest.mark.routers
 BASE = {"model": "tested", "max_tokens": 6, "temperature": 0, "seed": 1}
 HANDOFF = ("kv_transfer_params", "bootstrap_room", "bootstrap_host", "bootstrap_port")  # what routers write themselves
-KEEPING = ("kv_hints", "prompt_cache_retention", "session_id", "prompt_cache_key")  # they change no answer
-PAUSE_S = 2.0  # between two turns: their KV is retained for twice as long
+SESSIONS = ("session_id", "prompt_cache_key")  # whose KV is retained from the second turn on, after a pause
+KEEPING = ("kv_hints", "prompt_cache_retention", *SESSIONS)  # they change no answer
+PAUSE_S = 3.0  # KV of a session is retained for twice as long
 LABELS = ("id", "system_fingerprint", "stop_reason", "token_id", "index")
 TIMEOUT_S = 60
 
@@ -66,20 +67,22 @@ def retaining(site: Site) -> list[bool]:
 
 
 def keeping(router: Router, site: Site, kind: Kind, name: str) -> str:
-    """What comes to the servers of a field that has them retain KV: two turns are asked."""
+    """What comes to the servers of a field that has them retain KV."""
     path, smallest = ROUTES[kind]
     text = secrets.token_hex(50)  # ends in the middle of a page, which no generated token fills
     prompt = {"prompt": text} if "prompt" in smallest else {"messages": [{"role": "user", "content": text}]}
+    value = text if name in SESSIONS else cases(kind)[name].value  # a session that no other case has begun
     assert retaining(site) == [False, False]
-    for pause_s in (PAUSE_S, 0.0):
+    for pause_s in (PAUSE_S, 0.0) if name in SESSIONS else (0.0,):
         answer = httpx.post(
             f"{router.url}{path}",
-            json=BASE | prompt | {"max_tokens": 2, name: cases(kind)[name].value},
+            json=BASE | prompt | {"max_tokens": 2, name: value},
             timeout=TIMEOUT_S,
             trust_env=False,
         )
         if answer.status_code != 200:
             return f"refused with {answer.status_code}"
+        site.quiet()  # the prefill server, too, has ended it: that may be after the answer
         time.sleep(pause_s)
     found = retaining(site)
     over = {"action_id": "over", "action_type": "release", "action_version": "1", "payload": {}}
