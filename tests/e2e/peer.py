@@ -39,6 +39,7 @@ from tests.e2e.harness import Server, pages_in_use, wait_until
 
 PAGES = 256
 PATIENCE_MS = 30_000
+PING_MS = 500
 
 
 class Peer:
@@ -127,9 +128,13 @@ class Peer:
                 return kv, metadata.decode(row).first, chunk.ticket
 
     def _take(self, socket: Any) -> tuple[StageMessage, list[bytes]]:
-        assert socket.poll(PATIENCE_MS), "the stage is silent"
-        header, *frames = socket.recv_multipart()
-        return self._from_stage.decode(header), frames
+        """The next message of a stage; the session stays, however long the stage computes."""
+        for _ in range(PATIENCE_MS // PING_MS):
+            self.ping()
+            if socket.poll(PING_MS):
+                header, *frames = socket.recv_multipart()
+                return self._from_stage.decode(header), frames
+        raise AssertionError("the stage is silent")
 
     def _attached(self, context: Any, session: str, rank: int) -> Any:
         """A data connection to a stage. A stage may hear of a session later than its peer does."""
