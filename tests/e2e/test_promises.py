@@ -102,6 +102,7 @@ def test_the_forecast_has_bounds_by_length_and_what_a_server_more_brings(server:
 
 def test_progress_has_the_bound(server: Server) -> None:
     offer(server, lengths(WARM_UP, 2000), 0.05, seed=4)
+    wait_until(lambda: bool(forecast(server)["bounds"]), 10, "the first forecast")
     url, prompt = f"{server.url}/v1/prefill", body(1000, 5, stream=True)
     with httpx.stream("POST", url, json=prompt, timeout=60, trust_env=False) as answer:
         assert answer.status_code == 200
@@ -114,6 +115,7 @@ def test_progress_has_the_bound(server: Server) -> None:
 @pytest.mark.full
 def test_an_objective_below_what_can_be_promised_is_refused(server: Server) -> None:
     offer(server, lengths(WARM_UP, 2000), 0.05, seed=6)
+    wait_until(lambda: bool(forecast(server)["bounds"]), 10, "the first forecast")
     refused = ask(server, 4000, 7, slo_ttft_ms=100)
     assert refused.status_code == 429
     assert refused.json()["error"]["code"] == "slo_unreachable"
