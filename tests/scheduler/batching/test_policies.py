@@ -38,7 +38,7 @@ PROMPTS = st.lists(
 )
 
 
-@settings(deadline=None, max_examples=15)
+@settings(deadline=None, max_examples=8)
 @given(PROMPTS, st.sampled_from([0.05, 0.1, 0.5]), OVERTAKING, st.integers(1, 12), st.integers(1, 4), COSTS)
 def test_no_request_waits_longer_than_its_bound_whatever_arrives_later(
     prompts: list[Prompt], reserve: float, policy: str, length: int, each: int, cost: Cost
