@@ -51,7 +51,7 @@ class Supervised(Server):
         self.lives = 0
         self.statuses: list[int] = []
         """Exit statuses of lives that ended by themselves."""
-        self._flags = (*flags, "--record", str(self.recordings))
+        self._flags = (*flags, "--record", str(self.recordings), "--record-tokens")
         self._past: dict[int, psutil.Process] = {}
         self._pools: set[str] = set()  # files in shared memory that its processes were seen to have mapped
         self._logs: list[str] = []
