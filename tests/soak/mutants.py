@@ -15,6 +15,7 @@ from headrace.scheduler.decode.generation import TokenGeneration
 from headrace.scheduler.kv.kv_cache import KvCache
 from headrace.scheduler.kv.prefix_tree import PrefixTree
 from headrace.scheduler.lifecycle.completion import Completion
+from headrace.scheduler.lifecycle.preemption import Preemption
 from headrace.scheduler.prefill.handoff import KvHandoff
 from headrace.scheduler.prefill.holding import HeldRequests
 from headrace.scheduler.prefill.rendezvous import Rendezvous
@@ -68,10 +69,11 @@ MUTANTS = (
     Mutant("a heartbeat does not renew the lease", "G1", HeldRequests, "renewed", wrong.never),
     Mutant("a heartbeat renews leases alone", "G1", HeldRequests, "renewed", wrong.leases_alone),
     Mutant("pages from a tier are used unverified", "G4", PageCopies, "_loaded", wrong.unverified),
-    Mutant("a request is preempted while plans hold its pages", "G3", TokenGeneration, "_preempt",
+    Mutant("a request is preempted while plans hold its pages", "G3", Preemption, "preempt",
            wrong.preempted_in_flight),
     Mutant("pages are published before they are computed", "G4", KvCache, "publish", wrong.early_publish),
-    Mutant("pages with NaN stay in the prefix cache", "G4", KvCache, "release", wrong.nan_kept),
+    Mutant("pages with NaN stay in the prefix cache", "G4", TokenGeneration, "plan_done",
+           wrong.nan_of_chunks_passed_over),
     Mutant("a preempted request keeps its serial", "G5", RequestTable, "renumber", wrong.same_serial),
     Mutant("pages are reused before a lost writer is shut out", "G2", IncomingTransfer, "lose", wrong.writer_forgotten),
     Mutant("a cached page is not pinned", "G3", PrefixTree, "lock", wrong.unlocked),

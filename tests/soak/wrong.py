@@ -6,12 +6,14 @@ import msgspec
 
 from headrace.core.incoming import IncomingTransfer
 from headrace.core.messages.replies import RequestFinished
+from headrace.core.messages.stage_events import PlanDone
 from headrace.scheduler.batching.page_copies import PageCopies
 from headrace.scheduler.decode.fetch import RemoteFetch
 from headrace.scheduler.decode.generation import TokenGeneration
 from headrace.scheduler.kv.kv_cache import KvCache
 from headrace.scheduler.kv.prefix_tree import PrefixTree
 from headrace.scheduler.lifecycle.completion import Completion
+from headrace.scheduler.lifecycle.preemption import Preemption
 from headrace.scheduler.prefill.handoff import KvHandoff
 from headrace.scheduler.prefill.holding import HeldRequests
 from headrace.scheduler.queues.deadlines import Deadlines
@@ -19,6 +21,7 @@ from headrace.scheduler.requests.phase import Phase
 from headrace.scheduler.requests.record import Request
 from headrace.scheduler.requests.transfers import OutgoingTransfer
 from headrace.scheduler.scheduler import Scheduler
+from headrace.scheduler.state.plan_table import Plan
 from headrace.scheduler.state.replica import Replica
 from headrace.transfer.control.session import PeerSession
 from headrace.transfer.control.session_table import SessionOutcome, SessionTable
@@ -146,7 +149,7 @@ def unverified(original: Any) -> Any:
 
 
 def preempted_in_flight(_original: Any) -> Any:
-    def preempt(self: TokenGeneration, request: Request, now: float) -> None:
+    def preempt(self: Preemption, request: Request, now: float) -> None:
         self._state.of(request).queues.preempt(request)
         self._requeue(request, now)
 
@@ -162,12 +165,15 @@ def early_publish(original: Any) -> Any:
     return publish
 
 
-def nan_kept(original: Any) -> Any:
-    def release(self: KvCache, lease: Any) -> None:
-        lease.nonfinite = False
-        original(self, lease)
+def nan_of_chunks_passed_over(original: Any) -> Any:
+    """Only rows that are sampled are looked at."""
 
-    return release
+    def plan_done(self: TokenGeneration, plan: Plan, event: PlanDone, now: float) -> None:
+        sampled = {row.serial for row in plan.rows if row.sampled}
+        found = [serial for serial in event.nonfinite if serial in sampled]
+        original(self, plan, msgspec.structs.replace(event, nonfinite=found), now)
+
+    return plan_done
 
 
 def same_serial(_original: Any) -> Any:
