@@ -45,6 +45,7 @@ KEPT_SAMPLES = 64
 FAILED_S = 10.0
 """After a forecast that has failed."""
 
+DUE_S = 0.125  # in which promises are looked at together
 NEAREST = 0.5  # share of the way to the next length from which that is the nearer one
 LEAST_S = 1e-6  # of a time that is a divisor
 
@@ -81,8 +82,8 @@ class Promises:
         self._samples = [_Samples() for _ in LENGTHS]
         self._known: list[tuple[float, int]] = []  # logarithm of the seconds, index of the length; ascending
         self._factors = [ConformalFactor(self.share) for _ in LENGTHS]
-        self._due: dict[int, list[int]] = {}  # second -> arrival numbers of those whose bound has passed by then
-        self._seconds: list[int] = []  # a heap of these seconds
+        self._due: dict[int, list[int]] = {}  # time in DUE_S -> arrival numbers of those whose bound has passed by then
+        self._times: list[int] = []  # a heap of these times
         self._asked = self._changed = self._running = False
         self._began_at = self._next_at = 0.0
         self._count = 0
@@ -186,9 +187,9 @@ class Promises:
             self._counters.add("promises_total", labels=("void",))
 
     def expire(self, find: Callable[[int], Request | None], now: float) -> None:
-        """Count the promises whose time has passed, by a second after it. find: a request by its arrival number."""
-        while self._seconds and self._seconds[0] <= now:
-            for arrival in self._due.pop(heapq.heappop(self._seconds)):
+        """Count the promises whose time has passed, DUE_S after it at most. find: a request by its arrival number."""
+        while self._times and self._times[0] * DUE_S <= now:
+            for arrival in self._due.pop(heapq.heappop(self._times)):
                 request = find(arrival)
                 promised = request.promised if request is not None else None
                 if request is None or promised is None or request.ended or promised.ttft_s is not None:
@@ -200,13 +201,13 @@ class Promises:
                     self._watch(arrival, until)
 
     def _watch(self, arrival: int, until: float) -> None:
-        """Look at the promise when its time has passed. One list a second: a heap would have an entry for each promise,
-        also of those that were kept long ago."""
-        second = int(until) + 1
-        if second not in self._due:
-            self._due[second] = []
-            heapq.heappush(self._seconds, second)
-        self._due[second].append(arrival)
+        """Look at the promise when its time has passed. A list for each DUE_S: a heap would have an entry for each
+        promise, also of those that were kept long ago."""
+        at = int(until / DUE_S) + 1
+        if at not in self._due:
+            self._due[at] = []
+            heapq.heappush(self._times, at)
+        self._due[at].append(arrival)
 
     def _broken(self, promised: TtftPromise) -> None:
         promised.broken = True

@@ -99,5 +99,7 @@ def test_promising_changes_no_order() -> None:
 @pytest.mark.parametrize("policy", ["srpt", "fcfs", "slo"])
 @pytest.mark.parametrize("load", [0.6, 0.9, 1.1])
 def test_whatever_is_promised_is_kept(level: PromiseLevel, policy: Policy, load: float) -> None:
-    requests = workload(2000, load, seed=1)
-    assert kept(replay(requests, promise=level, policy=policy)) == pytest.approx(PROMISES[level], abs=0.03)
+    """Within 4 points: of each length there are a few hundred, and the share of n is within (1 + γ) / (γ · n). Where
+    the queue only grows, what becomes of a promise is known too late for those that follow."""
+    requests, points = workload(2000, load, seed=1), 0.04 if load < 1 else 0.1
+    assert kept(replay(requests, promise=level, policy=policy)) == pytest.approx(PROMISES[level], abs=points)
