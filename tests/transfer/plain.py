@@ -72,5 +72,7 @@ class Plain:
     def _take(self, size: int) -> bytes:
         found = b""
         while len(found) < size:
-            found += self.socket.recv(size - len(found))
+            if not (more := self.socket.recv(size - len(found))):
+                raise ConnectionError(f"the other end has closed the connection: {size - len(found)} bytes are missing")
+            found += more
         return found
