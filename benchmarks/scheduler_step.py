@@ -82,6 +82,8 @@ class Bench:
         self._now = 0.0
         self._count = 0
         self.steps = 0
+        """That were made so far."""
+
         ready = StageReady(
             stage=0,
             geometry=Geometry("float32", 1, 1, 1, 16),
@@ -229,7 +231,6 @@ def _measure_promises(waiting: int, chunk: int, pages: int, steps: int, rounds: 
 def main(arguments: Sequence[str]) -> int:
     """Measure and print. Returns the exit status."""
     parser = make_parser("scheduler_step", __doc__)
-    collect_seldom()  # as the scheduler's process does
     parser.add_argument("--waiting", type=int, nargs="+", default=[100, 100_000], metavar="N", help="prompts that wait")
     parser.add_argument("--chunk", type=int, default=2048, metavar="TOKENS", help="tokens of a plan")
     parser.add_argument("--steps", type=int, default=300, metavar="N", help="steps of a round")
@@ -238,6 +239,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--promise", action="store_true", help="the cost of promises, under srpt")
     add_rounds(parser, 7)
     given = parser.parse_args(arguments)
+    collect_seldom()  # as the scheduler's process does
     pages = 160 if given.tight else 4096
     if given.record:
         for waiting in given.waiting:

@@ -290,24 +290,22 @@ def _decode(blocks: Iterable[bytes], texts: Mapping[str, str]) -> Any:
     def values(record: list[Any], start: int = 2) -> list[Any]:
         return [each if type(each) in same else value(each) for each in islice(record, start, None)]
 
+    def set_attributes(found: Any, shape: _Shape, record: list[Any]) -> None:
+        setters = _setters(_class(shape.name), shape.fields)
+        for (name, put), each in zip(setters, islice(record, 2, None), strict=True):
+            if type(each) is list and not each:
+                continue  # a slot without a value
+            one = each if type(each) in same else value(each)
+            if put is None:
+                found.__dict__[name] = one
+            else:
+                put(found, one)
+
     for record, shape in made:
         objects[_free(objects, record[0])] = _make(shape, record, values)
     for record, shape in mutable:  # before containers, whose keys may be such objects
         if shape.kind == "object":
-            found = objects[record[0]]
-            for (name, put), each in zip(
-                _setters(_class(shape.name), shape.fields), islice(record, 2, None), strict=True
-            ):
-                if type(each) in same:
-                    one = each
-                elif type(each) is list and not each:
-                    continue
-                else:
-                    one = value(each)
-                if put is None:
-                    found.__dict__[name] = one
-                else:
-                    put(found, one)
+            set_attributes(objects[record[0]], shape, record)
     for record, shape in mutable:
         if shape.kind != "object" and len(record) > 2:
             _fill(objects[record[0]], shape.kind, record, values)

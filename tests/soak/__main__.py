@@ -1,8 +1,8 @@
 """Random schedules of the scheduler and of the transfer protocol: `python -m tests.soak --hours 8 --processes 2`.
 
 Stops at the end of the time, after --schedules, at Ctrl-C or SIGTERM, and writes a report. Ends with 1 if something was
-broken. With --recorded every scheduler is recorded, and its calls are made again: from its start, and from a random
-call on.
+broken. With --recorded every scheduler is recorded, and its calls are made again from a random one on, and in some
+schedules from the first.
 """
 
 import argparse

@@ -37,7 +37,9 @@ def report_text(summary: Summary, command: str) -> str:
 
 def _replays(summary: Summary) -> str:
     lines = [f"{count:>12}  {name}" for name, count in summary.replays.items()]
-    return "\n".join(["## Recorded, and made again from the start and from a random call on", "", *lines])
+    return "\n".join(
+        ["## Recorded, and made again from a random call on, and in some schedules from the first", "", *lines]
+    )
 
 
 def _transitions(summary: Summary) -> str:

@@ -131,7 +131,9 @@ def test_requests_of_one_connection_are_counted_separately(port: int) -> None:
             connection.sendall(b"content-length: %d\r\n\r\n" % len(body) + body)
             came = b""
             while not came.endswith(b"\r\n\r\n%d" % len(body)):
-                came += connection.recv(1 << 16)
+                part = connection.recv(1 << 16)
+                assert part, "the server has closed the connection"
+                came += part
             assert came.startswith(b"HTTP/1.1 200")
 
 
