@@ -23,6 +23,7 @@ from headrace.engine.load_plan import plan_rank
 from headrace.engine.model.arithmetic import TorchArithmetic
 from headrace.engine.model.float8 import BLOCK, Float8Weight
 from headrace.engine.runner import ModelRunner
+from tests.cpus import cpuinfo
 from tests.engine.models import GREEDY, Prompt, random_tokens, reported_logprobs
 from tests.models import published
 
@@ -54,7 +55,7 @@ def weights_of(decoder: Any) -> Iterator[object]:
 def make(folder: Path, arithmetic: TorchArithmetic, monkeypatch: pytest.MonkeyPatch, *, float8: bool) -> ModelRunner:
     monkeypatch.setattr(runner, "choose_arithmetic", lambda *_: arithmetic)
     model = ModelConfig(model=str(folder), dtype="bfloat16", device="cpu")
-    plan = plan_rank(model, EngineConfig(kv_pages=16, threads=1), 128)
+    plan = plan_rank(model, EngineConfig(kv_pages=16, threads=1, cpuinfo=cpuinfo("bf16")), 128)
     terms = plan.terms._replace(float8=float8, computation=plan.terms.computation._replace(native=True))
     made = ModelRunner(plan._replace(terms=terms))
     assert {type(each) for each in weights_of(made._decoder)} == {Float8Weight if float8 else torch.Tensor}

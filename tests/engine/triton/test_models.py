@@ -16,20 +16,21 @@ from headrace.engine.layers import moe, native_decoder
 from headrace.engine.load_plan import plan_rank
 from headrace.engine.model.arithmetic import Arithmetic, TorchArithmetic
 from headrace.engine.runner import ModelRunner
+from tests.cpus import cpuinfo
 from tests.engine.models import GREEDY, LATENTS, Prompt, Saved, random_tokens, reported_logprobs
 
 
 def make(
     folder: Path, arithmetic: Arithmetic, monkeypatch: pytest.MonkeyPatch, dtype: Dtype = "float32"
 ) -> ModelRunner:
-    """As on a GPU in float32: keys and values are placed before attention."""
+    """As on a GPU: 16 bits are multiplied as such, and keys and values are placed before attention."""
     monkeypatch.setattr(moe, "can_group", lambda *_: True)
     monkeypatch.setattr(runner, "choose_arithmetic", lambda *_: arithmetic)
     monkeypatch.setattr(
         native_decoder, "choose_attention", lambda pool, **_: ChosenAttention(partial(SdpaPass, pool), "torch")
     )
     model = ModelConfig(model=str(folder), dtype=dtype, device="cpu")
-    made = ModelRunner(plan_rank(model, EngineConfig(kv_pages=16, threads=1), 128))
+    made = ModelRunner(plan_rank(model, EngineConfig(kv_pages=16, threads=1, cpuinfo=cpuinfo("bf16")), 128))
     made.pool.tensor.fill_(torch.nan)  # what was not written must not be read
     return made
 
