@@ -183,26 +183,44 @@ def check_counts(fleet: Trio, sound: Server, before: dict[str, float], computed:
     wait_until(lambda: pages_in_use(fleet.decode) == 0 == pages_in_use(sound), 10, "pages are back")
 
 
+class Caught:
+    """A prompt that is asked for, and a server that was seen to have computed so many chunks of it, and not all."""
+
+    def __init__(self, fleet: Trio, number: int, chunks: int) -> None:
+        for attempt in range(ATTEMPTS):
+            self.prompt, self.salt = prompt_of(fleet.model, number + 100 * attempt), f"s{number}-{attempt}"
+            self.resumed = fleet.resumed()
+            self.metrics = {url: server.metrics() for url, server in fleet.prefills.items()}
+            self.asked = fleet.ask(self.prompt, self.salt)
+            if (seen := fleet.caught(chunks * CHUNK, self.asked)) is not None:
+                break
+            self.asked.result()
+        assert seen is not None, f"no look in {ATTEMPTS} prompts has seen {chunks} chunks computed, and not all"
+        self.server, _ = seen
+
+
 def strike(fleet: Trio, number: int, chunks: int, blow: Callable[[Server], int]) -> tuple[Server, int, float]:
     """Have a prompt computed, and strike its server once it has computed so many chunks: the server, the tokens that
-    had come, and the seconds to the end. blow: returns how many tokens the server had computed."""
-    for attempt in range(ATTEMPTS):
-        prompt, salt = prompt_of(fleet.model, number + 100 * attempt), f"s{number}-{attempt}"
-        kept_before, befores = fleet.resumed(), {url: server.metrics() for url, server in fleet.prefills.items()}
-        asked = fleet.ask(prompt, salt)
-        if (seen := fleet.caught(chunks * CHUNK, asked)) is not None:
-            break
-        asked.result()
-    assert seen is not None, f"no look in {ATTEMPTS} prompts has seen {chunks} chunks computed, and not all"
-    victim, _ = seen
-    computed = blow(victim)
-    text, seconds = asked.result(120)
-    assert text == fleet.model.greedy_text(prompt, TOKENS)
-    kept, sound = fleet.resumed() - kept_before, fleet.sound(victim)
-    check_counts(fleet, sound, befores[sound.url], computed, kept)
+    had come, and the seconds from the blow to the answer. blow: returns how many tokens the server had computed."""
+    caught = Caught(fleet, number, chunks)
+    began = time.monotonic()
+    computed = blow(caught.server)
+    text, _ = caught.asked.result(120)
+    seconds = time.monotonic() - began
+    assert text == fleet.model.greedy_text(caught.prompt, TOKENS)
+    kept, sound = fleet.resumed() - caught.resumed, fleet.sound(caught.server)
+    check_counts(fleet, sound, caught.metrics[sound.url], computed, kept)
     if fleet.model is SMOLLM2:  # the tokens of the stub show each wrong page
-        assert digest(fleet.cached_kv(prompt, salt)) == digest(fleet.whole_kv(sound, prompt))
-    return victim, kept, seconds
+        assert digest(fleet.cached_kv(caught.prompt, caught.salt)) == digest(fleet.whole_kv(sound, caught.prompt))
+    return caught.server, kept, seconds
+
+
+def undisturbed_s(fleet: Trio, number: int, chunks: int) -> float:
+    """Seconds from where strike() would strike to the answer."""
+    caught = Caught(fleet, number, chunks)
+    began = time.monotonic()
+    caught.asked.result(120)
+    return time.monotonic() - began
 
 
 def alone_s(fleet: Trio) -> float:
@@ -230,9 +248,10 @@ def test_servers_killed_at_every_chunk_of_a_prompt(model: Model) -> None:
         whole_s = alone_s(fleet)
         lost = []
         for chunks in range(CHUNKS - 1):  # behind the last but one there is a single pass, which a look may miss
+            rest_s = undisturbed_s(fleet, 50 + chunks, chunks)
             victim, kept, seconds = strike(fleet, chunks, chunks, killed)
-            lost.append(seconds - whole_s)
-            print(f"killed at chunk {chunks}: {kept} tokens had come, {seconds - whole_s:.3f} s lost")
+            lost.append(seconds - rest_s)
+            print(f"killed at chunk {chunks}: {kept} tokens had come, {seconds - rest_s:.3f} s lost")
             fleet.again(victim)
         chunk_s = whole_s / CHUNKS
         print(f"{whole_s:.3f} s undisturbed, {chunk_s:.3f} s a chunk, {statistics.median(lost):.3f} s lost")
