@@ -64,7 +64,8 @@ class Trio:
         self.known()
 
     def ask(self, prompt: tuple[int, ...], salt: str) -> "Future[tuple[str, float]]":
-        """The text, and the seconds that it took."""
+        """The text, and the seconds that it took. First the prompt before it ends at its prefill server as well."""
+        wait_until(lambda: all(computed_by(server) < 0 for server in self.prefills.values()), 10, "no prompt is left")
         body = {"model": NAME, "prompt": list(prompt), "max_tokens": TOKENS, "temperature": 0, "cache_salt": salt}
 
         def post() -> tuple[str, float]:
