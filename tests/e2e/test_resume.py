@@ -64,8 +64,8 @@ class Trio:
         self.known()
 
     def ask(self, prompt: tuple[int, ...], salt: str) -> "Future[tuple[str, float]]":
-        """The text, and the seconds that it took. First the prompt before it ends at its prefill server as well."""
-        wait_until(lambda: all(computed_by(server) < 0 for server in self.prefills.values()), 10, "no prompt is left")
+        """The text, and the seconds that it took."""
+        self.ended()
         body = {"model": NAME, "prompt": list(prompt), "max_tokens": TOKENS, "temperature": 0, "cache_salt": salt}
 
         def post() -> tuple[str, float]:
@@ -78,6 +78,10 @@ class Trio:
             return str(answer.json()["choices"][0]["text"]), time.monotonic() - began
 
         return self._pool.submit(post)
+
+    def ended(self) -> None:
+        """Wait until the prompt before has ended at its prefill server, too, a little after its answer."""
+        wait_until(lambda: all(computed_by(server) < 0 for server in self.prefills.values()), 10, "no prompt is left")
 
     def computing(self, tokens: int) -> tuple[Server, int]:
         """Wait until a prefill server has computed so many tokens of the prompt: that server, and how many it has."""
@@ -190,6 +194,7 @@ class Caught:
     def __init__(self, fleet: Trio, number: int, chunks: int) -> None:
         for attempt in range(ATTEMPTS):
             self.prompt, self.salt = prompt_of(fleet.model, number + 100 * attempt), f"s{number}-{attempt}"
+            fleet.ended()
             self.resumed = fleet.resumed()
             self.metrics = {url: server.metrics() for url, server in fleet.prefills.items()}
             self.asked = fleet.ask(self.prompt, self.salt)
