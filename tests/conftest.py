@@ -67,6 +67,14 @@ def certificates_are_read_once() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(autouse=True, scope="session")
+def signals_of_a_foreground() -> None:
+    """nohup and a shell's `&` have signals ignored, which tests and the processes they start would inherit."""
+    for number in ENDING:
+        if signal.getsignal(number) is signal.SIG_IGN:
+            signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+
+
 @pytest.fixture(autouse=True)
 def signals_as_before() -> Iterator[None]:
     """A server that has run in this process leaves signals ignored, and processes that are started later would inherit

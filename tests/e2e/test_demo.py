@@ -28,7 +28,6 @@ class Demo:
             stderr=subprocess.STDOUT,
             text=True,
             start_new_session=True,
-            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # ignored in background jobs
         )
         self.lines: list[str] = []
 
