@@ -60,7 +60,10 @@ class _Parser(argparse.ArgumentParser):
         if extra:
             name = extra[0].partition("=")[0]
             known = [option[2:] for option in self._option_string_actions if option.startswith("--")]
-            self.error(f"unknown argument {name}{nearest(name.lstrip('-'), known, '--')}")
+            hint = nearest(name.lstrip("-"), known, "--")
+            if "model" in known and not name.startswith("-"):  # as in vllm serve MODEL
+                hint = f"; did you mean --model {name}?"
+            self.error(f"unknown argument {name}{hint}")
         return given, extra
 
 

@@ -20,6 +20,7 @@ from tests.engine.models import CONFIGS, save_model
 MISTAKES = [
     ([], "COMMAND"),
     (["sevre"], "serve"),
+    (["serve", "a/model"], "unknown argument a/model; did you mean --model a/model?"),
     (["serve", "--kv-page", "3"], "unknown argument --kv-page; did you mean --kv-pages?"),
     (["check", "--prot=3"], "did you mean --port?"),
     (["serve", "--port"], "--port"),
