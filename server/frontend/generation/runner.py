@@ -23,7 +23,6 @@ from headrace.core.messages.replies import (
     Held,
     HiddenPart,
     LogprobPart,
-    PrefillDecided,
     Progress,
     Promised,
     RequestFinished,
@@ -32,7 +31,7 @@ from headrace.core.messages.replies import (
 )
 from headrace.core.runtime.clock import Clock
 from headrace.core.types import packed
-from headrace.core.types.errors import GRAMMAR_REJECTED, NONFINITE, ErrorInfo, HeadraceError
+from headrace.core.types.errors import NONFINITE, ErrorInfo, HeadraceError
 from headrace.core.types.requests.request import (
     AnyRoute,
     DecodeHere,
@@ -43,6 +42,7 @@ from headrace.core.types.requests.request import (
     SendTo,
 )
 from headrace.server.frontend.generation.audits import PageAudit, PrefillAudits
+from headrace.server.frontend.generation.follower import CallFollower, FirstTokenForbidden, end_tokens, note_promise
 from headrace.server.frontend.generation.hedge import Hedges, Run
 from headrace.server.frontend.generation.kv_returns import KvReturns
 from headrace.server.frontend.generation.prefill_body import prefill_body, with_prefill_response
@@ -51,11 +51,9 @@ from headrace.server.frontend.generation.prefix_fetch import PrefixFetches
 from headrace.server.frontend.generation.refetch import Refetch
 from headrace.server.frontend.generation.results import (
     PromptParts,
-    delta_of,
     finish_reason,
     held_result,
     result_of,
-    stop_reason,
 )
 from headrace.server.frontend.generation.resume import ResumeFetches, ResumeOffer
 from headrace.server.frontend.link.call import Call
@@ -75,16 +73,11 @@ from headrace.server.upstream.handoff_params import KvSource, PrefillAddress
 from headrace.server.upstream.prefill_call import PrefillProgress, PrefillResponse, posted_error
 from headrace.server.upstream.prefill_pool import PrefillChoice, PrefillPool
 from headrace.server.upstream.prefill_server import PrefillServer
-from headrace.text.detokenizer import TextStream
 
 log = logging.getLogger(__name__)
 
 FEW_LOGPROBS = 256  # positions of a prompt whose logprobs are made ours on the event loop; more take a thread
 RETRYABLE = (429, 502, 503, 504)  # statuses of a prefill server after which computing the prompt here can help
-
-
-class FirstTokenForbidden(Exception):
-    """The prefill server, which did not know the client's min_tokens, sampled a first token that ends the text."""
 
 
 class GenerationRunner:
@@ -184,7 +177,7 @@ class GenerationRunner:
                 elif isinstance(event, HiddenPart | LogprobPart):
                     parts.add(event)
                 elif isinstance(event, Promised):
-                    _promised(request, event)
+                    note_promise(request, event)
                 elif isinstance(event, Progress):
                     await emit(event)
                 elif isinstance(event, Held):
@@ -253,7 +246,7 @@ class GenerationRunner:
         route = FetchFrom(url, ticket, forecast=pool.forecast(choice) if compares else None, compare=compares)
         audit = None if self._audits is None else self._audits.draw(request, choice.server)
         submit = _submit(request, sampling, route, moved=moved, follows=follows, audit=audit)
-        handoff, generated, goes_on = _HandoffTime(self._clock), list[int](), moved or bool(follows)
+        handoff, goes_on = _HandoffTime(self._clock), moved or bool(follows)
         body = prefill_body(
             request,
             ticket,
@@ -271,33 +264,27 @@ class GenerationRunner:
             def on_progress(progress: PrefillProgress) -> None:
                 call.deliver(Progress(rid=call.rid, phase=progress.phase, done=progress.done, total=progress.total))
 
-            def on_reserved(reserved: Reserved, generated: list[int]) -> None:
+            def on_reserved(reserved: Reserved) -> None:
                 if reserved.ticket:
-                    refetch.post(reserved, generated)
+                    refetch.post(reserved, follower.generated)
                 else:
                     handoff.posted()
                     prefill.start(on_progress, call.abort, offer.make(reserved.cached) if goes_on else None)
 
+            on_kept, watch = partial(pool.withdraw, choice), handoff.watching(emit)
+            follower = CallFollower(self._model, call, request, watch, on_reserved=on_reserved, on_kept=on_kept)
             try:
-                on_kept = partial(pool.withdraw, choice)
-                result = await self._follow(
-                    call,
-                    request,
-                    handoff.watching(emit),
-                    on_reserved,
-                    on_kept=on_kept,
-                    generated=generated,
-                    audit=audit,
-                )
+                result = await follower.run()
             except HeadraceError as error:
                 raise HeadraceError(await prefill.cause(error.info)) from error
+            self._arrived(call, audit)
             if call.decision is not None:
                 result = msgspec.structs.replace(result, prefill=call.decision.reason)
             if not call.fetches:
                 return result
             result = msgspec.structs.replace(result, peer=url)
             if self._returns is not None:
-                self._returns.offer(choice.server, request.prompt, generated, request.terms)
+                self._returns.offer(choice.server, request.prompt, follower.generated, request.terms)
             response = await prefill.response()
             if response is not None and (added_s := handoff.added_s(response)) is not None:
                 pool.handed_over(choice, added_s)
@@ -338,11 +325,15 @@ class GenerationRunner:
             try:
                 async with self._client.open(submit) as call, self._refetch(pool, server, request, call) as refetch:
 
-                    def on_reserved(reserved: Reserved, generated: list[int]) -> None:
+                    def on_reserved(reserved: Reserved) -> None:
                         if reserved.ticket:
-                            refetch.post(reserved, generated)
+                            refetch.post(reserved, follower.generated)
 
-                    result = await self._follow(call, request, emit, on_reserved, forbidden, audit=audit)
+                    follower = CallFollower(
+                        self._model, call, request, emit, on_reserved=on_reserved, forbidden=forbidden
+                    )
+                    result = await follower.run()
+                    self._arrived(call, audit)
                     return msgspec.structs.replace(result, peer=server.url)
             except HeadraceError as error:
                 raise HeadraceError(posted_error(error.info)) from error
@@ -351,7 +342,7 @@ class GenerationRunner:
         """follows: rid under which prefill servers have failed it."""
         submit = _submit(request, await self._merge_stops(request), DecodeHere(), follows=follows)
         async with self._client.open(submit) as call:
-            return await self._follow(call, request, emit)
+            return await CallFollower(self._model, call, request, emit).run()
 
     def _refetch(self, pool: PrefillPool, server: PrefillServer, request: GenerationRequest, call: Call) -> Refetch:
         return Refetch(pool, server, request, call, self._clock, self._record_span)
@@ -360,87 +351,15 @@ class GenerationRunner:
         """Adds every token id that ends the text by itself to stop_token_ids: EOS, and tokens that contain a stop
         string, so that a prompt whose first token ends it is not sent to a peer. With min_tokens set the latter are
         left to the text, since the engine would never sample such a token before min_tokens."""
-        ids = dict.fromkeys((*request.sampling.stop_token_ids, *self._eos(request)))
+        ids = dict.fromkeys((*request.sampling.stop_token_ids, *end_tokens(self._model, request)))
         if request.stop and request.sampling.min_tokens == 0:
             ids |= dict.fromkeys(await self._model.tokens.stop_ids(request.stop))
         return msgspec.structs.replace(request.sampling, stop_token_ids=tuple(ids))
 
-    async def _check_first(self, call: Call, request: GenerationRequest, tokens: tuple[int, ...]) -> None:
-        """Raises HeadraceError (502) for a first token of a prefill server that has not masked it. The request has
-        ended here then, and may move to another prefill server."""
-        if request.constraint is None or not tokens:
-            return
-        if problem := await self._model.grammars.problem(request.constraint, tokens[0], client=request.terms.tenant):
-            message = f"the prefill server has not kept to the constraint of this request: {problem}"
-            error = ErrorInfo(code=GRAMMAR_REJECTED, message=message, status=502)
-            await call.end(error)
-            raise HeadraceError(msgspec.structs.replace(error, at_prefill=True))
-
-    def _eos(self, request: GenerationRequest) -> tuple[int, ...]:
-        return () if request.ignore_eos else self._model.tokenizer.eos_ids
-
-    async def _follow(
-        self,
-        call: Call,
-        request: GenerationRequest,
-        emit: Emit,
-        on_reserved: Callable[[Reserved, list[int]], None] = lambda _reserved, _generated: None,
-        forbidden: frozenset[int] = frozenset(),
-        on_kept: Callable[[], None] = lambda: None,
-        generated: list[int] | None = None,
-        audit: PageAudit | None = None,
-    ) -> GenerationResult:
-        """Emit a call's events until it ends. on_reserved: called when pages are reserved here, with the tokens that
-        were generated so far. forbidden: token ids that the first token must not be. on_kept: called when the prompt
-        goes to no prefill server. generated: takes the tokens. audit: of the KV that is fetched."""
-        ends = frozenset((*request.sampling.stop_token_ids, *self._eos(request)))
-        text = TextStream(
-            self._model.tokenizer.showing(request.shown),
-            request.prompt,
-            request.stop,
-            ends,
-            request.sampling.min_tokens,
-            keep=request.keep_stop,
-        )
-        hidden_ends = frozenset() if request.keep_stop else ends
-        stopped, seen = False, 0
-        parts = PromptParts(len(request.prompt))
-        generated = [] if generated is None else generated
-        while True:
-            event = await call.next()
-            if isinstance(event, Tokens):
-                generated += event.tokens
-            match event:
-                case PrefillDecided():
-                    if not event.decision.remote:
-                        on_kept()
-                case Reserved():
-                    on_reserved(event, generated)
-                case Promised():
-                    _promised(request, event)
-                case Progress():
-                    await emit(event)
-                case HiddenPart() | LogprobPart():
-                    parts.add(event)
-                case Tokens() if not seen and not forbidden.isdisjoint(event.tokens[:1]):
-                    raise FirstTokenForbidden
-                case Tokens() if not stopped:
-                    if not seen and call.fetches:
-                        await self._check_first(call, request, event.tokens)
-                    await emit(delta_of(text, hidden_ends, event))
-                    stopped = text.stopped
-                    if stopped and not call.ends_with(event.tokens[: text.tokens - seen]):
-                        call.finish()
-                    seen = text.tokens
-                case RequestFinished():
-                    if self._audits is not None and audit is not None and call.fetches:
-                        self._audits.ended(audit)
-                    if not stopped and (rest := text.flush()):
-                        await emit(GenerationDelta(rest))
-                    reason = "stop" if stopped else finish_reason(event.reason) or "stop"
-                    states = parts.hidden(len(request.prompt) + max(0, text.tokens - 1))
-                    result = result_of(event, reason, text.tokens, states, parts.logprobs)
-                    return msgspec.structs.replace(result, stop_reason=stop_reason(text, request.sampling))
+    def _arrived(self, call: Call, audit: PageAudit | None) -> None:
+        """A call has ended well. audit: of the KV that it was to fetch."""
+        if self._audits is not None and audit is not None and call.fetches:
+            self._audits.ended(audit)
 
 
 class _HandoffTime:
@@ -470,11 +389,6 @@ class _HandoffTime:
         and computed it; None where either is not known."""
         own_s = response.own_s
         return None if self._took_s is None or own_s is None else self._took_s - own_s
-
-
-def _promised(request: GenerationRequest, event: Promised) -> None:
-    if request.observer is not None:
-        request.observer.promised(event.bound_s)
 
 
 def _submit(
