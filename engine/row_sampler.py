@@ -83,7 +83,7 @@ class FedTokens(NamedTuple):
 class Sampling:
     """The sampling of a plan: queued on the device, and finished by result()."""
 
-    def __init__(self, fed: FedTokens, finish: Callable[[], None]) -> None:
+    def __init__(self, fed: FedTokens, finish: "Callable[[Sampling], None]") -> None:
         """fed: the tokens of rows that sample; none on shards that do not. finish: sets outcome, when the device is
         done."""
         self.fed = fed
@@ -105,7 +105,7 @@ class Sampling:
     def result(self) -> PlanResult:
         """The result; waits for the device if it is not done. Any thread."""
         self.wait()
-        self._finish()
+        self._finish(self)
         assert self.outcome is not None
         return self.outcome
 
@@ -206,7 +206,7 @@ class RowSampler:
             tokens = drawn.tokens if drawn is not None else torch.empty(0, dtype=torch.int64, device=hidden.device)
             sampled = drawn.rows if drawn is not None else ()
             fed = FedTokens({row.request: place for place, row in enumerate(sampled)}, tokens)
-            sampling = Sampling(fed, lambda: self._finish_until(sampling))
+            sampling = Sampling(fed, self._finish_until)
             self._pending.append((sampling, lambda: self._read(drawn, sampling.released, chunks, logprobs, states)))
             if hidden.device.type == "cpu":
                 sampling.result()

@@ -28,6 +28,7 @@ from headrace.core.types.errors import PREFILL_LOST, PREFILL_UNREACHABLE, ErrorI
 Trace = Callable[[str, object], Awaitable[None]]
 """httpcore's extension of that name: what happens to a request, as it happens."""
 HEAD = "http11.send_request_headers.started"
+NOTHING = httpx.ByteStream(b"")  # the body of a response that is closed
 
 PROMPT_TIMEOUT = httpx.Timeout(None, connect=30.0)
 """Of a request that has a prompt computed by a server known to be alive. A busy machine accepts connections late, and a
@@ -122,7 +123,7 @@ class CancellableTransport(httpx.AsyncBaseTransport):
             self._go_on(_end(sending, moment))
             raise
         assert isinstance(response.stream, httpx.AsyncByteStream)
-        response.stream = _Body(response.stream, self._go_on)
+        response.stream = _Body(response, response.stream, self._go_on)
         return response
 
     async def aclose(self) -> None:
@@ -140,12 +141,17 @@ class CancellableTransport(httpx.AsyncBaseTransport):
 
 
 class _Body(httpx.AsyncByteStream):
-    """The body of a response, which is closed to the end."""
+    """The body of a response, which is closed to the end. httpx has it refer to the response: once it is closed that no
+    longer refers to it, or requests with their prompts would stay until the next full garbage collection."""
 
     def __init__(
-        self, inner: httpx.AsyncByteStream, go_on: Callable[[Coroutine[Any, Any, None]], "asyncio.Task[None]"]
+        self,
+        response: httpx.Response,
+        inner: httpx.AsyncByteStream,
+        go_on: Callable[[Coroutine[Any, Any, None]], "asyncio.Task[None]"],
     ) -> None:
         """go_on: runs a coroutine to its end."""
+        self._response = response
         self._inner = inner
         self._go_on = go_on
 
@@ -155,7 +161,10 @@ class _Body(httpx.AsyncByteStream):
 
     async def aclose(self) -> None:
         """See httpx.AsyncByteStream."""
-        await asyncio.shield(self._go_on(self._inner.aclose()))
+        try:
+            await asyncio.shield(self._go_on(self._inner.aclose()))
+        finally:
+            self._response.stream = NOTHING
 
 
 class _Moment:

@@ -90,6 +90,8 @@ class HttpProtocol(asyncio.Protocol):
         self.resume_writing()
         if self._answering is not None:
             self._answering.disconnect()
+        self._answering = self._reading = None  # they refer to this object, as the parser does
+        del self._parser
 
     def data_received(self, data: bytes) -> None:
         """Parse; refuse what is no request, and what is over a limit."""

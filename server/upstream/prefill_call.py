@@ -196,6 +196,7 @@ class PrefillCall:
             self._answered()
         finally:
             self._observer.ended(outcome)
+            self._task = None  # its exception has this frame
 
     async def _post(self, on_progress: Callable[[PrefillProgress], None]) -> PrefillResponse:
         """Raises HeadraceError with the status for our client."""

@@ -60,13 +60,24 @@ def _mean_logprob(output: Output) -> float:
 
 
 async def run_all(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
-    """Run coroutines concurrently. If one fails, the others are cancelled and its exception is raised."""
+    """Run coroutines concurrently. If one fails, the others are cancelled and its exception is raised.
+
+    An asyncio.TaskGroup would do so, too, but has its exceptions refer to the frames that they have come through, and
+    these to them: whatever the requests of a client that has left have held would wait for a full garbage collection.
+    """
+    first, *others = work
+    if not others:
+        return [await first]
+    tasks = [asyncio.ensure_future(each) for each in (first, *others)]
     try:
-        async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(each) for each in work]
-    except ExceptionGroup as failures:
-        raise failures.exceptions[0] from None
-    return [task.result() for task in tasks]
+        return await asyncio.gather(*tasks)
+    except BaseException:
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks)
+        raise
+    finally:
+        tasks.clear()  # they have the exception, which has this frame
 
 
 def positions(choice: Choice, result: GenerationResult) -> int:

@@ -52,12 +52,12 @@ class CallFollower:
         request: GenerationRequest,
         emit: Emit,
         *,
-        on_reserved: Callable[[Reserved], None] = lambda _reserved: None,
+        on_reserved: Callable[[Reserved, list[int]], None] = lambda _reserved, _generated: None,
         on_kept: Callable[[], None] = lambda: None,
         forbidden: frozenset[int] = frozenset(),
     ) -> None:
-        """on_reserved: called when pages are reserved here. on_kept: called when the prompt goes to no prefill server.
-        forbidden: token ids that the first token must not be."""
+        """on_reserved: called when pages are reserved here, with the tokens so far. on_kept: called when the prompt
+        goes to no prefill server. forbidden: token ids that the first token must not be."""
         self._model = model
         self._call = call
         self._request = request
@@ -90,7 +90,7 @@ class CallFollower:
                     if not event.decision.remote:
                         self._on_kept()
                 case Reserved():
-                    self._on_reserved(event)
+                    self._on_reserved(event, self.generated)
                 case Promised():
                     note_promise(self._request, event)
                 case Progress():

@@ -264,9 +264,9 @@ class GenerationRunner:
             def on_progress(progress: PrefillProgress) -> None:
                 call.deliver(Progress(rid=call.rid, phase=progress.phase, done=progress.done, total=progress.total))
 
-            def on_reserved(reserved: Reserved) -> None:
+            def on_reserved(reserved: Reserved, generated: list[int]) -> None:
                 if reserved.ticket:
-                    refetch.post(reserved, follower.generated)
+                    refetch.post(reserved, generated)
                 else:
                     handoff.posted()
                     prefill.start(on_progress, call.abort, offer.make(reserved.cached) if goes_on else None)
@@ -325,9 +325,9 @@ class GenerationRunner:
             try:
                 async with self._client.open(submit) as call, self._refetch(pool, server, request, call) as refetch:
 
-                    def on_reserved(reserved: Reserved) -> None:
+                    def on_reserved(reserved: Reserved, generated: list[int]) -> None:
                         if reserved.ticket:
-                            refetch.post(reserved, follower.generated)
+                            refetch.post(reserved, generated)
 
                     follower = CallFollower(
                         self._model, call, request, emit, on_reserved=on_reserved, forbidden=forbidden

@@ -157,7 +157,7 @@ def test_tokens_go_and_come_without_a_wait_for_the_device(gpu: FakeGpu, sending:
     turn = plan(1, 10)
     with gpu, gpu.counted() as counts:
         drawn = FedTokens({10: 0}, torch.ones(1, dtype=torch.int64, device=DEVICE))
-        links(1).broadcast(turn, Sampling(drawn, lambda: None))
+        links(1).broadcast(turn, Sampling(drawn, lambda _sampling: None))
         first = links(0)
         first.broadcast(turn, None)
         [fed] = first.tokens_for(taking(10))

@@ -57,7 +57,7 @@ def taking(*requests: int) -> list[PlanRow]:
 
 def sampled(*pairs: tuple[int, int]) -> Sampling:
     places = {request: place for place, (request, _) in enumerate(pairs)}
-    return Sampling(FedTokens(places, torch.tensor([token for _, token in pairs])), lambda: None)
+    return Sampling(FedTokens(places, torch.tensor([token for _, token in pairs])), lambda _sampling: None)
 
 
 def taken(links: PipelineLinks, *requests: int) -> list[tuple[int, int]]:
