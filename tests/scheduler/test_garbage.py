@@ -2,7 +2,6 @@
 
 import gc
 from collections import Counter
-from collections.abc import Iterator
 
 import pytest
 
@@ -11,18 +10,6 @@ from headrace.testing.simulator import Simulation
 
 SEEDS = range(300_000, 300_008)
 DROPPED_WHOLE = ("headrace.scheduler.kv.", "headrace.core.lazy_heap")  # a cache, when the stages' pools are known
-
-
-@pytest.fixture
-def kept_garbage() -> Iterator[None]:
-    """What only the collector finds is in gc.garbage."""
-    gc.collect()
-    gc.disable()
-    gc.set_debug(gc.DEBUG_SAVEALL)
-    yield
-    gc.set_debug(0)
-    gc.garbage.clear()
-    gc.enable()
 
 
 @pytest.mark.parametrize(

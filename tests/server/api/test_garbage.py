@@ -4,7 +4,7 @@ hold up a server with thousands of open requests for a third of a second, and ar
 import asyncio
 import gc
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 import httpx
@@ -20,18 +20,6 @@ from tests.server.fake_prefills import fetched, welcoming
 from tests.server.fakes import FakeLink, Script, in_loop, listening, reserving, running, saying
 
 HELD = ("headrace.", "_asyncio.Task", "httptools.")
-
-
-@pytest.fixture
-def kept_garbage() -> Iterator[None]:
-    """What only the collector finds is in gc.garbage."""
-    gc.collect()
-    gc.disable()
-    gc.set_debug(gc.DEBUG_SAVEALL)
-    yield
-    gc.set_debug(0)
-    gc.garbage.clear()
-    gc.enable()
 
 
 def held_by_cycles() -> Counter[str]:
@@ -50,10 +38,10 @@ async def answered(url: str, path: str, body: dict[str, Any]) -> None:
 async def assert_let_go() -> None:
     loop = asyncio.get_running_loop()
     late = loop.time() + 5
-    while any(isinstance(each, Exchange) for each in gc.get_objects()) and loop.time() < late:
+    while any(type(each) is Exchange for each in gc.get_objects()) and loop.time() < late:
         await asyncio.sleep(0.01)  # until the server knows that the client has gone
     assert not held_by_cycles()
-    assert not [each for each in gc.get_objects() if isinstance(each, Exchange)]
+    assert not [each for each in gc.get_objects() if type(each) is Exchange]
 
 
 @pytest.mark.parametrize(("path", "role", "body", "requests"), REQUESTS)
