@@ -51,6 +51,8 @@ log = logging.getLogger(__name__)
 QUERY_S = 1.0  # for an answer of the own scheduler
 OFFER_S = 10.0  # for an answer of the prefill server, which may have to connect
 PAUSE_S = 60.0  # without offers to a server that does not take any
+NOT_NOW = (429, 503)
+SHORT_PAUSE_S = 5.0  # or that is not ready at the moment
 
 
 class ReturnAnswer(msgspec.Struct, frozen=True):
@@ -113,7 +115,8 @@ class KvReturns:
                 content = await self._pool.ask(server, RETURNS_PATH, body, JSON_HEADERS)
             answer = msgspec.json.decode(content, type=ReturnAnswer)
         except (TimeoutError, HeadraceError, httpx.HTTPError, *NO_MESSAGE) as error:
-            self._paused[server.url] = self._clock.now() + PAUSE_S
+            busy = isinstance(error, HeadraceError) and error.info.status in NOT_NOW
+            self._paused[server.url] = self._clock.now() + (SHORT_PAUSE_S if busy else PAUSE_S)
             log.debug("prefill server %s takes no returns: %s", server.url, error)
             self._metrics.count_return("refused")
             return
