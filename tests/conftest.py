@@ -1,6 +1,5 @@
 """For all tests."""
 
-import gc
 import os
 import signal
 import ssl
@@ -85,15 +84,3 @@ def signals_as_before() -> Iterator[None]:
     for number, handler in before.items():
         if handler is not None and signal.getsignal(number) is not handler:
             signal.signal(number, handler)
-
-
-@pytest.fixture
-def kept_garbage() -> Iterator[None]:
-    """What only the collector finds is in gc.garbage."""
-    gc.collect()
-    gc.disable()
-    gc.set_debug(gc.DEBUG_SAVEALL)
-    yield
-    gc.set_debug(0)
-    gc.garbage.clear()
-    gc.enable()

@@ -1,12 +1,10 @@
 """What a scheduler lets go of has no cycles: its process has the garbage collector look seldom."""
 
-import gc
-from collections import Counter
-
 import pytest
 
 from headrace.testing.scenario import Scenario
 from headrace.testing.simulator import Simulation
+from tests.garbage import Garbage
 
 SEEDS = range(300_000, 300_008)
 DROPPED_WHOLE = ("headrace.scheduler.kv.", "headrace.core.lazy_heap")  # a cache, when the stages' pools are known
@@ -24,12 +22,12 @@ DROPPED_WHOLE = ("headrace.scheduler.kv.", "headrace.core.lazy_heap")  # a cache
     ],
     ids=str,
 )
-def test_schedules_leave_no_cycles_but_caches(changes: dict[str, object], kept_garbage: None) -> None:
-    runs = [Simulation(Scenario(seed, requests=12, **changes)) for seed in SEEDS]  # type: ignore[arg-type]
-    for run in runs:
-        run.run()
-    gc.collect()
-    found = Counter(f"{type(each).__module__}.{type(each).__qualname__}" for each in gc.garbage)
+def test_schedules_leave_no_cycles_but_caches(changes: dict[str, object]) -> None:
+    with Garbage() as garbage:
+        runs = [Simulation(Scenario(seed, requests=12, **changes)) for seed in SEEDS]  # type: ignore[arg-type]
+        for run in runs:
+            run.run()
+        found = garbage.found()
     caches = {name for name in found if name.startswith(DROPPED_WHOLE)}
     assert caches, "the collector has found what it is to find"
     assert not {name for name in found if name.startswith("headrace.scheduler.")} - caches

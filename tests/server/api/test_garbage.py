@@ -3,8 +3,7 @@ hold up a server with thousands of open requests for a third of a second, and ar
 
 import asyncio
 import gc
-from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import httpx
@@ -15,6 +14,7 @@ from headrace.core.messages.replies import AnySchedulerReply, RequestFailed, Tok
 from headrace.core.types.errors import ErrorInfo
 from headrace.server.http.exchange import Exchange
 from headrace.text.tokenizer import Tokenizer
+from tests.garbage import Garbage
 from tests.server.api.test_disconnect import REQUESTS
 from tests.server.fake_prefills import fetched, welcoming
 from tests.server.fakes import FakeLink, Script, in_loop, listening, reserving, running, saying
@@ -22,11 +22,10 @@ from tests.server.fakes import FakeLink, Script, in_loop, listening, reserving, 
 HELD = ("headrace.", "_asyncio.Task", "httptools.")
 
 
-def held_by_cycles() -> Counter[str]:
-    """What requests have held, by type, and could not be let go of."""
-    gc.collect()
-    names = (f"{type(each).__module__}.{type(each).__qualname__}" for each in gc.garbage)
-    return Counter(name for name in names if name.startswith(HELD))
+@pytest.fixture
+def garbage() -> Iterator[Garbage]:
+    with Garbage() as found:
+        yield found
 
 
 async def answered(url: str, path: str, body: dict[str, Any]) -> None:
@@ -35,30 +34,29 @@ async def answered(url: str, path: str, body: dict[str, Any]) -> None:
         await http.post(path, json=body)
 
 
-async def assert_let_go() -> None:
+async def assert_let_go(garbage: Garbage) -> None:
     loop = asyncio.get_running_loop()
     late = loop.time() + 5
     while any(type(each) is Exchange for each in gc.get_objects()) and loop.time() < late:
         await asyncio.sleep(0.01)  # until the server knows that the client has gone
-    assert not held_by_cycles()
+    assert not {name for name in garbage.found() if name.startswith(HELD)}
     assert not [each for each in gc.get_objects() if type(each) is Exchange]
 
 
 @pytest.mark.parametrize(("path", "role", "body", "requests"), REQUESTS)
 @in_loop
 async def test_clients_that_leave(
-    path: str, role: str, body: dict[str, Any], requests: int, tokenizer: Tokenizer, kept_garbage: None
+    path: str, role: str, body: dict[str, Any], requests: int, tokenizer: Tokenizer, garbage: Garbage
 ) -> None:
     link = FakeLink()
     async with running(link, tokenizer, role=role) as service, listening(service) as url:
-        gc.collect()
-        gc.garbage.clear()
+        garbage.forget()
         asked = asyncio.create_task(answered(url, path, body))
         await link.wait_for(Submit, requests)
         asked.cancel()
         await asyncio.gather(asked, return_exceptions=True)
         await link.wait_for(Abort, requests)
-        await assert_let_go()
+        await assert_let_go(garbage)
 
 
 def fails_after_a_word(tokenizer: Tokenizer) -> Script:
@@ -87,34 +85,32 @@ def fails_after_a_word(tokenizer: Tokenizer) -> Script:
     ids=str,
 )
 @in_loop
-async def test_answers_and_errors(body: dict[str, Any], fails: bool, tokenizer: Tokenizer, kept_garbage: None) -> None:
+async def test_answers_and_errors(body: dict[str, Any], fails: bool, tokenizer: Tokenizer, garbage: Garbage) -> None:
     link = FakeLink(fails_after_a_word(tokenizer) if fails else saying(tokenizer, "hello"))
     async with running(link, tokenizer) as service, listening(service) as url:
-        gc.collect()
-        gc.garbage.clear()
+        garbage.forget()
         await answered(url, "/v1/completions", body)
-        await assert_let_go()
+        await assert_let_go(garbage)
 
 
 @in_loop
-async def test_clients_that_leave_between_two_tokens(tokenizer: Tokenizer, kept_garbage: None) -> None:
+async def test_clients_that_leave_between_two_tokens(tokenizer: Tokenizer, garbage: Garbage) -> None:
     def script(_link: FakeLink, submit: Submit) -> list[Tokens]:
         return [Tokens(rid=submit.rid, tokens=tuple(tokenizer.encode("hello")))]
 
     link = FakeLink(script)
     async with running(link, tokenizer) as service, listening(service) as url:
-        gc.collect()
-        gc.garbage.clear()
+        garbage.forget()
         async with httpx.AsyncClient(base_url=url) as http:
             async with http.stream("POST", "/v1/completions", json={"prompt": "x", "stream": True}) as response:
                 await anext(response.aiter_lines())
             await link.wait_for(Abort)
-        await assert_let_go()
+        await assert_let_go(garbage)
 
 
 @pytest.mark.parametrize("leaves", [False, True])
 @in_loop
-async def test_prompts_that_a_prefill_server_computes(leaves: bool, tokenizer: Tokenizer, kept_garbage: None) -> None:
+async def test_prompts_that_a_prefill_server_computes(leaves: bool, tokenizer: Tokenizer, garbage: Garbage) -> None:
     there = FakeLink(None if leaves else saying(tokenizer, "h"))
     here = FakeLink(reserving if leaves else fetched(tokenizer))
     async with (
@@ -126,8 +122,7 @@ async def test_prompts_that_a_prefill_server_computes(leaves: bool, tokenizer: T
         await here.wait_for(AddPrefill)
         welcoming(here, prefill_url)
         await service.readiness.wait_engine_ready()
-        gc.collect()
-        gc.garbage.clear()
+        garbage.forget()
         asked = asyncio.create_task(answered(url, "/v1/completions", {"prompt": "x"}))
         await there.wait_for(Submit)
         if leaves:
@@ -135,4 +130,4 @@ async def test_prompts_that_a_prefill_server_computes(leaves: bool, tokenizer: T
             await here.wait_for(Abort)
             await there.wait_for(Abort)
         await asyncio.gather(asked, return_exceptions=True)
-        await assert_let_go()
+        await assert_let_go(garbage)
