@@ -65,10 +65,7 @@ async def run_all(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
     An asyncio.TaskGroup would do so, too, but has its exceptions refer to the frames that they have come through, and
     these to them: whatever the requests of a client that has left have held would wait for a full garbage collection.
     """
-    coroutines = list(work)
-    if len(coroutines) < 2:
-        return [await each for each in coroutines]
-    tasks = [asyncio.create_task(each) for each in coroutines]
+    tasks = [asyncio.create_task(each) for each in work]
     try:
         return await asyncio.gather(*tasks)
     except BaseException:
