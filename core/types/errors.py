@@ -56,6 +56,8 @@ def first_of(names: Sequence[str], most: int = 3) -> str:
     return f"{', '.join(names[:most])}{more}"
 
 
+NOT_NOW = (429, 503)  # statuses of a server that may take the same later
+
 # Codes that more than one package uses. What is refused with 429 or 503: core/types/refusals.py
 CANCELLED = "cancelled"  # 499: by the client or the peer
 PEER_GONE = "peer_gone"  # 502: the session has ended; 504: no message within the peer timeout

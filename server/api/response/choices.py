@@ -68,12 +68,11 @@ async def run_all(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
     tasks = [asyncio.create_task(each) for each in work]
     try:
         return await asyncio.gather(*tasks)
-    except BaseException:
-        for task in tasks:
-            task.cancel()
-        await asyncio.wait(tasks)
-        raise
     finally:
+        if left := [task for task in tasks if not task.done()]:
+            for task in left:
+                task.cancel()
+            await asyncio.wait(left)
         tasks.clear()  # they have the exception, which has this frame
 
 

@@ -26,7 +26,7 @@ from headrace.core.messages.replies import KvDigested, RequestFinished, StagePoo
 from headrace.core.runtime.background import Tasks
 from headrace.core.runtime.codec import NO_MESSAGE
 from headrace.core.types import refusals
-from headrace.core.types.errors import ErrorInfo, HeadraceError
+from headrace.core.types.errors import NOT_NOW, ErrorInfo, HeadraceError
 from headrace.core.types.kv.kv_digests import comparable, differing
 from headrace.core.types.packed import pack
 from headrace.core.types.requests.audits import AUDITS_PATH, AuditResult
@@ -43,7 +43,6 @@ log = logging.getLogger(__name__)
 
 AUDIT_S = 120.0  # for the answer of a server that may have better things to do
 LATE_S = 1.0  # for a digest, after the end of its request: stages report in any order
-BUSY = (429, 503)
 SHOWN = 8  # layers that differ, in the log
 
 
@@ -140,7 +139,7 @@ class PrefillAudits:
         except TimeoutError:
             result = "late"
         except HeadraceError as error:
-            result = "busy" if error.info.status in BUSY else "failed"
+            result = "busy" if error.info.status in NOT_NOW else "failed"
             log.debug("audit of %s by %s: %s", event.rid, auditor.url, error.info.message)
         except (httpx.HTTPError, *NO_MESSAGE) as error:
             log.debug("audit of %s by %s: %s", event.rid, auditor.url, error)

@@ -26,7 +26,7 @@ from headrace.core.messages.replies import RequestFinished
 from headrace.core.runtime.background import Tasks
 from headrace.core.runtime.clock import Clock
 from headrace.core.runtime.codec import NO_MESSAGE
-from headrace.core.types.errors import HeadraceError
+from headrace.core.types.errors import NOT_NOW, HeadraceError
 from headrace.core.types.packed import pack
 from headrace.core.types.peers.allow_list import canonical
 from headrace.core.types.requests.kv_return import (
@@ -51,7 +51,6 @@ log = logging.getLogger(__name__)
 QUERY_S = 1.0  # for an answer of the own scheduler
 OFFER_S = 10.0  # for an answer of the prefill server, which may have to connect
 PAUSE_S = 60.0  # without offers to a server that does not take any
-NOT_NOW = (429, 503)
 SHORT_PAUSE_S = 5.0  # or that is not ready at the moment
 
 

@@ -22,7 +22,7 @@ from headrace.core.runtime.background import Tasks
 from headrace.core.runtime.clock import Clock
 from headrace.core.stats import Counters, Sample
 from headrace.core.types import refusals
-from headrace.core.types.errors import UNKNOWN_RID, HeadraceError, invalid, shown
+from headrace.core.types.errors import NOT_NOW, UNKNOWN_RID, HeadraceError, invalid, shown
 from headrace.core.types.requests.kv_hints import Retain
 from headrace.server.frontend.request.generation_request import GenerationRequest
 
@@ -189,7 +189,7 @@ class OpenPrompts:
         try:
             yield
         except HeadraceError as error:
-            if prompt is not None and error.info.status in (429, 503):
+            if prompt is not None and error.info.status in NOT_NOW:
                 self.reopen(prompt)
             raise
 
